@@ -1,0 +1,51 @@
+# `make demo` and `make test` work on a fresh clone: each first makes .venv, once, from pyproject.toml and constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep ^torch== constraints.txt)
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test docs lint format bench changelog clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## the environment that every other target uses
+
+# torch comes first and alone: the constraint names a build without CUDA packages where the machine's pip offers one.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	touch $@
+
+demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci; pictures in demo-output/
+	$(BIN)/foci demo
+
+test: $(STAMP) ## the whole suite, JOBS processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(ARGS)
+
+docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
+
+lint: $(STAMP) ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## the benchmarks, on an idle machine
+	$(BIN)/python -m benchmarks $(ARGS)
+
+changelog: $(STAMP) ## what the next release's entry would say
+	$(BIN)/towncrier build --draft
+
+clean: ## caches and results, not the environment
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
