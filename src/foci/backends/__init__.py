@@ -1,0 +1,67 @@
+"""The registry of backends: found by name, imported when the planner first asks for them.
+
+To add a backend is to add one module with a `BACKEND` and one row here, or to call `foci.register_backend`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from foci.backends.contract import Backend
+
+__all__ = ["load", "names", "register", "unregister"]
+
+_MODULES: Final[dict[str, str]] = {
+    "aten": "foci.backends.aten",
+    "blocked": "foci.backends.blocked",
+    "reference": "foci.backends.reference",
+}
+"""Name -> module, in the order in which equal costs are decided."""
+
+_registered: dict[str, Backend] = {}
+
+
+def names() -> tuple[str, ...]:
+    """Every backend's name, registered ones first."""
+    return (*_registered, *_MODULES)
+
+
+def load(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name not in _MODULES:
+        raise ValueError(f"no backend {name!r}; there are {', '.join(names())}")
+    backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
+    return backend
+
+
+def register(backend: Backend) -> None:
+    """Adds a backend, before all others of equal cost.
+
+    Raises:
+        TypeError: if it lacks a part of the protocol.
+        ValueError: if its name is taken.
+    """
+    missing = [part for part in ("name", "reject", "cost", "compile") if not hasattr(backend, part)]
+    if missing:
+        raise TypeError(f"a backend has name, reject, cost and compile; {type(backend).__name__} lacks {', '.join(missing)}")
+    if backend.name in names():
+        raise ValueError(f"a backend {backend.name!r} exists already")
+    _registered[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Takes a registered backend away again. Built-in backends stay.
+
+    Raises:
+        ValueError: if no backend of that name was registered.
+    """
+    if name not in _registered:
+        raise ValueError(f"no backend {name!r} was registered; registered are {', '.join(_registered) or 'none'}")
+    del _registered[name]

@@ -1,0 +1,111 @@
+"""What surrounds a call: which backends may run (`use`) and who watches (`observe`)."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from foci import backends
+from foci.backends.contract import Rejection
+from foci.problem import Problem
+
+__all__ = ["Call", "Log", "allowed_backends", "observe", "observers", "use"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call that ran.
+
+    Attributes:
+        problem: what was asked.
+        backend: name of the backend that ran.
+        rejections: the backends that declined, with their reasons.
+    """
+
+    problem: Problem
+    backend: str
+    rejections: tuple[Rejection, ...]
+
+
+@dataclass
+class Log:
+    """What happened inside `observe`, in order.
+
+    Attributes:
+        calls: forward calls.
+        backward_calls: their backward passes.
+        fusions: attention sites that the graph compiler looked at.
+        paddings: products that the graph compiler looked at.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    backward_calls: list[Call] = field(default_factory=list)
+    fusions: list[Any] = field(default_factory=list)
+    paddings: list[Any] = field(default_factory=list)
+
+
+# Logs are process-wide: the autograd engine and compiled code run kernels on threads of their own.
+_logs: list[Log] = []
+_allowed: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("foci_allowed_backends", default=None)
+
+
+def observers() -> list[Log]:
+    """The logs that are open."""
+    return _logs
+
+
+def allowed_backends() -> tuple[str, ...] | None:
+    """Names that `use` allows here, or None for all."""
+    return _allowed.get()
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Log]:
+    """Records every attention call of the process while it is open.
+
+    Yields:
+        A `Log`: `log.calls` has the problem, the backend that ran and why others did not.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> with foci.observe() as log:
+        ...     _ = foci.attention(q, q, q, mask=foci.masks.window(4))
+        >>> len(log.calls), log.calls[0].problem.head_dim
+        (1, 8)
+    """
+    log = Log()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        # by identity: two logs with equal contents are two logs
+        del _logs[next(n for n, other in enumerate(_logs) if other is log)]
+
+
+@contextlib.contextmanager
+def use(*names: str) -> Iterator[None]:
+    """Restricts calls made inside to the named backends; their backward passes are bound by it wherever they run.
+
+    Args:
+        names: of backends; a call that none of them accepts raises `NoViableBackend`.
+
+    Raises:
+        ValueError: for a name that no backend has.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> with foci.use("blocked"):
+        ...     out = foci.attention(q, q, q)
+    """
+    for name in names:
+        backends.load(name)
+    token = _allowed.set(names)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)

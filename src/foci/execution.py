@@ -1,0 +1,151 @@
+"""Operands in, results out: plans the problem, finds the kernel, runs it, tells the observers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+import torch
+
+from foci import backends
+from foci.backends.contract import Kernel
+from foci.context import Call, observers
+from foci.planner import Decision, NoViableBackend, choose, target_of
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, accumulation_dtype, bucket, empty_out
+
+__all__ = ["decide", "problem_of", "run_backward", "run_forward"]
+
+Allowed = tuple[str, ...] | None
+Needs = tuple[bool, bool, bool, tuple[bool, ...]]
+"""Whether query, key, value and each captured tensor want a gradient."""
+
+_CAPACITY: Final = 1024
+_decisions: OrderedDict[tuple[object, ...], tuple[Decision, Kernel]] = OrderedDict()
+_kernels: OrderedDict[str, Kernel] = OrderedDict()
+
+
+def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
+    """The problem these operands pose."""
+    query, key, value = operands.query, operands.key, operands.value
+    jagged = formula.layout is Layout.JAGGED
+    return Problem(
+        formula=formula,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        q_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        batch=bucket(operands.cu_q.shape[0] - 1 if jagged and operands.cu_q is not None else query.shape[0]),
+        q_len=bucket(operands.max_q if jagged else query.shape[2]),
+        kv_len=bucket(operands.max_kv if jagged else key.shape[2]),
+        query_grad=needs[0],
+        key_grad=needs[1],
+        value_grad=needs[2],
+        capture_grads=needs[3],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Decision:
+    """The planner's decision on these operands; nothing runs."""
+    return choose(problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
+
+
+def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> tuple[Decision, Kernel]:
+    query, key, value = operands.query, operands.key, operands.value
+    if operands.cu_q is None:
+        sizes = (query.shape[0], query.shape[2], key.shape[2])
+    else:
+        sizes = (operands.cu_q.shape[0] - 1, operands.max_q, operands.max_kv)
+    signature = (
+        formula, needs, allowed, query.dtype, query.device, query.shape[1], query.shape[3], key.shape[1], value.shape[3],
+        *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.names(),
+    )  # fmt: skip
+    found = _decisions.get(signature)
+    if found is None:
+        decision = decide(formula, operands, needs, allowed)
+        if decision.plan is None:
+            raise NoViableBackend(decision)
+        found = _decisions[signature] = decision, _compiled(decision)
+        _trim(_decisions)
+    return found
+
+
+def _compiled(decision: Decision) -> Kernel:
+    plan = decision.plan
+    assert plan is not None
+    kernel = _kernels.get(plan.text)
+    if kernel is None:
+        kernel = _kernels[plan.text] = backends.load(plan.backend).compile(plan)
+        _trim(_kernels)
+    return kernel
+
+
+def _trim(cache: OrderedDict[Any, Any]) -> None:
+    # The oldest entry goes: what is dropped is planned again, never run in another way.
+    while len(cache) > _CAPACITY:
+        cache.popitem(last=False)
+
+
+def _tell(decision: Decision, *, backward: bool) -> None:
+    plan = decision.plan
+    assert plan is not None
+    for log in observers():
+        call = Call(decision.problem, plan.backend, decision.rejections)
+        (log.backward_calls if backward else log.calls).append(call)
+
+
+def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Results:
+    """Attention of the operands, by the backend the planner chooses.
+
+    Raises:
+        NoViableBackend: if none accepts.
+    """
+    decision, kernel = _kernel(formula, operands, needs, allowed)
+    if observers():
+        _tell(decision, backward=False)
+    if _is_empty(operands):
+        return _empty_results(formula, operands)
+    return kernel.forward(operands)
+
+
+def run_backward(formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed) -> Gradients:
+    """Gradients of the operands that `needs` asks for.
+
+    Raises:
+        NoViableBackend: if no backend accepts.
+    """
+    decision, kernel = _kernel(formula, operands, needs, allowed)
+    if observers():
+        _tell(decision, backward=True)
+    if _is_empty(operands):
+        return _empty_gradients(operands, needs)
+    return kernel.backward(operands, results, cotangents)
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in operands.query.shape or 0 in operands.key.shape or 0 in operands.value.shape
+
+
+def _empty_results(formula: Formula, operands: Operands) -> Results:
+    """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum (SDPA-06, SDPA-13)."""
+    query, key = operands.query, operands.key
+    rows = query.shape[:3]
+    acc = {"dtype": accumulation_dtype(query.dtype), "device": query.device}
+    lse = torch.full(rows, -torch.inf, **acc)
+    return Results(
+        out=empty_out(query, operands.value).zero_(),
+        lse=lse,
+        row_max=torch.full_like(lse, -torch.inf) if formula.outputs.row_max else None,
+        column_sums=torch.zeros((query.shape[0], query.shape[1], key.shape[2]), **acc) if formula.outputs.column_sums else None,
+        weights=query.new_zeros((*rows, key.shape[2])) if formula.outputs.weights else None,
+    )
+
+
+def _empty_gradients(operands: Operands, needs: Needs) -> Gradients:
+    return Gradients(
+        query=torch.zeros_like(operands.query) if needs[0] else None,
+        key=torch.zeros_like(operands.key) if needs[1] else None,
+        value=torch.zeros_like(operands.value) if needs[2] else None,
+        captures=tuple(torch.zeros_like(c) if need else None for c, need in zip(operands.captures, needs[3], strict=True)),
+    )

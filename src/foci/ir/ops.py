@@ -1,0 +1,225 @@
+"""The op table: one row per operation of the language, and the constructor that types, casts and folds.
+
+To add an operation is to add one row. A row holds what every analysis needs: the torch function, the same on Python
+numbers, the partial derivatives and the interval rule. Back ends spell rows in tables of their own (`foci.ir.emit`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import torch
+
+from foci.ir import ranges
+from foci.ir.expr import DType, Expr, const, node
+from foci.ir.ranges import Rule
+
+__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "promote", "round_to"]
+
+LEAVES: Final = frozenset({"const", "var", "param", "axis", "size"})
+Partial = Callable[..., Expr]
+
+
+class Typing(Enum):
+    """How operands and result of an operation are typed."""
+
+    ARITHMETIC = "operands and result take the widest type, at least int32"
+    FLOATING = "operands and result are FLOAT"
+    COMPARISON = "operands take the widest type, the result is BOOL"
+    BITWISE = "operands and result take the widest type, which must be BOOL or integer"
+    PREDICATE = "a FLOAT operand, a BOOL result"
+    SELECT = "a BOOL condition, then two operands of the widest type"
+
+
+@dataclass(frozen=True)
+class Op:
+    """A row: `partials[i](y, *args)` is dy/darg_i; an operation without partials has derivative zero."""
+
+    name: str
+    arity: int
+    typing: Typing
+    eager: Callable[..., Any]
+    fold: Callable[..., Any]
+    range: Rule
+    partials: tuple[Partial, ...] | None = None
+
+
+def promote(*dtypes: DType) -> DType:
+    """The widest of the types: BOOL < INT32 < INT64 < FLOAT."""
+    return max(dtypes, key=list(DType).index)
+
+
+def as_expr(value: Expr | bool | int | float) -> Expr:
+    return value if isinstance(value, Expr) else const(value)
+
+
+def cast(expr: Expr, dtype: DType) -> Expr:
+    """`expr` as `dtype`, without a node where it is that already."""
+    if expr.dtype is dtype:
+        return expr
+    if expr.op == "const":
+        number = expr.value
+        assert isinstance(number, (bool, int, float))
+        if dtype is DType.FLOAT:
+            return const(float(number))
+        if dtype is DType.BOOL:
+            return const(bool(number))
+        if math.isfinite(number):
+            return node("const", (), dtype, int(number))
+    return node("cast", (expr,), dtype, dtype.value)
+
+
+def round_to(expr: Expr, dtype: torch.dtype) -> Expr:
+    """`expr` rounded to float16 or bfloat16 and widened again: what an explicit cast in user code means."""
+    return node("round_to", (cast(expr, DType.FLOAT),), DType.FLOAT, str(dtype).removeprefix("torch."))
+
+
+def apply(name: str, *args: Expr | bool | int | float) -> Expr:
+    """The operation `name` of the operands: cast to a common type, folded when all are constants.
+
+    Raises:
+        TypeError: for operands the operation does not take, such as a bitwise operation of floats.
+    """
+    op = OPS[name]
+    if len(args) != op.arity:
+        raise TypeError(f"{name} takes {op.arity} operands, got {len(args)}")
+    exprs, dtype = _typed(op, tuple(as_expr(a) for a in args))
+    if all(e.op == "const" for e in exprs):
+        folded = _fold(op, exprs, dtype)
+        if folded is not None:
+            return folded
+    return node(name, exprs, dtype)
+
+
+def _typed(op: Op, args: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], DType]:
+    widest = promote(*(a.dtype for a in args))
+    if op.typing is Typing.SELECT:
+        widest = promote(args[1].dtype, args[2].dtype)
+        return (cast(args[0], DType.BOOL), cast(args[1], widest), cast(args[2], widest)), widest
+    if op.typing is Typing.ARITHMETIC:
+        widest = promote(widest, DType.INT32)
+        return tuple(cast(a, widest) for a in args), widest
+    if op.typing is Typing.COMPARISON:
+        return tuple(cast(a, widest) for a in args), DType.BOOL
+    if op.typing is Typing.BITWISE:
+        if widest is DType.FLOAT:
+            raise TypeError(f"{op.name} takes booleans or integers, got {', '.join(a.dtype.value for a in args)}")
+        return tuple(cast(a, widest) for a in args), widest
+    result = DType.BOOL if op.typing is Typing.PREDICATE else DType.FLOAT
+    return tuple(cast(a, DType.FLOAT) for a in args), result
+
+
+def _fold(op: Op, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
+    try:
+        value = op.fold(*(a.value for a in args))
+    except (ArithmeticError, ValueError):
+        return None  # 1 / 0, log(-1): left to the arithmetic of the device
+    if isinstance(value, complex):
+        return None
+    if dtype is DType.FLOAT:
+        return const(float(value))
+    return const(bool(value)) if dtype is DType.BOOL else node("const", (), dtype, int(value))
+
+
+def _row(name: str, typing: Typing, eager: Callable[..., Any], fold: Callable[..., Any], rule: Rule, *partials: Partial) -> Op:
+    arity = {Typing.SELECT: 3}.get(typing, 0) or _ARITY.get(name, 1)
+    return Op(name, arity, typing, eager, fold, rule, partials or None)
+
+
+_ARITY = dict.fromkeys(
+    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "min", "max", "atan2", "eq", "ne", "lt", "le", "and", "or", "xor", "shl", "shr"), 2
+)
+_A, _F, _C, _B, _P, _S = (Typing.ARITHMETIC, Typing.FLOATING, Typing.COMPARISON, Typing.BITWISE, Typing.PREDICATE, Typing.SELECT)
+_inc, _dec = ranges.increasing, ranges.decreasing
+
+
+def _eager_floordiv(a: Any, b: Any) -> Any:
+    return torch.div(a, b, rounding_mode="floor")
+
+
+def _fold_round(x: float) -> float:
+    return float(round(x))  # half to even, as torch
+
+
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
+
+
+def _is_true(x: Any) -> bool:
+    return bool(x)
+
+
+def _fold_not(x: Any) -> Any:
+    return (not x) if isinstance(x, bool) else ~x
+
+
+def _tie(a: Expr, b: Expr, first: str) -> Expr:
+    # torch splits the gradient of a tie in two
+    return apply("where", apply("eq", a, b), 0.5, cast(apply(first, a, b), DType.FLOAT))
+
+
+OPS: Final[dict[str, Op]] = {
+    row.name: row
+    for row in (
+        _row("neg", _A, torch.neg, lambda a: -a, _dec(torch.neg), lambda y, a: const(-1.0)),
+        _row("abs", _A, torch.abs, abs, ranges.absolute, lambda y, a: apply("sign", a)),
+        _row("sign", _A, torch.sign, _sign, _inc(torch.sign)),
+        _row("add", _A, torch.add, lambda a, b: a + b, ranges.add, lambda y, a, b: const(1.0), lambda y, a, b: const(1.0)),
+        _row("sub", _A, torch.sub, lambda a, b: a - b, ranges.sub, lambda y, a, b: const(1.0), lambda y, a, b: const(-1.0)),
+        _row("mul", _A, torch.mul, lambda a, b: a * b, ranges.mul, lambda y, a, b: b, lambda y, a, b: a),
+        _row("div", _F, torch.div, lambda a, b: a / b, ranges.div, lambda y, a, b: apply("div", 1.0, b), lambda y, a, b: apply("neg", apply("div", y, b))),
+        _row("floordiv", _A, _eager_floordiv, lambda a, b: a // b, ranges.floordiv),
+        _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod, lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
+        _row("fmod", _A, torch.fmod, lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) else math.fmod(a, b), ranges.fmod,
+             lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b)))),
+        _row("min", _A, torch.minimum, min, ranges.minimum, lambda y, a, b: _tie(a, b, "lt"), lambda y, a, b: _tie(b, a, "lt")),
+        _row("max", _A, torch.maximum, max, ranges.maximum, lambda y, a, b: _tie(b, a, "lt"), lambda y, a, b: _tie(a, b, "lt")),
+        _row("floor", _F, torch.floor, math.floor, _inc(torch.floor)),
+        _row("ceil", _F, torch.ceil, math.ceil, _inc(torch.ceil)),
+        _row("round", _F, torch.round, _fold_round, _inc(torch.round)),
+        _row("trunc", _F, torch.trunc, math.trunc, _inc(torch.trunc)),
+        _row("exp", _F, torch.exp, math.exp, _inc(torch.exp), lambda y, a: y),
+        _row("exp2", _F, torch.exp2, lambda a: 2.0**a, _inc(torch.exp2), lambda y, a: apply("mul", y, math.log(2))),
+        _row("expm1", _F, torch.expm1, math.expm1, _inc(torch.expm1), lambda y, a: apply("add", y, 1.0)),
+        _row("log", _F, torch.log, math.log, _inc(torch.log), lambda y, a: apply("div", 1.0, a)),
+        _row("log2", _F, torch.log2, math.log2, _inc(torch.log2), lambda y, a: apply("div", 1 / math.log(2), a)),
+        _row("log1p", _F, torch.log1p, math.log1p, _inc(torch.log1p), lambda y, a: apply("div", 1.0, apply("add", a, 1.0))),
+        _row("sqrt", _F, torch.sqrt, math.sqrt, _inc(torch.sqrt), lambda y, a: apply("div", 0.5, y)),
+        _row("rsqrt", _F, torch.rsqrt, lambda a: 1 / math.sqrt(a), _dec(torch.rsqrt), lambda y, a: apply("mul", -0.5, apply("div", y, a))),
+        _row("pow", _F, torch.pow, lambda a, b: a**b, ranges.power,
+             lambda y, a, b: apply("where", apply("eq", b, 0.0), 0.0, apply("mul", b, apply("pow", a, apply("sub", b, 1.0)))),
+             lambda y, a, b: apply("where", apply("eq", a, 0.0), 0.0, apply("mul", y, apply("log", a)))),
+        _row("sin", _F, torch.sin, math.sin, ranges.bounded(-1, 1), lambda y, a: apply("cos", a)),
+        _row("cos", _F, torch.cos, math.cos, ranges.bounded(-1, 1), lambda y, a: apply("neg", apply("sin", a))),
+        _row("tan", _F, torch.tan, math.tan, ranges.unknown, lambda y, a: apply("add", 1.0, apply("mul", y, y))),
+        _row("asin", _F, torch.asin, math.asin, _inc(torch.asin), lambda y, a: apply("rsqrt", apply("sub", 1.0, apply("mul", a, a)))),
+        _row("acos", _F, torch.acos, math.acos, _dec(torch.acos), lambda y, a: apply("neg", apply("rsqrt", apply("sub", 1.0, apply("mul", a, a))))),
+        _row("atan", _F, torch.atan, math.atan, _inc(torch.atan), lambda y, a: apply("div", 1.0, apply("add", 1.0, apply("mul", a, a)))),
+        _row("atan2", _F, torch.atan2, math.atan2, ranges.bounded(-math.pi, math.pi),
+             lambda y, a, b: apply("div", b, apply("add", apply("mul", a, a), apply("mul", b, b))),
+             lambda y, a, b: apply("neg", apply("div", a, apply("add", apply("mul", a, a), apply("mul", b, b))))),
+        _row("sinh", _F, torch.sinh, math.sinh, _inc(torch.sinh), lambda y, a: apply("cosh", a)),
+        _row("cosh", _F, torch.cosh, math.cosh, ranges.cosh, lambda y, a: apply("sinh", a)),
+        _row("tanh", _F, torch.tanh, math.tanh, _inc(torch.tanh), lambda y, a: apply("sub", 1.0, apply("mul", y, y))),
+        _row("sigmoid", _F, torch.sigmoid, lambda a: 1 / (1 + math.exp(-a)), _inc(torch.sigmoid), lambda y, a: apply("mul", y, apply("sub", 1.0, y))),
+        _row("erf", _F, torch.erf, math.erf, _inc(torch.erf), lambda y, a: apply("mul", 2 / math.sqrt(math.pi), apply("exp", apply("neg", apply("mul", a, a))))),
+        _row("isnan", _P, torch.isnan, math.isnan, ranges.bounded(0, 1)),
+        _row("isinf", _P, torch.isinf, math.isinf, ranges.bounded(0, 1)),
+        _row("eq", _C, torch.eq, lambda a, b: a == b, ranges.eq),
+        _row("ne", _C, torch.ne, lambda a, b: a != b, ranges.ne),
+        _row("lt", _C, torch.lt, lambda a, b: a < b, ranges.lt),
+        _row("le", _C, torch.le, lambda a, b: a <= b, ranges.le),
+        _row("and", _B, torch.bitwise_and, lambda a, b: a & b, ranges.bit_and),
+        _row("or", _B, torch.bitwise_or, lambda a, b: a | b, ranges.bit_or),
+        _row("xor", _B, torch.bitwise_xor, lambda a, b: a ^ b, ranges.bit_xor),
+        _row("not", _B, torch.bitwise_not, _fold_not, lambda a: ranges.negated(a).where((a.lo >= 0) & (a.hi <= 1), ranges.unknown(a))),
+        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << b, ranges.unknown),
+        _row("shr", _B, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
+        _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
+             lambda y, c, a, b: const(0.0), lambda y, c, a, b: cast(c, DType.FLOAT), lambda y, c, a, b: cast(apply("not", c), DType.FLOAT)),
+    )
+}

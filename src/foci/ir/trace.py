@@ -1,0 +1,350 @@
+"""Python function -> expression: the user's function runs once on symbols that record what it does.
+
+A `Symbol` stands for a number, or for a row of a captured tensor (`bias[b]`): an expression together with the axes that
+are still free. Element-wise functions broadcast axes as torch does, indexing substitutes them, reductions bind them.
+Functions of ordinary tensors alone, `table.exp()`, run as usual: their result is what gets captured.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import apply, as_expr, cast
+
+__all__ = ["SYMBOLIC_BASE", "Axis", "Symbol", "TraceError", "Tracer", "dtype_of", "length_symbol"]
+
+SYMBOLIC_BASE: Final = 1_000_000
+"""Slots of `param` from here on stand for symbolic integers until `foci.variant.bind` numbers them."""
+
+_DTYPES: Final = {
+    torch.bool: DType.BOOL,
+    torch.uint8: DType.INT32,
+    torch.int8: DType.INT32,
+    torch.int16: DType.INT32,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT,
+    torch.bfloat16: DType.FLOAT,
+    torch.float32: DType.FLOAT,
+    torch.float64: DType.FLOAT,
+}
+_TORCH_DTYPES: Final = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
+
+
+class TraceError(TypeError):
+    """A score or mask function does something the expression language has no word for."""
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The kind of number that elements of a captured tensor become.
+
+    Raises:
+        TypeError: for complex and other dtypes that cannot be captured.
+    """
+    if dtype not in _DTYPES:
+        raise TypeError(f"a captured tensor has dtype {dtype}; it must be one of {', '.join(str(d) for d in _DTYPES)}")
+    return _DTYPES[dtype]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A free dimension of a row: its placeholder in the expression, its length as an expression and as a number."""
+
+    index: Expr
+    extent: Expr
+    length: int
+
+
+class Symbol:
+    """What a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one."""
+
+    __slots__ = ("axes", "expr", "tracer")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tracer: Tracer, expr: Expr, axes: tuple[Axis, ...] = ()) -> None:
+        self.tracer = tracer
+        self.expr = expr
+        self.axes = axes
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from foci.ir.vocabulary import WORDS
+
+        if name not in WORDS:
+            raise TraceError(_complaint(f"Tensor.{name}"))
+        return lambda *args, **kwargs: WORDS[name](self, *args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Symbol:
+        return self.tracer.index(self, index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[self.expr.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tracer.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([axis.length for axis in self.axes])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def dim(self) -> int:
+        return len(self.axes)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __bool__(self) -> bool:
+        raise TraceError(_complaint("a Python `if`, `and`, `or`, `not`, `min` or `max`", "use torch.where, &, |, ~, torch.minimum, torch.maximum"))
+
+    def __iter__(self) -> Any:
+        raise TraceError(_complaint("iteration"))
+
+    def __index__(self) -> int:
+        raise TraceError(_complaint("a conversion to a Python integer", "index a tensor with the symbol instead"))
+
+    def __float__(self) -> float:
+        raise TraceError(_complaint("a conversion to a Python number (the math module)", "use the function of torch of that name"))
+
+    __int__ = __index__
+
+    def __repr__(self) -> str:
+        return f"Symbol({self.expr!r}{', shape=' + str(list(self.shape)) if self.axes else ''})"
+
+
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Symbol, *others: Any) -> Any:
+        from foci.ir.vocabulary import WORDS
+
+        return WORDS[name](*others, self) if reflected else WORDS[name](self, *others)
+
+    return method
+
+
+_BINARY: Final = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pow": "pow",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "matmul": "matmul",
+}  # fmt: skip
+for _dunder, _word in _BINARY.items():
+    setattr(Symbol, f"__{_dunder}__", _operator(_word))
+    setattr(Symbol, f"__r{_dunder}__", _operator(_word, reflected=True))
+for _dunder, _word in {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg", "abs": "abs", "invert": "bitwise_not", "pos": "clone"}.items():
+    setattr(Symbol, f"__{_dunder}__", _operator(_word))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return [value]
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from foci.ir.vocabulary import WORDS
+
+    name = getattr(func, "_opname", None) or getattr(func, "__name__", str(func))
+    packet = getattr(func, "overloadpacket", None)
+    if packet is not None:
+        name = packet.__name__
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = name[1:] if name in ("rmul", "rand", "ror", "rxor") else name
+    word = WORDS.get(name)
+    if word is None:
+        raise TraceError(_complaint(f"torch.{name}"))
+    return word(*args, **kwargs)
+
+
+class _Record(TorchFunctionMode):
+    """Sees every torch call while a function is traced, so that indexing an ordinary tensor with a symbol works."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, Symbol) for leaf in _leaves(args) + _leaves(list(kwargs.values()))):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_active: list[Tracer] = []
+
+
+def length_symbol(name: str) -> Any:
+    """The length `q_len` or `kv_len` of the sequence at hand, inside a function that is being traced.
+
+    Raises:
+        RuntimeError: outside a score or mask function.
+    """
+    if _active:
+        return Symbol(_active[-1], ir.variable(name))
+    if torch._guards.detect_fake_mode() is not None:
+        return torch.zeros((), dtype=torch.int32)  # torch.compile only looks at the shape
+    raise RuntimeError(f"{name}() has a value only inside a score or mask function that foci runs")
+
+
+class Tracer:
+    """Traces functions into expressions over one list of captured tensors.
+
+    Attributes:
+        tensors: captured tensors by slot.
+        symbolic: symbolic integers by slot less `SYMBOLIC_BASE`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.symbolic: list[Any] = []
+        self._slots: dict[int, int] = {}
+        self._fresh = 0
+
+    def trace(self, function: Callable[..., Any], variables: Sequence[str]) -> Expr:
+        """The expression `function` computes of the variables.
+
+        Raises:
+            TraceError: for an operation outside the language, with the operation and the user's file and line.
+        """
+        _active.append(self)
+        try:
+            with _Record():
+                result = function(*(Symbol(self, ir.variable(name)) for name in variables))
+                while isinstance(result, (tuple, list)) and len(result) == 1:
+                    result = result[0]
+                symbol = self.symbol(result)
+        finally:
+            _active.pop()
+        if symbol.axes:
+            raise TraceError(f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions")
+        return symbol.expr
+
+    def symbol(self, value: Any) -> Symbol:
+        """A number, a tensor or a symbol as a symbol.
+
+        Raises:
+            TraceError: for anything else.
+        """
+        if isinstance(value, Symbol):
+            return value
+        if isinstance(value, (bool, int, float)):
+            return Symbol(self, ir.const(value))
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            self.symbolic.append(value)
+            kind = DType.INT32 if isinstance(value, torch.SymInt) else DType.FLOAT
+            return Symbol(self, ir.param(SYMBOLIC_BASE + len(self.symbolic) - 1, kind))
+        if isinstance(value, Tensor):
+            if _is_plain_number(value):
+                return Symbol(self, cast(as_expr(value.item()), dtype_of(value.dtype)))
+            return self.index(value, ())
+        raise TraceError(_complaint(f"a value of type {type(value).__name__}"))
+
+    def fresh_axis(self, extent: Expr, length: int) -> Axis:
+        self._fresh += 1
+        return Axis(ir.axis(-self._fresh), extent, length)
+
+    def slot(self, tensor: Tensor) -> int:
+        """The slot of a captured tensor, a new one the first time it is seen."""
+        found = self._slots.get(id(tensor))
+        if found is None:
+            found = self._slots[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return found
+
+    def index(self, source: Tensor | Symbol, index: Any) -> Symbol:
+        """`source[index]` with torch's rules for integers, rows, slices, `...` and `None`."""
+        from foci.ir.indexing import index_symbol
+
+        with torch._C.DisableTorchFunction():
+            return index_symbol(self, source, index if isinstance(index, tuple) else (index,))
+
+
+def _is_plain_number(tensor: Tensor) -> bool:
+    # Read on the host at once: a scalar the function itself made, or a constant. Never a traced or learned one.
+    return type(tensor) is Tensor and tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and torch._guards.detect_fake_mode() is None
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+_SKIP: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<eval_with_key>", "<string>")
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
+        frame = frame.f_back
+    return frame
+
+
+def _complaint(what: str, instead: str = "") -> str:
+    frame = _user_frame()
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
+    hint = f"; {instead}" if instead else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
+    return f"{where}{what} is outside what a score or mask function can do{hint}"
+
+
+def merge_axes(tracer: Tracer, symbols: Sequence[Symbol]) -> tuple[tuple[Axis, ...], list[Expr]]:
+    """Broadcasts rows: common axes, and each symbol's expression rewritten to them."""
+    from foci.ir.rewrite import substitute
+
+    rank = max(s.ndim for s in symbols)
+    if rank == 0:
+        return (), [s.expr for s in symbols]
+    axes: list[Axis] = []
+    maps: list[dict[Expr, Expr]] = [{} for _ in symbols]
+    for position in range(-rank, 0):
+        present = [(n, s.axes[position]) for n, s in enumerate(symbols) if s.ndim >= -position]
+        chosen = next((axis for _, axis in present if axis.length != 1), present[0][1])
+        for n, axis in present:
+            if axis.length not in (1, chosen.length):
+                raise TraceError(_complaint(f"an operation on rows of shapes {[list(s.shape) for s in symbols]}", "rows must broadcast"))
+            if axis is not chosen:
+                maps[n][axis.index] = ir.const(0) if axis.length == 1 and chosen.length != 1 else chosen.index
+        axes.append(chosen)
+    return tuple(axes), [substitute(s.expr, table) if table else s.expr for s, table in zip(symbols, maps, strict=True)]
+
+
+def elementwise(build: Callable[..., Expr], *values: Any) -> Symbol:
+    """Applies `build` (Exprs -> Expr) to symbols, numbers and tensors, broadcasting rows.
+
+    A row that occurs twice keeps one axis, so `(x * x).sum()` is a sum over one index.
+    """
+    tracer = next(v.tracer for v in values if isinstance(v, Symbol))
+    symbols = [tracer.symbol(v) for v in values]
+    axes, exprs = merge_axes(tracer, symbols)
+    return Symbol(tracer, build(*exprs), axes)
+
+
+def pointwise(name: str, *values: Any) -> Symbol:
+    """The operation `name` of the op table on symbols, numbers and tensors."""
+    try:
+        return elementwise(lambda *exprs: apply(name, *exprs), *values)
+    except TypeError as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(_complaint(str(error), "cast the operands first")) from None

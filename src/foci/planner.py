@@ -1,0 +1,123 @@
+"""Which backend solves a problem, and why the others do not. Pure: no tensors, no device."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from foci import backends
+from foci.backends.contract import Plan, Rejection
+from foci.problem import Problem, Target
+
+__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "target_of"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one backend said of a problem: a reason to decline, or a cost in seconds."""
+
+    backend: str
+    reason: str | None
+    cost: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The planner's answer: a plan if any backend accepts, and every verdict, in the registry's order."""
+
+    problem: Problem
+    target: Target
+    plan: Plan | None
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        return tuple(Rejection(v.backend, v.reason) for v in self.verdicts if v.reason is not None)
+
+    def table(self) -> str:
+        """One line per backend: chosen, accepted with its cost, or its reason to decline."""
+        width = max((len(v.backend) for v in self.verdicts), default=0)
+        lines = []
+        for verdict in self.verdicts:
+            if verdict.reason is not None:
+                said = f"no: {verdict.reason}"
+            elif self.plan is not None and verdict.backend == self.plan.backend:
+                said = f"chosen, about {_seconds(verdict.cost)}"
+            else:
+                said = f"possible, about {_seconds(verdict.cost)}"
+            lines.append(f"  {verdict.backend:<{width}}  {said}")
+        return "\n".join(lines)
+
+
+class NoViableBackend(RuntimeError):
+    """No backend accepts the problem. The message holds each one's reason; `decision` holds all of it."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(f"no viable backend for this attention:\n{decision.table()}")
+        self.decision = decision
+
+
+def choose(problem: Problem, target: Target, allowed: Iterable[str] | None = None) -> Decision:
+    """Asks every backend and takes the cheapest that accepts; the registry's order decides ties.
+
+    Args:
+        problem: what is asked.
+        target: the device it is asked of; need not exist here.
+        allowed: names of the backends to consider, all by default.
+
+    Raises:
+        ValueError: for a name in `allowed` that no backend has.
+    """
+    wanted = None if allowed is None else tuple(allowed)
+    for name in wanted or ():
+        backends.load(name)
+    verdicts = tuple(_ask(name, problem, target, wanted) for name in backends.names())
+    best = min((v for v in verdicts if v.reason is None), key=lambda v: v.cost, default=None)
+    plan = None if best is None else Plan(best.backend, problem, target)
+    return Decision(problem, target, plan, verdicts)
+
+
+def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] | None) -> Verdict:
+    if allowed is not None and name not in allowed:
+        return Verdict(name, f"only {', '.join(allowed) or 'no backend'} may be used here")
+    backend = backends.load(name)
+    reason = backend.reject(problem, target)
+    return Verdict(name, reason) if reason is not None else Verdict(name, None, backend.cost(problem, target))
+
+
+def _seconds(cost: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if cost >= size:
+            return f"{cost / size:.3g} {unit}"
+    return f"{cost / 1e-9:.3g} ns"
+
+
+def target_of(device: torch.device) -> Target:
+    """The target a tensor's device is: kind, compute capability, features.
+
+    CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and `cxx` where a C++
+    compiler is found; CUDA features hold `triton` where it is installed.
+    """
+    found = _targets.get(device)
+    if found is None:
+        found = _targets[device] = _inspect(device)
+    return found
+
+
+_targets: dict[torch.device, Target] = {}
+
+
+def _inspect(device: torch.device) -> Target:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return Target("cuda", 10 * major + minor, frozenset({"triton"} if importlib.util.find_spec("triton") else ()))
+    if device.type == "cpu":
+        features = {torch.backends.cpu.get_cpu_capability().lower()}
+        if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+            features.add("cxx")
+        return Target("cpu", 0, frozenset(features))
+    return Target(device.type)

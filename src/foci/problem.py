@@ -1,0 +1,223 @@
+"""What is asked, free of tensors (`Formula`, `Problem`, `Target`), and the tensors it is asked of (`Operands`)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from foci.variant import Variant
+
+__all__ = ["Cotangents", "Formula", "Gradients", "Layout", "Operands", "Outputs", "Problem", "Results", "Target", "accumulation_dtype", "bucket", "empty_out"]
+
+
+class Layout(Enum):
+    """Where a row's keys lie.
+
+    DENSE: query [B, Hq, Sq, D]. JAGGED: sequences packed along one token dimension, query [1, Hq, T, D], with
+    cumulative lengths beside it.
+    """
+
+    DENSE = "dense"
+    JAGGED = "jagged"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Which auxiliary outputs a call asks for."""
+
+    lse: bool = False
+    row_max: bool = False
+    column_sums: bool = False
+    weights: bool = False
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What is computed, whatever the sizes, dtypes and devices.
+
+    `block_size` is (q, kv) of a block mask that the caller gave, or None. `text` is canonical and reads back with
+    `Formula.parse`, so that a formula travels through operators, graphs and files as a string.
+    """
+
+    variant: Variant
+    layout: Layout = Layout.DENSE
+    outputs: Outputs = field(default_factory=Outputs)
+    dropout: bool = False
+    block_size: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def text(self) -> str:
+        asked = ",".join(name for name, on in vars(self.outputs).items() if on)
+        blocks = "x".join(map(str, self.block_size or ()))
+        head = f"layout={self.layout.value};outputs={asked};dropout={int(self.dropout)};blocks={blocks}"
+        return f"{head}\n{self.variant.text}"
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> Formula:
+        head, _, variant = text.partition("\n")
+        parts = dict(item.split("=", 1) for item in head.split(";"))
+        q, _, kv = parts["blocks"].partition("x")
+        return Formula(
+            variant=Variant.parse(variant),
+            layout=Layout(parts["layout"]),
+            outputs=Outputs(**{name: True for name in parts["outputs"].split(",") if name}),
+            dropout=parts["dropout"] == "1",
+            block_size=(int(q), int(kv)) if q else None,
+        )
+
+
+def bucket(length: int) -> int:
+    """The power of two at or above `length`, so that plans count lengths by their size only."""
+    return 1 << max(0, length - 1).bit_length()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the type of scores, sums and logsumexp."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_out(query: Tensor, value: Tensor) -> Tensor:
+    """An uninitialised result [B, Hq, Sq, Dv] laid out as [B, Sq, Hq, Dv], so that merging heads needs no copy."""
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A formula with everything else a backend may depend on. Lengths are buckets (see `bucket`), never exact.
+
+    Attributes:
+        formula: what is computed.
+        dtype: of query, key and value.
+        head_dim, value_dim: D and Dv, exact.
+        q_heads, kv_heads: Hq and Hkv, exact.
+        batch: bucket of B (dense) or of the number of sequences (jagged).
+        q_len, kv_len: buckets of Sq and Skv (dense), of the longest sequence (jagged).
+        query_grad, key_grad, value_grad: which gradients will be asked for.
+        capture_grads: the same for each captured tensor.
+        deterministic: gradients must be bitwise repeatable.
+    """
+
+    formula: Formula
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    q_heads: int
+    kv_heads: int
+    batch: int
+    q_len: int
+    kv_len: int
+    query_grad: bool = False
+    key_grad: bool = False
+    value_grad: bool = False
+    capture_grads: tuple[bool, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        return self.formula.variant
+
+    @property
+    def needs_backward(self) -> bool:
+        return self.query_grad or self.key_grad or self.value_grad or any(self.capture_grads)
+
+    @property
+    def flops(self) -> float:
+        """Forward flops if no block is skipped: 2 Sq Skv (D + Dv) for each batch entry and head."""
+        pairs = float(self.batch) * self.q_heads * self.q_len * self.kv_len
+        return 2.0 * pairs * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device a plan is for, as facts: a planner test can make one up.
+
+    `arch` is the compute capability as an integer (90 for sm_90), 0 elsewhere. `features` are backend-neutral facts:
+    `cxx` (a C++ compiler is present), `triton`, CPU instruction sets such as `avx512f`.
+    """
+
+    device: str
+    arch: int = 0
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The tensors and numbers of one call: the only type that holds tensors.
+
+    Attributes:
+        query: [B, Hq, Sq, D], or [1, Hq, Tq, D] jagged; any strides.
+        key: [B, Hkv, Skv, D], or [1, Hkv, Tkv, D].
+        value: [B, Hkv, Skv, Dv], or [1, Hkv, Tkv, Dv].
+        captures: the captured tensors, by slot.
+        ints, floats: the run-time numbers, by slot of `param`.
+        scale: multiplies the products before the score function.
+        dropout_p: probability of dropping a weight, in [0, 1].
+        seed: int64 [1], present when the formula has dropout.
+        blocks: int8 [B or 1, Hq or 1, ceil(Sq / block_q), ceil(Skv / block_kv)] of `foci.blocks` classes, when the
+            caller gave a block mask.
+        cu_q, cu_kv: int64 or int32 [sequences + 1], jagged only.
+        q_lengths, kv_lengths: [sequences], jagged only, when sequences do not fill their span.
+        max_q, max_kv: longest sequence, jagged only.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captures: tuple[Tensor, ...] = ()
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    blocks: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_kv: Tensor | None = None
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    max_q: int = 0
+    max_kv: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a kernel's forward returns. `acc` below is float32, or float64 for float64 inputs.
+
+    Attributes:
+        out: [B, Hq, Sq, Dv] in the query's dtype, laid out in memory as [B, Sq, Hq, Dv].
+        lse: [B, Hq, Sq] acc, natural logarithm, -inf for a row with nothing to attend to.
+        row_max: [B, Hq, Sq] acc, largest score of the row, or None when not asked for.
+        column_sums: [B, Hq, Skv] acc, weights summed over queries, before dropout, or None.
+        weights: [B, Hq, Sq, Skv] in the query's dtype, softmaxed, before dropout, or None (dense layout only).
+    """
+
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor | None = None
+    column_sums: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """Gradients that flow into a backward: of `out` always, of the others when someone used them."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    column_sums: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients that flow out, each in its tensor's shape and dtype; None where the problem did not ask."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    captures: tuple[Tensor | None, ...] = ()
