@@ -7,6 +7,7 @@ numbers, the partial derivatives and the interval rule. Back ends spell rows in 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -122,7 +123,10 @@ def _fold(op: Op, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
         return None
     if dtype is DType.FLOAT:
         return const(float(value))
-    return const(bool(value)) if dtype is DType.BOOL else node("const", (), dtype, int(value))
+    if dtype is DType.BOOL:
+        return const(bool(value))
+    half = 1 << (31 if dtype is DType.INT32 else 63)
+    return node("const", (), dtype, (int(value) + half) % (2 * half) - half)  # wraps as the device does
 
 
 def _row(name: str, typing: Typing, eager: Callable[..., Any], fold: Callable[..., Any], rule: Rule, *partials: Partial) -> Op:
@@ -141,16 +145,23 @@ def _eager_floordiv(a: Any, b: Any) -> Any:
     return torch.div(a, b, rounding_mode="floor")
 
 
-def _fold_round(x: float) -> float:
-    return float(round(x))  # half to even, as torch
+def _to_integer(f: Callable[[float], int]) -> Callable[[float], float]:
+    return lambda x: math.copysign(f(x), x)  # -0.5 rounds to -0.0
 
 
-def _sign(x: float) -> int:
+def _first_of(less: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: a if a != a or less(a, b) else b  # nan wins, as in torch
+
+
+def _fold_sign(x: Any) -> Any:
     return (x > 0) - (x < 0)
 
 
-def _is_true(x: Any) -> bool:
-    return bool(x)
+def _fold_fmod(a: Any, b: Any) -> Any:
+    if isinstance(a, int):
+        size = abs(a) % abs(b)
+        return -size if a < 0 else size
+    return math.fmod(a, b)
 
 
 def _fold_not(x: Any) -> Any:
@@ -167,21 +178,21 @@ OPS: Final[dict[str, Op]] = {
     for row in (
         _row("neg", _A, torch.neg, lambda a: -a, _dec(torch.neg), lambda y, a: const(-1.0)),
         _row("abs", _A, torch.abs, abs, ranges.absolute, lambda y, a: apply("sign", a)),
-        _row("sign", _A, torch.sign, _sign, _inc(torch.sign)),
+        _row("sign", _A, torch.sign, _fold_sign, _inc(torch.sign)),
         _row("add", _A, torch.add, lambda a, b: a + b, ranges.add, lambda y, a, b: const(1.0), lambda y, a, b: const(1.0)),
         _row("sub", _A, torch.sub, lambda a, b: a - b, ranges.sub, lambda y, a, b: const(1.0), lambda y, a, b: const(-1.0)),
         _row("mul", _A, torch.mul, lambda a, b: a * b, ranges.mul, lambda y, a, b: b, lambda y, a, b: a),
         _row("div", _F, torch.div, lambda a, b: a / b, ranges.div, lambda y, a, b: apply("div", 1.0, b), lambda y, a, b: apply("neg", apply("div", y, b))),
         _row("floordiv", _A, _eager_floordiv, lambda a, b: a // b, ranges.floordiv),
         _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod, lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
-        _row("fmod", _A, torch.fmod, lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) else math.fmod(a, b), ranges.fmod,
+        _row("fmod", _A, torch.fmod, _fold_fmod, ranges.fmod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b)))),
-        _row("min", _A, torch.minimum, min, ranges.minimum, lambda y, a, b: _tie(a, b, "lt"), lambda y, a, b: _tie(b, a, "lt")),
-        _row("max", _A, torch.maximum, max, ranges.maximum, lambda y, a, b: _tie(b, a, "lt"), lambda y, a, b: _tie(a, b, "lt")),
-        _row("floor", _F, torch.floor, math.floor, _inc(torch.floor)),
-        _row("ceil", _F, torch.ceil, math.ceil, _inc(torch.ceil)),
-        _row("round", _F, torch.round, _fold_round, _inc(torch.round)),
-        _row("trunc", _F, torch.trunc, math.trunc, _inc(torch.trunc)),
+        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum, lambda y, a, b: _tie(a, b, "lt"), lambda y, a, b: _tie(b, a, "lt")),
+        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum, lambda y, a, b: _tie(b, a, "lt"), lambda y, a, b: _tie(a, b, "lt")),
+        _row("floor", _F, torch.floor, _to_integer(math.floor), _inc(torch.floor)),
+        _row("ceil", _F, torch.ceil, _to_integer(math.ceil), _inc(torch.ceil)),
+        _row("round", _F, torch.round, _to_integer(round), _inc(torch.round)),
+        _row("trunc", _F, torch.trunc, _to_integer(math.trunc), _inc(torch.trunc)),
         _row("exp", _F, torch.exp, math.exp, _inc(torch.exp), lambda y, a: y),
         _row("exp2", _F, torch.exp2, lambda a: 2.0**a, _inc(torch.exp2), lambda y, a: apply("mul", y, math.log(2))),
         _row("expm1", _F, torch.expm1, math.expm1, _inc(torch.expm1), lambda y, a: apply("add", y, 1.0)),
@@ -217,7 +228,7 @@ OPS: Final[dict[str, Op]] = {
         _row("or", _B, torch.bitwise_or, lambda a, b: a | b, ranges.bit_or),
         _row("xor", _B, torch.bitwise_xor, lambda a, b: a ^ b, ranges.bit_xor),
         _row("not", _B, torch.bitwise_not, _fold_not, lambda a: ranges.negated(a).where((a.lo >= 0) & (a.hi <= 1), ranges.unknown(a))),
-        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << b, ranges.unknown),
+        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), ranges.unknown),
         _row("shr", _B, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
         _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
              lambda y, c, a, b: const(0.0), lambda y, c, a, b: cast(c, DType.FLOAT), lambda y, c, a, b: cast(apply("not", c), DType.FLOAT)),

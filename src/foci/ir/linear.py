@@ -1,0 +1,126 @@
+"""Integer sums in one form: terms with coefficients and a constant.
+
+`q_idx - kv_idx + 1`, `1 + (q_idx - kv_idx)` and `q_idx - (kv_idx - 1)` are one expression. Sums wrap as the integers of
+the device do, so the form is exact; comparisons are normalised as if no sum left the range of its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from foci.ir.expr import DType, Expr, node
+
+__all__ = ["Linear", "compare", "linear", "rebuilt"]
+
+Key = Callable[[Expr], Any]
+_SCALARS: Final = ("param", "size")  # the same for every score of a call
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Sum of `coefficient * term`, plus `constant`, in `dtype` arithmetic."""
+
+    terms: Mapping[Expr, int]
+    constant: int
+    dtype: DType
+
+    def plus(self, other: Linear, factor: int = 1) -> Linear:
+        terms = dict(self.terms)
+        for term, coefficient in other.terms.items():
+            terms[term] = terms.get(term, 0) + factor * coefficient
+        return Linear(terms, self.constant + factor * other.constant, self.dtype).wrapped()
+
+    def times(self, factor: int) -> Linear:
+        return Linear({term: c * factor for term, c in self.terms.items()}, self.constant * factor, self.dtype).wrapped()
+
+    def wrapped(self) -> Linear:
+        half = 1 << (31 if self.dtype is DType.INT32 else 63)
+        terms = {term: wrapped for term, c in self.terms.items() if (wrapped := (c + half) % (2 * half) - half)}
+        return Linear(terms, (self.constant + half) % (2 * half) - half, self.dtype)
+
+    def of(self, keep: Callable[[Expr, int], bool]) -> Linear:
+        """The terms, without constant, for which `keep(term, coefficient)`."""
+        return Linear({term: c for term, c in self.terms.items() if keep(term, c)}, 0, self.dtype)
+
+
+def linear(e: Expr) -> Linear:
+    """The linear form of an integer expression whose operands are in linear form already."""
+    if e.op == "const":
+        assert isinstance(e.value, int)
+        return Linear({}, e.value, e.dtype)
+    if e.op in ("add", "sub"):
+        return linear(e.args[0]).plus(linear(e.args[1]), 1 if e.op == "add" else -1)
+    if e.op == "neg":
+        return linear(e.args[0]).times(-1)
+    if e.op == "mul":
+        for factor, rest in (e.args, e.args[::-1]):
+            if factor.op == "const":
+                assert isinstance(factor.value, int)
+                return linear(rest).times(factor.value)
+    return Linear({e: 1}, 0, e.dtype)
+
+
+def rebuilt(form: Linear, key: Key) -> Expr:
+    """The expression of a form: positive terms, then negative ones, then the constant, each in the order of `key`."""
+    dtype, constant = form.dtype, form.constant
+    lowest = -(1 << (31 if dtype is DType.INT32 else 63))
+    added = sorted((t for t, c in form.terms.items() if c > 0 or c == lowest), key=key)
+    taken = sorted((t for t, c in form.terms.items() if lowest < c < 0), key=key)
+    total: Expr | None = None
+    for term in added:
+        product = _times(term, form.terms[term], dtype)
+        total = product if total is None else node("add", (total, product), dtype)
+    if total is None and (constant or not taken):
+        total, constant = node("const", (), dtype, constant), 0
+    for term in taken:
+        product = _times(term, -form.terms[term], dtype)
+        total = node("neg", (product,), dtype) if total is None else node("sub", (total, product), dtype)
+    assert total is not None
+    if constant > 0 or constant == lowest:
+        return node("add", (total, node("const", (), dtype, constant)), dtype)
+    return node("sub", (total, node("const", (), dtype, -constant)), dtype) if constant else total
+
+
+def _times(term: Expr, coefficient: int, dtype: DType) -> Expr:
+    return term if coefficient == 1 else node("mul", (term, node("const", (), dtype, coefficient)), dtype)
+
+
+def compare(op: str, a: Expr, b: Expr, key: Key) -> Expr | bool:
+    """The integer comparison `op` (eq, ne, lt, le) of a and b in one form: what varies left, what is fixed right.
+
+    `q - kv < 4`, `q < kv + 4` and `3 >= q - kv` are all `q - kv <= 3`.
+    """
+    form = linear(a).plus(linear(b), -1)
+    if op == "lt":
+        form = form.plus(Linear({}, 1, form.dtype))  # x < 0 is x + 1 <= 0
+    if not form.terms:
+        return {"eq": form.constant == 0, "ne": form.constant != 0}.get(op, form.constant <= 0)
+    moving = form.of(lambda term, c: term.op not in _SCALARS)
+    fixed = form.plus(moving, -1).times(-1)  # moving op fixed
+    if op in ("eq", "ne"):
+        first = min(moving.terms or fixed.terms, key=key)
+        if (moving.terms or fixed.terms)[first] < 0:
+            moving, fixed = moving.times(-1), fixed.times(-1)
+        if not moving.terms:
+            moving, fixed = fixed.of(lambda term, c: True), Linear({}, -fixed.constant, fixed.dtype)
+        return _sides(op, moving, fixed, key)
+    if not moving.terms:
+        moving, fixed = fixed.of(lambda term, c: True).times(-1), Linear({}, fixed.constant, fixed.dtype)
+    strict = fixed.constant == -1
+    if strict:
+        fixed = fixed.plus(Linear({}, 1, fixed.dtype))
+    return _sides("lt" if strict else "le", moving, fixed, key)
+
+
+def _sides(op: str, moving: Linear, fixed: Linear, key: Key) -> Expr:
+    positive = moving.of(lambda term, c: c > 0)
+    negative = moving.of(lambda term, c: c < 0).times(-1)
+    if positive.terms and negative.terms and not fixed.terms and not fixed.constant:
+        left, right = positive, negative
+    elif positive.terms:
+        left, right = moving, fixed
+    else:
+        left, right = fixed.times(-1), negative
+    return node(op, (rebuilt(left, key), rebuilt(right, key)), DType.BOOL)

@@ -1,0 +1,158 @@
+"""Rebuilding expressions: bottom-up rewriting, substitution, and the levels of nested reductions.
+
+`axis(level)` names the index of an enclosing `reduce` by number, as de Bruijn levels do (N. G. de Bruijn, Lambda calculus
+notation with nameless dummies, 1972), but counted from the innermost reduction outward. Counting makes equal functions
+equal nodes; it also means that a body which gains or loses a reduction must be renumbered, which is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from foci.ir.expr import Expr, axis, node, reduce
+from foci.ir.ops import OPS, apply, cast
+
+__all__ = ["bind", "canonical_levels", "free_axes", "rebuild", "rewrite", "spread_levels", "substitute"]
+
+LEVEL_SPACING: Final = 1 << 20
+
+
+def rebuild(expr: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node `expr` with other operands: typed, cast and folded again."""
+    if args == expr.args:
+        return expr
+    if expr.op in OPS:
+        return apply(expr.op, *args)
+    if expr.op == "cast":
+        return cast(args[0], expr.dtype)
+    if expr.op == "reduce":
+        kind, level = reduction(expr)
+        return reduce(kind, level, args[0], args[1])
+    return node(expr.op, args, expr.dtype, expr.value)
+
+
+def reduction(expr: Expr) -> tuple[str, int]:
+    """Kind and level of a `reduce`."""
+    assert isinstance(expr.value, tuple)
+    kind, level = expr.value
+    assert isinstance(kind, str)
+    assert isinstance(level, int)
+    return kind, level
+
+
+def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
+    """`expr` with `rule` applied to every node, operands first; None keeps the node. Each distinct node is seen once.
+
+    >>> from foci.ir.expr import const, variable
+    >>> from foci.ir.ops import apply
+    >>> rewrite(apply("add", variable("q_idx"), 3), lambda e: const(e.value + 1) if e.op == "const" else None)
+    q_idx + 4
+    """
+    done: dict[Expr, Expr] = {}
+    has_reduce = False
+    for e in expr.walk():
+        rebuilt = rebuild(e, tuple(done[arg] for arg in e.args))
+        changed = rule(rebuilt)
+        done[e] = rebuilt if changed is None else changed
+        has_reduce = has_reduce or e.op == "reduce"
+    return canonical_levels(done[expr]) if has_reduce else done[expr]
+
+
+def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
+    """`expr` with each node that is a key replaced by its value. Replacements are not searched again.
+
+    >>> from foci.ir.expr import const, variable
+    >>> from foci.ir.ops import apply
+    >>> substitute(apply("add", variable("q_idx"), 3), {variable("q_idx"): variable("kv_idx")})
+    kv_idx + 3
+    """
+    # A replacement that reduces must not catch the axes of reductions around it: those move out of the way first.
+    apart = any(e.op == "reduce" for new in replacements.values() for e in new.walk()) and any(e.op == "reduce" for e in expr.walk())
+    source = spread_levels(expr) if apart else expr
+    done: dict[Expr, Expr] = {}
+    for e in source.walk():
+        new = replacements.get(e)
+        done[e] = rebuild(e, tuple(done[arg] for arg in e.args)) if new is None else new
+    return canonical_levels(done[source])
+
+
+# Levels ------------------------------------------------------------------------------------------------------------
+
+
+def free_axes(expr: Expr) -> dict[Expr, frozenset[int]]:
+    """For each node of `expr`, the levels of the axes it reads and does not bind."""
+    free: dict[Expr, frozenset[int]] = {}
+    none: frozenset[int] = frozenset()
+    for e in expr.walk():
+        if e.op == "axis":
+            assert isinstance(e.value, int)
+            free[e] = frozenset((e.value,))
+        elif e.op == "reduce":
+            free[e] = (free[e.args[0]] - {reduction(e)[1]}) | free[e.args[1]]
+        else:
+            free[e] = none.union(*(free[arg] for arg in e.args))
+    return free
+
+
+def spread_levels(expr: Expr) -> Expr:
+    """`expr` with level n moved to (n + 1) * LEVEL_SPACING, so that new levels fit between and below."""
+    done: dict[Expr, Expr] = {}
+    for e in expr.walk():
+        args = tuple(done[arg] for arg in e.args)
+        if e.op == "axis":
+            assert isinstance(e.value, int)
+            done[e] = axis((e.value + 1) * LEVEL_SPACING)
+        elif e.op == "reduce":
+            kind, level = reduction(e)
+            done[e] = reduce(kind, (level + 1) * LEVEL_SPACING, args[0], args[1])
+        else:
+            done[e] = e if args == e.args else node(e.op, args, e.dtype, e.value)
+    return done[expr]
+
+
+def canonical_levels(expr: Expr) -> Expr:
+    """`expr` with every `reduce` at one above the highest level inside its body, or 0."""
+    if all(reduction(e)[1] == _level_for(e.args[0]) for e in expr.walk() if e.op == "reduce"):
+        return expr
+    done: dict[Expr, Expr] = {}
+    spread = spread_levels(expr)
+    for e in spread.walk():
+        args = tuple(done[arg] for arg in e.args)
+        if e.op == "reduce":
+            kind, level = reduction(e)
+            done[e] = bind(kind, level, args[0], args[1])
+        else:
+            done[e] = e if args == e.args else node(e.op, args, e.dtype, e.value)
+    result = done[spread]
+    for level in free_axes(result)[result]:  # axes that stay free keep their numbers
+        result = rename_axis(result, level, level // LEVEL_SPACING - 1)
+    return result
+
+
+def bind(kind: str, level: int, body: Expr, extent: Expr) -> Expr:
+    """The reduction of `body` over `axis(level)`, renumbered to the canonical level."""
+    own = _level_for(body)
+    return reduce(kind, own, rename_axis(body, level, own), extent)
+
+
+def _level_for(body: Expr) -> int:
+    return max((reduction(e)[1] + 1 for e in body.walk() if e.op == "reduce"), default=0)
+
+
+def rename_axis(expr: Expr, old: int, new: int) -> Expr:
+    """`expr` with its free `axis(old)` renamed; reductions that bind `old` themselves keep it."""
+    if old == new:
+        return expr
+    free = free_axes(expr)
+    done: dict[Expr, Expr] = {}
+    for e in expr.walk():
+        if old not in free[e]:
+            done[e] = e
+        elif e.op == "axis":
+            done[e] = axis(new)
+        elif e.op == "reduce" and reduction(e)[1] == old:
+            done[e] = reduce(reduction(e)[0], old, e.args[0], done[e.args[1]])
+        else:
+            done[e] = node(e.op, tuple(done[arg] for arg in e.args), e.dtype, e.value)
+    return done[expr]

@@ -1,0 +1,441 @@
+"""Simplification to one form, so that functions that compute the same are, mostly, the same expression.
+
+Every rule is exact: on integers as the device wraps them, on floats for every value including infinities and nan, except
+that the sign of a zero may change (`x + 0.0` is `x`). `x * 0.0` stays, since x may be infinite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr, const, load, node
+from foci.ir.linear import compare, linear, rebuilt
+from foci.ir.ops import apply, cast
+from foci.ir.rewrite import canonical_levels, reduction, rewrite, substitute
+
+__all__ = ["lift_mask", "simplify"]
+
+Rule = Callable[[Expr], Expr | None]
+_TRUE, _FALSE = const(True), const(False)
+
+
+def simplify(expr: Expr) -> Expr:
+    """`expr` in canonical form.
+
+    >>> from foci.ir.expr import variable
+    >>> q, kv = variable("q_idx"), variable("kv_idx")
+    >>> simplify(apply("lt", apply("sub", q, kv), 4)), simplify(apply("not", apply("lt", 3, apply("sub", q, kv))))
+    (q_idx - kv_idx <= 3, q_idx - kv_idx <= 3)
+    """
+    return rewrite(expr, _settled)
+
+
+def _settled(e: Expr) -> Expr:
+    """`e`, whose operands are in canonical form, in canonical form."""
+    while True:
+        rule = _RULES.get(e.op)
+        changed = rule(e) if rule is not None else None
+        if changed is None or changed is e:
+            return e
+        e = changed
+
+
+def _make(name: str, *args: Expr | bool | int | float) -> Expr:
+    return _settled(apply(name, *args))
+
+
+def _cast(e: Expr, dtype: DType) -> Expr:
+    return _settled(cast(e, dtype))
+
+
+# Order of commuted operands ----------------------------------------------------------------------------------------
+
+_VARIABLES: Final = ("score", *COORDINATES, *LENGTHS)
+_keys: weakref.WeakKeyDictionary[Expr, tuple[int, int, bytes]] = weakref.WeakKeyDictionary()
+
+
+def _key(expr: Expr) -> tuple[int, int, bytes]:
+    """Variables in their order, then by depth, then run-time numbers, then constants; ties by a digest of the structure."""
+    found = _keys.get(expr)
+    if found is not None:
+        return found
+    for e in expr.walk():
+        if e not in _keys:
+            parts = (e.op, e.dtype.value, repr(e.value), *(_keys[arg][2].hex() for arg in e.args))
+            digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+            depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
+            kind = {"var": 0, "param": 2, "size": 2, "const": 3}.get(e.op, 1)
+            _keys[e] = (kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, digest)
+    return _keys[expr]
+
+
+def _in_order(e: Expr) -> Expr:
+    a, b = e.args
+    return e if _key(a) <= _key(b) else node(e.op, (b, a), e.dtype)
+
+
+def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
+    """An associative, commutative, idempotent operation in one order; `drop` is its neutral, `absorb` its zero."""
+    operands: set[Expr] = set()
+    stack = list(e.args)
+    while stack:
+        arg = stack.pop()
+        if arg.op == e.op:
+            stack.extend(arg.args)
+        else:
+            operands.add(arg)
+    operands.discard(drop)  # type: ignore[arg-type]
+    if absorb is not None and absorb in operands:
+        return absorb
+    constants = [arg for arg in operands if arg.op == "const"]
+    if len(constants) > 1:
+        folded = constants[0]
+        for arg in constants[1:]:
+            folded = apply(e.op, folded, arg)
+        operands = operands.difference(constants) | {folded}
+    if not operands:
+        assert drop is not None
+        return drop
+    if e.dtype is DType.BOOL and absorb is not None and any(arg.op == "not" and arg.args[0] in operands for arg in operands):
+        return absorb
+    first, *rest = sorted(operands, key=_key)
+    for arg in rest:
+        first = node(e.op, (first, arg), e.dtype)
+    return first
+
+
+# Rules, by operation -----------------------------------------------------------------------------------------------
+
+
+def _is(e: Expr, value: float) -> bool:
+    return e.op == "const" and not isinstance(e.value, bool) and e.value == value
+
+
+def _add(e: Expr) -> Expr | None:
+    if e.dtype.is_integer:
+        return rebuilt(linear(e), _key)
+    a, b = e.args
+    if _is(a, 0.0):
+        return b
+    if _is(b, 0.0):
+        return a
+    if b.op == "neg":
+        return _make("sub", a, b.args[0])
+    if a.op == "neg":
+        return _make("sub", b, a.args[0])
+    return _in_order(e)
+
+
+def _sub(e: Expr) -> Expr | None:
+    if e.dtype.is_integer:
+        return rebuilt(linear(e), _key)
+    a, b = e.args
+    if _is(b, 0.0):
+        return a
+    if _is(a, 0.0):
+        return _make("neg", b)
+    if b.op == "neg":
+        return _make("add", a, b.args[0])
+    if b.op == "const" and _key(a) < _key(b):  # x - 3 is x + -3
+        return _make("add", a, apply("neg", b))
+    return None
+
+
+def _neg(e: Expr) -> Expr | None:
+    if e.dtype.is_integer:
+        return rebuilt(linear(e), _key)
+    a = e.args[0]
+    if a.op == "neg":
+        return a.args[0]
+    if a.op == "sub":
+        return _make("sub", a.args[1], a.args[0])
+    if a.op == "mul" and a.args[1].op == "const":
+        return _make("mul", a.args[0], apply("neg", a.args[1]))
+    return None
+
+
+def _mul(e: Expr) -> Expr | None:
+    a, b = e.args
+    if e.dtype.is_integer:
+        return rebuilt(linear(e), _key) if a.op == "const" or b.op == "const" else _in_order(e)
+    for x, y in ((a, b), (b, a)):
+        if _is(y, 1.0):
+            return x
+        if _is(y, -1.0):
+            return _make("neg", x)
+        if x.op == "neg":
+            return _make("mul", x.args[0], apply("neg", y)) if y.op == "const" else _make("neg", _make("mul", x.args[0], y))
+    return _in_order(e)
+
+
+def _div(e: Expr) -> Expr | None:
+    a, b = e.args
+    if b.op == "const":
+        assert isinstance(b.value, float)
+        mantissa, exponent = math.frexp(b.value)
+        if abs(mantissa) == 0.5 and abs(exponent) < 100:  # a power of two: the reciprocal is exact
+            return _make("mul", a, 1.0 / b.value)
+    if a.op == "neg":
+        return _make("neg", _make("div", a.args[0], b))
+    return None
+
+
+def _floordiv(e: Expr) -> Expr | None:
+    return e.args[0] if e.dtype.is_integer and _is(e.args[1], 1) else None
+
+
+def _mod(e: Expr) -> Expr | None:
+    a, b = e.args
+    if not e.dtype.is_integer:
+        return None
+    if _is(b, 1):
+        return cast(const(0), e.dtype)
+    return a if a.op == "mod" and a.args[1] is b and b.op == "const" else None
+
+
+def _pow(e: Expr) -> Expr | None:
+    a, b = e.args
+    if _is(b, 0.0):
+        return const(1.0)
+    if _is(b, 1.0):
+        return a
+    if _is(b, 2.0):
+        return _make("mul", a, a)
+    return _make("div", 1.0, a) if _is(b, -1.0) else None
+
+
+def _abs(e: Expr) -> Expr | None:
+    a = e.args[0]
+    if a.op == "abs":
+        return a
+    if a.op in ("neg", "sub") and a.dtype is DType.FLOAT:
+        turned = a.args[0] if a.op == "neg" else _make("sub", a.args[1], a.args[0])
+        return _make("abs", turned) if a.op == "neg" or _key(turned) < _key(a) else None
+    if a.dtype.is_integer:
+        form = linear(a)
+        if form.terms and form.terms[min(form.terms, key=_key)] < 0:
+            return _make("abs", rebuilt(form.times(-1), _key))
+    return None
+
+
+def _rounding(e: Expr) -> Expr | None:
+    a = e.args[0]
+    return a if a.op in ("floor", "ceil", "round", "trunc") or (a.op == "cast" and a.args[0].dtype is not DType.FLOAT) else None
+
+
+def _never(e: Expr) -> Expr | None:
+    return _FALSE if e.args[0].op == "cast" else None  # integers are neither nan nor infinite
+
+
+def _extreme(e: Expr) -> Expr | None:
+    neutral = {"min": math.inf, "max": -math.inf}[e.op]
+    return _chain(e, const(neutral) if e.dtype is DType.FLOAT else None, None)
+
+
+def _and(e: Expr) -> Expr | None:
+    if e.dtype is DType.BOOL:
+        return _chain(e, _TRUE, _FALSE)
+    return _chain(e, cast(const(-1), e.dtype), cast(const(0), e.dtype))
+
+
+def _or(e: Expr) -> Expr | None:
+    if e.dtype is DType.BOOL:
+        return _chain(e, _FALSE, _TRUE)
+    return _chain(e, cast(const(0), e.dtype), cast(const(-1), e.dtype))
+
+
+def _xor(e: Expr) -> Expr | None:
+    a, b = e.args
+    if e.dtype is DType.BOOL:
+        return _make("ne", a, b)
+    if a is b:
+        return cast(const(0), e.dtype)
+    return b if _is(a, 0) else a if _is(b, 0) else _in_order(e)
+
+
+def _shift(e: Expr) -> Expr | None:
+    return e.args[0] if _is(e.args[1], 0) else None
+
+
+def _not(e: Expr) -> Expr | None:
+    a = e.args[0]
+    if a.op == "not":
+        return a.args[0]
+    if a.op in ("eq", "ne"):
+        return _make("ne" if a.op == "eq" else "eq", *a.args)
+    if a.op in ("lt", "le") and a.args[0].dtype.is_integer:  # not for floats: nan compares false both ways
+        return _make("le" if a.op == "lt" else "lt", a.args[1], a.args[0])
+    return None
+
+
+def _comparison(e: Expr) -> Expr | None:
+    a, b = e.args
+    if a.dtype.is_integer:
+        truth = _of_truth(e)
+        if truth is not None:
+            return truth
+        form = compare(e.op, a, b, _key)
+        return const(form) if isinstance(form, bool) else form
+    if a.dtype is DType.BOOL:
+        return _bool_comparison(e)
+    return _in_order(e) if e.op in ("eq", "ne") else None
+
+
+def _of_truth(e: Expr) -> Expr | None:
+    """`int(condition) == 1` and the like are the condition."""
+    for x, y in (e.args, e.args[::-1]):
+        if x.op == "cast" and x.args[0].dtype is DType.BOOL and y.op == "const":
+            sides = [apply(e.op, *((cast(const(v), x.dtype), y) if x is e.args[0] else (y, cast(const(v), x.dtype)))) for v in (0, 1)]
+            return _make("where", x.args[0], sides[1], sides[0])
+    return None
+
+
+def _bool_comparison(e: Expr) -> Expr | None:
+    a, b = e.args
+    if e.op == "lt":
+        return _make("and", _make("not", a), b)
+    if e.op == "le":
+        return _make("or", _make("not", a), b)
+    for x, y in ((a, b), (b, a)):
+        if y.op == "const":
+            return x if y.value is (e.op == "eq") else _make("not", x)
+        if y.op == "not":
+            return _make("ne" if e.op == "eq" else "eq", x, y.args[0])
+    return const(e.op == "eq") if a is b else _in_order(e)
+
+
+def _where(e: Expr) -> Expr | None:
+    cond, a, b = e.args
+    if cond.op == "const":
+        return a if cond.value else b
+    if a is b:
+        return a
+    if cond.op == "not" or (cond.op == "ne" and cond.args[0].dtype is not DType.FLOAT):
+        return _make("where", _make("not", cond), b, a)
+    if e.dtype is DType.BOOL and "const" in (a.op, b.op):
+        negated = _make("not", cond)
+        if b.op == "const":
+            return _make("or", negated, a) if b.value else _make("and", cond, a)
+        return _make("or", cond, b) if a.value else _make("and", negated, b)
+    if a.op == "where" and a.args[0] is cond:
+        return _make("where", cond, a.args[1], b)
+    if b.op == "where" and b.args[0] is cond:
+        return _make("where", cond, a, b.args[2])
+    return None
+
+
+_SAFE_THROUGH: Final = {  # casts that lose nothing, so a cast after them sees the value itself
+    (DType.BOOL, DType.INT32), (DType.BOOL, DType.INT64), (DType.BOOL, DType.FLOAT), (DType.INT32, DType.INT64),
+}  # fmt: skip
+
+
+def _cast_rule(e: Expr) -> Expr | None:
+    a = e.args[0]
+    if e.dtype is DType.BOOL:
+        return _make("ne", a, cast(const(0), a.dtype))
+    if a.op == "cast" and (a.args[0].dtype, a.dtype) in _SAFE_THROUGH:
+        return _cast(a.args[0], e.dtype)
+    if a.op == "where" and a.args[1].op == a.args[2].op == "const":
+        return _make("where", a.args[0], cast(a.args[1], e.dtype), cast(a.args[2], e.dtype))
+    return None
+
+
+def _round_to(e: Expr) -> Expr | None:
+    a = e.args[0]
+    return a if a.op == "round_to" and a.value == e.value else None
+
+
+def _load(e: Expr) -> Expr | None:
+    def narrow(index: Expr) -> Expr:
+        return index.args[0] if index.op == "cast" and index.args[0].dtype.is_integer and index.dtype is DType.INT64 else index
+
+    assert isinstance(e.value, int)
+    return load(e.value, tuple(narrow(index) for index in e.args), e.dtype)
+
+
+def _reduce(e: Expr) -> Expr | None:
+    kind, level = reduction(e)
+    body, extent = e.args
+    if (kind == "any" and body is _FALSE) or (kind == "all" and body is _TRUE):
+        return body
+    if extent.op == "const" and extent.value == 1:
+        bound = next((x for x in body.walk() if x.op == "axis" and x.value == level), None)
+        return body if bound is None else simplify(substitute(body, {bound: const(0)}))
+    return None
+
+
+_RULES: Final[Mapping[str, Rule]] = {
+    "add": _add, "sub": _sub, "neg": _neg, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod, "pow": _pow, "abs": _abs,
+    "floor": _rounding, "ceil": _rounding, "round": _rounding, "trunc": _rounding, "isnan": _never, "isinf": _never,
+    "min": _extreme, "max": _extreme, "and": _and, "or": _or, "xor": _xor, "not": _not, "shl": _shift, "shr": _shift,
+    "eq": _comparison, "ne": _comparison, "lt": _comparison, "le": _comparison, "where": _where, "cast": _cast_rule,
+    "round_to": _round_to, "load": _load, "reduce": _reduce,
+}  # fmt: skip
+
+
+# Masks hidden in scores --------------------------------------------------------------------------------------------
+
+
+def lift_mask(score: Expr) -> tuple[Expr, Expr]:
+    """`score` as `where(mask, rest, -inf)`: the pair (rest, mask), both simplified.
+
+    Pulls `where(cond, x, -inf)` out of sums, products with positive constants, minima and other `where`s, when cond does
+    not read the score and the other terms can't be +inf or nan by a constant of theirs.
+
+    >>> from foci.ir.expr import variable
+    >>> s, q, kv = variable("score"), variable("q_idx"), variable("kv_idx")
+    >>> lift_mask(apply("add", apply("where", apply("le", kv, q), s, -math.inf), 1.5))
+    (score + 1.5, kv_idx <= q_idx)
+    """
+    score = simplify(score)
+    rest, mask = _split(score)
+    return canonical_levels(simplify(rest)), canonical_levels(simplify(mask))
+
+
+def _split(e: Expr) -> tuple[Expr, Expr]:
+    if e.op == "where" and e.dtype is DType.FLOAT:
+        return _split_where(e)
+    if e.op in ("add", "min"):
+        (a, mask_a), (b, mask_b) = (_split(arg) for arg in e.args)
+        alone_a, alone_b = mask_a is _TRUE, mask_b is _TRUE
+        if (alone_a or _tame(e.args[1])) and (alone_b or _tame(e.args[0])):
+            return apply(e.op, a, b), _make("and", mask_a, mask_b)
+    if e.op == "sub" and _tame(e.args[1]):
+        a, mask = _split(e.args[0])
+        return apply("sub", a, e.args[1]), mask
+    if e.op in ("mul", "div") and e.dtype is DType.FLOAT:
+        a, b = e.args
+        if b.op == "const" and isinstance(b.value, float) and 0.0 < b.value < math.inf:
+            rest, mask = _split(a)
+            return apply(e.op, rest, b), mask
+    if e.op == "round_to":
+        rest, mask = _split(e.args[0])
+        return node("round_to", (rest,), e.dtype, e.value), mask
+    return e, _TRUE
+
+
+def _split_where(e: Expr) -> tuple[Expr, Expr]:
+    cond, a, b = e.args
+    if "score" in cond.variables():
+        return e, _TRUE
+    lowest = (_is(a, -math.inf), _is(b, -math.inf))
+    if all(lowest):
+        return const(0.0), _FALSE
+    if lowest[1]:
+        rest, mask = _split(a)
+        return rest, _make("and", cond, mask)
+    if lowest[0]:
+        rest, mask = _split(b)
+        return rest, _make("and", _make("not", cond), mask)
+    (rest_a, mask_a), (rest_b, mask_b) = _split(a), _split(b)
+    return apply("where", cond, rest_a, rest_b), _make("where", cond, mask_a, mask_b)
+
+
+def _tame(e: Expr) -> bool:
+    """Whether no constant of `e` is +inf or nan, which would make nan of -inf."""
+    constants = (x.value for x in e.walk() if x.op == "const" and x.dtype is DType.FLOAT)
+    return all(isinstance(value, float) and value < math.inf for value in constants)
