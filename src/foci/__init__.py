@@ -1,0 +1,53 @@
+"""foci: any attention, one fused kernel, and why.
+
+Write attention as a formula, a mask, a score function, packed or padded; foci plans it, runs it forward and backward, and
+says what it did.
+
+Example:
+    >>> import foci, torch
+    >>> q = torch.randn(1, 4, 256, 32)
+    >>> out = foci.attention(q, q, q, mask=foci.masks.causal() & foci.masks.window(64), score=foci.scores.softcap(30.0))
+"""
+
+from foci import masks, scores
+from foci.api import AuxOutput, AuxRequest, Explanation, attention, explain
+from foci.backends import register as register_backend
+from foci.backends import unregister as unregister_backend
+from foci.blocks import BlockMask, and_masks, create_block_mask, create_mask, or_masks
+from foci.context import observe, use
+from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
+from foci.ir.trace import TraceError
+from foci.planner import NoViableBackend
+from foci.variant import Mask, Score, kv_len, q_len
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "Explanation",
+    "Mask",
+    "NoViableBackend",
+    "Score",
+    "TraceError",
+    "and_masks",
+    "attention",
+    "causal_lower_right",
+    "causal_upper_left",
+    "create_block_mask",
+    "create_mask",
+    "explain",
+    "flex_attention",
+    "kv_len",
+    "masks",
+    "observe",
+    "or_masks",
+    "q_len",
+    "register_backend",
+    "scaled_dot_product_attention",
+    "scores",
+    "unregister_backend",
+    "use",
+    "varlen_attn",
+]

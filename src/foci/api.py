@@ -1,0 +1,194 @@
+"""The entry points: `attention`, torch's three (`scaled_dot_product_attention`, `flex_attention`, `varlen_attn`), `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci.arguments import MaskLike, ScoreLike, mask_parts, score_parts
+from foci.core import Function, Tensors, decision, run
+from foci.jagged import attend_nested, decision_nested, is_nested
+from foci.planner import Decision
+from foci.prepare import Extras, check_is_tensor, describe
+from foci.problem import Outputs, Results
+
+__all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain"]
+
+AuxRequest: TypeAlias = Outputs
+
+
+class AuxOutput(NamedTuple):
+    """Auxiliary outputs of `attention`; None where not asked for.
+
+    Attributes:
+        lse: [B, Hq, Sq] logsumexp of the scores, natural logarithm, float32 (float64 for float64), differentiable;
+            -inf for a row with nothing to attend to. With a sink, the sink is part of the sum.
+        row_max: [B, Hq, Sq] largest score of the row. Carries no gradient.
+        column_sums: [B, Hq, Skv] weights summed over the queries.
+        weights: [B, Hq, Sq, Skv] the weights themselves, zero rows where nothing is attended.
+    """
+
+    lse: Tensor | None = None
+    row_max: Tensor | None = None
+    column_sums: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Attention: softmax(score(scale * query key^T) + bias, over the keys the mask keeps) value.
+
+    A row that may attend to nothing gives zeros. Query heads are grouped over key heads when there are more of them.
+
+    Args:
+        query: [B, Hq, Sq, D], float16, bfloat16, float32 or float64; or a NestedTensor of jagged layout.
+        key: [B, Hkv, Skv, D], Hq a multiple of Hkv, B may be 1.
+        value: [B, Hkv, Skv, Dv].
+        mask: which keys a query attends to: a `foci.Mask` (`foci.masks` has the known ones), a function
+            (b, h, q_idx, kv_idx) -> bool, a bool tensor that broadcasts to [B, Hq, Sq, Skv], a `foci.BlockMask`, or
+            torch's BlockMask or CausalBias.
+        score: what happens to the scaled scores: a `foci.Score` or a function (score, b, h, q_idx, kv_idx) -> score.
+        bias: added to the scores after `score`; broadcasts to [B, Hq, Sq, Skv]; may require grad.
+        sink: [Hq], a learned logit per head that takes part in the softmax and has no value (Xiao et al. 2023).
+        scale: 1 / sqrt(D) by default.
+        dropout_p: probability with which a weight is dropped, from torch's generator; a function of the seed and the
+            position alone, the same on every backend.
+        return_aux: which auxiliary outputs to return besides.
+
+    Returns:
+        [B, Hq, Sq, Dv] in the query's dtype; with `return_aux`, that and an `AuxOutput`.
+
+    Raises:
+        TypeError: for an argument of a wrong type or dtype, or a function that leaves the language.
+        ValueError: for a wrong shape, device or value.
+        NoViableBackend: if no backend accepts; the message has each one's reason.
+
+    Example:
+        >>> import foci, torch
+        >>> q, k, v = (torch.randn(2, 8, 128, 64, requires_grad=True) for _ in range(3))
+        >>> out = foci.attention(q, k, v, mask=foci.masks.window(32), score=foci.scores.alibi(8))
+        >>> out.shape
+        torch.Size([2, 8, 128, 64])
+        >>> out.sum().backward()
+    """
+    check_is_tensor(query=query, key=key, value=value)
+    score_function, mask_function, extras = _arguments(query, key, mask, score, bias, scale, dropout_p, return_aux)
+    if sink is not None:
+        _check_sink(sink, query, extras.outputs)
+    results = _attend((query, key, value), score_function, mask_function, extras)
+    if sink is not None:
+        results = _with_sink(results, sink)
+    if return_aux is None:
+        return results.out
+    return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the planner does with a call, and why: `print` it, or read `backend` and `decision`."""
+
+    decision: Decision
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that would run, None if none would."""
+        return None if self.decision.plan is None else self.decision.plan.backend
+
+    def __str__(self) -> str:
+        p = self.decision.problem
+        dtype = str(p.dtype).removeprefix("torch.")
+        head = f"attention on {self.decision.target.device}: {dtype}, {p.q_heads} query heads on {p.kv_heads}, head dim {p.head_dim}, value dim {p.value_dim}"
+        sizes = f"{p.formula.layout.value}, batch <= {p.batch}, queries <= {p.q_len}, keys <= {p.kv_len}"
+        return f"{head}\n{sizes}\nscore: {p.variant}\n{self.decision.table()}"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
+) -> Explanation:
+    """What `attention` would do with these arguments: every backend with its verdict and reason. Nothing runs.
+
+    Args:
+        query, key, value, mask, score, bias, sink, scale, dropout_p, return_aux: as in `attention`.
+
+    Raises:
+        TypeError, ValueError: as `attention`. A problem without a viable backend is explained, not raised.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(1, 8, 512, 64)
+        >>> explanation = foci.explain(q, q, q, mask=foci.masks.causal())
+        >>> explanation.backend is not None
+        True
+    """
+    check_is_tensor(query=query, key=key, value=value)
+    score_function, mask_function, extras = _arguments(query, key, mask, score, bias, scale, dropout_p, return_aux)
+    if sink is not None:
+        _check_sink(sink, query, extras.outputs)
+    if is_nested(query, key, value):
+        return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))
+    return Explanation(decision((query, key, value), score_function, mask_function, extras))
+
+
+def _attend(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+    if is_nested(*tensors):
+        return attend_nested(tensors, score, mask, extras)
+    return run(tensors, score, mask, extras)
+
+
+def _arguments(
+    query: Tensor, key: Tensor, mask: MaskLike, score: ScoreLike, bias: Tensor | None, scale: float | None, dropout_p: float, return_aux: AuxRequest | None
+) -> tuple[Function, Function, Extras]:
+    if return_aux is not None and not isinstance(return_aux, Outputs):
+        raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
+    mask_function, blocks, block_size = mask_parts(mask, query, key)
+    outputs = Outputs() if return_aux is None else return_aux
+    extras = Extras(scale=scale, dropout_p=dropout_p, outputs=outputs, blocks=blocks, block_size=block_size)
+    return score_parts(score, bias), mask_function, extras
+
+
+def _check_sink(sink: Any, query: Tensor, outputs: Outputs) -> None:
+    check_is_tensor(sink=sink)
+    if not sink.is_floating_point() or list(sink.shape) != [query.shape[1]]:
+        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
+    if sink.device != query.device:
+        raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
+    if outputs.column_sums:
+        raise ValueError("column_sums cannot be returned together with a sink: each row's sum has another share; ask for weights")
+
+
+def _with_sink(results: Results, sink: Tensor) -> Results:
+    """A logit without a value scales the row by sigmoid(lse - sink), and enters its logsumexp."""
+    lse = results.lse
+    if lse.is_nested:
+        raise ValueError("a sink with nested tensors: pass packed tensors to foci.varlen_attn, or dense ones")
+    logit = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logit)
+    out = (results.out * share[..., None]).to(results.out.dtype)
+    weights = None if results.weights is None else (results.weights * share[..., None]).to(results.weights.dtype)
+    return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)
+
+

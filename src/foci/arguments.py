@@ -1,0 +1,100 @@
+"""What users may pass as mask, score and bias, brought to functions and block classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci import masks, scores
+from foci.block_mask import as_block_mask, block_classes
+from foci.core import Function
+from foci.jagged import is_nested
+from foci.prepare import describe
+from foci.variant import Mask, Score
+
+__all__ = ["MaskLike", "ScoreLike", "causal_bias", "check_broadcasts", "mask_parts", "score_parts"]
+
+MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
+ScoreLike: TypeAlias = Score | Callable[..., Any] | None
+
+
+def score_parts(score: ScoreLike, bias: Tensor | None) -> Function:
+    """Score function and bias as one function, or None.
+
+    Raises:
+        TypeError: for a score that is no function, or a bias that is no floating tensor.
+    """
+    if score is not None and not callable(score):
+        raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
+    if isinstance(score, Mask):
+        raise TypeError("score is a Mask: pass it as mask=")
+    function = score.function if isinstance(score, Score) else score
+    if bias is None:
+        return function
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias must be a floating tensor; got {type(bias).__name__}")
+    if not bias.is_floating_point():
+        raise TypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
+    added = scores.bias(bias)
+    return added.function if function is None else (Score(function) >> added).function
+
+
+def mask_parts(mask: MaskLike, query: Tensor, key: Tensor) -> tuple[Function, Tensor | None, tuple[int, int] | None]:
+    """Any mask as a function, block classes and a block size; each may be None.
+
+    Raises:
+        TypeError: for a mask of an unknown type.
+        ValueError: for a mask of a wrong shape.
+    """
+    if mask is None:
+        return None, None, None
+    if isinstance(mask, Mask):
+        return mask.function, None, None
+    if isinstance(mask, Tensor):
+        return _tensor_mask(mask, query, key), None, None
+    if isinstance(mask, Score):
+        raise TypeError("mask is a Score: pass it as score=")
+    if hasattr(mask, "kv_num_blocks"):
+        block_mask = as_block_mask(mask)
+        return block_mask.mask_mod, block_classes(block_mask), block_mask.BLOCK_SIZE
+    if callable(mask):
+        return mask, None, None
+    raise TypeError(
+        f"mask must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; got {type(mask).__name__}"
+    )
+
+
+def _tensor_mask(mask: Tensor, query: Tensor, key: Tensor) -> Function:
+    causal = causal_bias(mask, query, key)
+    if causal is not None:
+        return causal.function
+    if mask.dtype != torch.bool:
+        raise TypeError(f"a mask tensor must be bool, true where the query attends; got {describe(mask)}; an additive one goes into bias=")
+    check_broadcasts("mask", mask, query, key)
+    return masks.dense(mask).function
+
+
+def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
+    """torch's CausalBias as a mask, None for anything else.
+
+    Raises:
+        ValueError: if it is for other lengths.
+    """
+    if not (hasattr(mask, "variant") and hasattr(mask, "seq_len_q")):
+        return None
+    got, wanted = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if got != wanted:
+        raise ValueError(f"the causal bias is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
+    return masks.causal() if mask.variant.name == "UPPER_LEFT" else masks.causal_lower_right()
+
+
+def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> None:
+    """Raises a ValueError unless the tensor broadcasts to [B, Hq, Sq, Skv]."""
+    if is_nested(query, key):
+        return
+    wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
+    if tensor.dim() > 4 or any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
+        raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")

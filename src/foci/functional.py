@@ -1,0 +1,377 @@
+"""Drop-ins for torch's own entry points, with torch's signatures and meanings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci import masks, scores
+from foci.arguments import causal_bias, check_broadcasts, mask_parts, score_parts
+from foci.core import Function, run
+from foci.jagged import attend_nested, is_nested
+from foci.prepare import Extras, check_is_tensor, check_offsets, describe
+from foci.problem import Outputs, Results
+from foci.variant import Mask
+
+__all__ = ["FlexAuxOutput", "causal_lower_right", "causal_upper_left", "flex_attention", "scaled_dot_product_attention", "varlen_attn"]
+
+
+class CausalMask(Mask):
+    """A causal mask of known lengths: passes as `attn_mask` and as `mask`; `to_tensor` writes it out.
+
+    Attributes:
+        seq_len_q, seq_len_kv: Sq and Skv.
+    """
+
+    def __init__(self, seq_len_q: int, seq_len_kv: int, *, lower_right: bool) -> None:
+        named = masks.causal_lower_right() if lower_right else masks.causal()
+        super().__init__(named.function, name=named.name)
+        self.seq_len_q = seq_len_q
+        self.seq_len_kv = seq_len_kv
+        self.lower_right = lower_right
+
+    def to_tensor(self, device: torch.device | str | None = None) -> Tensor:
+        """bool [Sq, Skv], true where the query attends."""
+        ones = torch.ones(self.seq_len_q, self.seq_len_kv, dtype=torch.bool, device=device)
+        return ones.tril(self.seq_len_kv - self.seq_len_q if self.lower_right else 0)
+
+
+def _checked_length(name: str, length: Any) -> int:
+    if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
+        raise ValueError(f"{name} must be a length, an integer of at least 0; got {length!r}")
+    return length  # type: ignore[return-value]
+
+
+def causal_upper_left(seq_len_q: int, seq_len_kv: int) -> CausalMask:
+    """The causal mask whose diagonal starts in the upper left corner: query i attends to keys 0 to i.
+
+    Args:
+        seq_len_q, seq_len_kv: lengths of query and key.
+
+    Example:
+        >>> import foci
+        >>> foci.causal_upper_left(2, 3).to_tensor()
+        tensor([[ True, False, False],
+                [ True,  True, False]])
+    """
+    return CausalMask(_checked_length("seq_len_q", seq_len_q), _checked_length("seq_len_kv", seq_len_kv), lower_right=False)
+
+
+def causal_lower_right(seq_len_q: int, seq_len_kv: int) -> CausalMask:
+    """The causal mask whose diagonal ends in the lower right corner: the last query attends to every key.
+
+    Args:
+        seq_len_q, seq_len_kv: lengths of query and key.
+
+    Example:
+        >>> import foci
+        >>> foci.causal_lower_right(2, 3).to_tensor()
+        tensor([[ True,  True, False],
+                [ True,  True,  True]])
+    """
+    return CausalMask(_checked_length("seq_len_q", seq_len_q), _checked_length("seq_len_kv", seq_len_kv), lower_right=True)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Drop-in for `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: [..., Sq, D] of at least two dims; leading dims broadcast against those of key and value. May be a
+            NestedTensor of jagged layout.
+        key: [..., Skv, D].
+        value: [..., Skv, Dv].
+        attn_mask: bool (true attends) or floating (added), broadcasting to [..., Sq, Skv]; may require grad. Also a
+            `foci.Mask`, `foci.causal_upper_left`, `foci.causal_lower_right` or torch's CausalBias.
+        dropout_p: as in torch; applied whenever it is not zero.
+        is_causal: mask aligned to the upper left; excludes attn_mask.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: lets key and value have fewer heads (dim -3) than query.
+
+    Returns:
+        [..., Sq, Dv].
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        NoViableBackend: if no backend accepts, torch's `sdpa_kernel` switches considered.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(2, 4, 10, 8)
+        >>> foci.scaled_dot_product_attention(q, q, q, is_causal=True).shape
+        torch.Size([2, 4, 10, 8])
+    """
+    check_is_tensor(query=query, key=key, value=value)
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
+    if is_nested(query, key, value):
+        score, mask = _mask_argument(attn_mask, query, key, is_causal=is_causal)
+        return attend_nested((query, key, value), score, mask, Extras(scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)).out
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] and (query.shape[1] == key.shape[1] or enable_gqa):
+        lead, tensors = None, (query, key, value)
+    else:
+        lead = _leading(query, key, value, enable_gqa=enable_gqa)
+        tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
+    mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key)
+    score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
+    extras = Extras(scale=_default_scale(query, scale), dropout_p=dropout_p, honour_sdp_flags=True)
+    out = run(tensors, score, mask, extras).out
+    return out if lead is None else out.reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _default_scale(query: Tensor, scale: float | None) -> float | None:
+    return 1.0 if scale is None and query.shape[-1] == 0 else scale
+
+
+def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: bool) -> tuple[Function, Function]:
+    """torch's mask arguments as score function and mask function."""
+    if is_causal:
+        return None, masks.causal().function
+    if attn_mask is None:
+        return None, None
+    if isinstance(attn_mask, CausalMask):
+        got, wanted = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+        if not is_nested(query, key) and got != wanted:
+            raise ValueError(f"the causal mask is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
+        return None, attn_mask.function
+    if not isinstance(attn_mask, Tensor):
+        if not callable(attn_mask):
+            raise TypeError(f"attn_mask must be a tensor, a foci.Mask or None; got {type(attn_mask).__name__}")
+        return None, mask_parts(attn_mask, query, key)[0]
+    causal = causal_bias(attn_mask, query, key)
+    if causal is not None:
+        return None, causal.function
+    if attn_mask.dtype == torch.bool:
+        return None, mask_parts(attn_mask, query, key)[0]
+    if not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}")
+    check_broadcasts("attn_mask", attn_mask, query, key)
+    return scores.bias(attn_mask).function, None
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> tuple[int, ...]:
+    """The common leading dims; under grouped heads those of the query."""
+    shapes = [t.shape[:-2] for t in (query, key, value)]
+    if enable_gqa:
+        if min(len(s) for s in shapes) < 1:
+            raise ValueError(f"enable_gqa needs a head dimension (-3); got query {describe(query)}, key {describe(key)}, value {describe(value)}")
+        heads = query.shape[-3]
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape[-3] == 0 or heads % tensor.shape[-3]:
+                raise ValueError(f"query heads must be a multiple of {name} heads; got {heads} and {tensor.shape[-3]}")
+        shapes = [(*s[:-1], heads) for s in shapes]  # type: ignore[misc]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise ValueError(
+            f"the leading dimensions of query, key and value must broadcast; got {', '.join(str(list(t.shape[:-2])) for t in (query, key, value))}"
+            + ("" if enable_gqa else "; grouped heads need enable_gqa=True")
+        ) from None
+
+
+def _as_heads(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], *, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Each tensor as [B, H, S, D]: the last leading dim is heads from four dims on, the batch below."""
+
+    def fold(tensor: Tensor) -> Tensor:
+        dims = lead
+        if enable_gqa:
+            dims = (*lead[:-1], tensor.shape[-3])
+        tensor = tensor.expand(*dims, *tensor.shape[-2:])
+        if len(dims) < 2:
+            return tensor.reshape(math.prod(dims), 1, *tensor.shape[-2:])
+        return tensor if len(dims) == 2 else tensor.reshape(math.prod(dims[:-1]), dims[-1], *tensor.shape[-2:])
+
+    tensors = (fold(query), fold(key), fold(value))
+    if enable_gqa and tensors[1].shape[1] != tensors[2].shape[1]:
+        heads = max(tensors[1].shape[1], tensors[2].shape[1])
+        return tensors[0], *(t.repeat_interleave(heads // t.shape[1], dim=1) for t in tensors[1:])  # type: ignore[return-value]
+    return tensors
+
+
+def _fold_mask(mask: Any, lead: tuple[int, ...], query: Tensor, key: Tensor) -> Any:
+    """A mask tensor that broadcasts over the leading dims, for [B, H, S, D]."""
+    if not isinstance(mask, Tensor) or causal_bias(mask, query, key) is not None or mask.dim() <= 2:
+        return mask
+    wanted = (*lead, query.shape[-2], key.shape[-2])
+    if mask.dim() > len(wanted) or any(n not in (1, w) for n, w in zip(reversed(mask.shape), reversed(wanted), strict=False)):
+        raise ValueError(f"attn_mask must broadcast to {list(wanted)}; got {describe(mask)}")
+    if len(lead) == 1:
+        return mask.unsqueeze(1)
+    if len(lead) == 2 or mask.dim() <= 3:
+        return mask
+    full = mask.expand(*lead, *mask.shape[-2:])
+    return full.reshape(math.prod(lead[:-1]), lead[-1], *mask.shape[-2:])
+
+
+class FlexAuxOutput(NamedTuple):
+    """Auxiliary outputs of `flex_attention`, named as torch names them; None where not asked for."""
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Drop-in for `torch.nn.attention.flex_attention.flex_attention`, fused with and without torch.compile.
+
+    Args:
+        query: [B, Hq, Sq, D] or a NestedTensor of jagged layout.
+        key: [B or 1, Hkv, Skv, D].
+        value: [B or 1, Hkv, Skv, Dv].
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, of pointwise torch functions and captured tensors, which get
+            gradients if they require them.
+        block_mask: a `foci.BlockMask` or torch's; also whatever `foci.attention` takes as mask.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: lets key and value have fewer heads than query.
+        return_lse: also return the logsumexp, [B, Hq, Sq], natural logarithm.
+        kernel_options: tuning of torch's own Triton kernels; has no meaning here and changes nothing.
+        return_aux: an object with the flags `lse` and `max_scores`, such as torch's AuxRequest; excludes return_lse.
+
+    Returns:
+        [B, Hq, Sq, Dv]; with return_lse a pair with the logsumexp, with return_aux one with a `FlexAuxOutput`.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments or a function that leaves the language.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(1, 2, 64, 16)
+        >>> rel = lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx)
+        >>> foci.flex_attention(q, q, q, score_mod=rel).shape
+        torch.Size([1, 2, 64, 16])
+    """
+    check_is_tensor(query=query, key=key, value=value)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise TypeError(f"return_aux must have the flags lse and max_scores, as torch's AuxRequest; got {type(return_aux).__name__}")
+    if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
+    outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
+    mask, blocks, block_size = mask_parts(block_mask, query, key)
+    extras = Extras(scale=scale, outputs=outputs, blocks=blocks, block_size=block_size)
+    score = score_parts(score_mod, None)
+    if is_nested(query, key, value):
+        results = attend_nested((query, key, value), score, mask, extras)
+    else:
+        results = run((query, key, value), score, mask, extras)
+    return _flex_returns(results, return_aux, return_lse=return_lse)
+
+
+def _flex_returns(results: Results, return_aux: Any, *, return_lse: bool) -> Any:
+    if return_aux is not None:
+        return results.out, FlexAuxOutput(results.lse if return_aux.lse else None, results.row_max)
+    return (results.out, results.lse) if return_lse else results.out
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    mask: Any = None,
+    score: Function = None,
+    dropout_p: float = 0.0,
+) -> Any:
+    """Drop-in for `torch.nn.attention.varlen.varlen_attn`: sequences packed along one token dimension.
+
+    Beyond torch's arguments it takes any mask and score function, with indices within the sequence, and dropout.
+
+    Args:
+        query: [Tq, Hq, D].
+        key: [Tkv, Hkv, D].
+        value: [Tkv, Hkv, Dv].
+        cu_seq_q: [N + 1] int32 or int64, first token of each query sequence, and the end of the last.
+        cu_seq_k: the same for key and value; None for the query's.
+        max_q, max_k: longest query and key sequence.
+        return_aux: an object with the flag `lse`, such as torch's AuxRequest.
+        scale: 1 / sqrt(D) by default.
+        window_size: (left, right) keys around the diagonal that ends in the lower right corner of each sequence; -1 is
+            unlimited, so (-1, 0) is causal.
+        enable_gqa: lets key and value have fewer heads than query.
+        seqused_k: [N], how many keys of each sequence take part, if not all.
+        mask: as in `foci.attention`, without block masks; composed with window_size.
+        score: as in `foci.attention`.
+        dropout_p: as in `foci.attention`.
+
+    Returns:
+        [Tq, Hq, Dv]; with return_aux.lse a pair with the logsumexp [Hq, Tq].
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(10, 4, 16)
+        >>> offsets = torch.tensor([0, 3, 10])
+        >>> foci.varlen_attn(q, q, q, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
+        torch.Size([10, 4, 16])
+    """
+    check_is_tensor(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
+    if cu_seq_k is None:
+        cu_seq_k = cu_seq_q
+    check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
+    check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
+    outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))
+    extras = Extras(
+        scale=scale, dropout_p=dropout_p, outputs=outputs, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k, max_q=_checked_length("max_q", max_q),
+        max_kv=_checked_length("max_k", max_k),
+    )  # fmt: skip
+    tensors = tuple(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    results = run(tensors, score_parts(score, None), _varlen_mask(window_size, mask, query, key), extras)  # type: ignore[arg-type]
+    out = results.out.squeeze(0).transpose(0, 1)
+    return (out, results.lse.squeeze(0)) if outputs.lse else out
+
+
+def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Tensor) -> Function:
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size}")
+    if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
+        raise TypeError(f"mask of packed tensors must be a foci.Mask or a function; got {type(mask).__name__}")
+    function = mask_parts(mask, query, key)[0]
+    if (left, right) == (-1, -1):
+        return function
+    window = masks.window(None if left == -1 else left, None if right == -1 else right, align="lower_right")
+    return window.function if function is None else (window & function).function

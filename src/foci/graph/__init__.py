@@ -1,0 +1,1 @@
+"""foci inside torch.compile."""

@@ -1,0 +1,214 @@
+"""From a user's arguments to a formula and operands: everything is checked here, once, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from foci.problem import Formula, Layout, Operands, Outputs
+from foci.variant import Bound, Variant, bind
+
+__all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "prepare"]
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+    """The arguments of a call besides query, key, value and the functions.
+
+    `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends.
+    """
+
+    scale: float | None = None
+    dropout_p: float = 0.0
+    outputs: Outputs = Outputs()
+    blocks: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    cu_q: Tensor | None = None
+    cu_kv: Tensor | None = None
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    max_q: int = 0
+    max_kv: int = 0
+    honour_sdp_flags: bool = False
+
+
+def prepare(
+    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras
+) -> tuple[Formula, Operands]:
+    """Checks the arguments and states the problem.
+
+    Args:
+        tensors: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv]; [1, H, T, D] when jagged.
+        score, mask: the user's functions.
+        extras: the rest.
+
+    Raises:
+        TypeError: for arguments of a wrong type or dtype.
+        ValueError: for arguments of a wrong shape, device or value.
+    """
+    query, key, value = _autocast(*tensors)
+    _check_tensors(query, key, value)
+    query, key, value = _broadcast_batch(query, key, value)
+    dropout_p = _checked_dropout(extras.dropout_p)
+    bound = bind(score, mask, query.device)
+    _check_captures(bound, query, key, extras)
+    if extras.blocks is not None:
+        _check_blocks(extras.blocks, extras.block_size, query, key)
+    jagged = extras.cu_q is not None
+    formula = _formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, extras.outputs, extras.block_size, dropout=dropout_p > 0)
+    operands = Operands(
+        query, key, value, bound.captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,
+        seed=_draw_seed(query.device) if dropout_p > 0 else None, blocks=extras.blocks, cu_q=extras.cu_q, cu_kv=extras.cu_kv,
+        q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, max_q=extras.max_q, max_kv=extras.max_kv,
+    )  # fmt: skip
+    return formula, operands
+
+
+@functools.lru_cache(maxsize=1024)
+def _formula(variant: Variant, layout: Layout, outputs: Outputs, block_size: tuple[int, int] | None, *, dropout: bool) -> Formula:
+    return Formula(variant, layout, outputs, dropout, block_size)
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype, shape and device, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's rule for scaled_dot_product_attention: every floating operand but float64 takes the autocast dtype (SDPA-17)."""
+    device = query.device.type if isinstance(query, Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    eligible = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in eligible else t for t in (query, key, value))  # type: ignore[return-value]
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        named = {"query": query, "key": key, "value": value}
+        name, bad = next((n, t) for n, t in named.items() if t.dim() != 4)
+        raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, head dim]; got {describe(bad)}")
+    if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
+        what = "dtype" if not query.dtype == key.dtype == value.dtype else "device"
+        raise ValueError(f"query, key and value must have one {what}; got {_three(query, key, value)}")
+    if query.dtype not in _DTYPES:
+        raise TypeError(f"query, key and value must be float16, bfloat16, float32 or float64; got {str(query.dtype).removeprefix('torch.')}")
+    if q[3] != k[3]:
+        raise ValueError(f"query and key must have one head dim; got {q[3]} and {k[3]} ({_three(query, key, value)})")
+    if k[2] != v[2]:
+        raise ValueError(f"key and value must have one length; got {k[2]} and {v[2]} ({_three(query, key, value)})")
+    if k[1] != v[1]:
+        raise ValueError(f"key and value must have one number of heads; got {k[1]} and {v[1]} ({_three(query, key, value)})")
+    if q[1] != k[1] and (k[1] == 0 or q[1] % k[1] != 0):
+        raise ValueError(f"the number of query heads must be a multiple of the number of key heads; got {q[1]} and {k[1]}")
+    if q[3] == 0:
+        raise ValueError(f"the head dim must be at least 1; got {_three(query, key, value)}")
+
+
+def _three(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
+
+
+def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (query.shape[0], key.shape[0], value.shape[0])
+    if sizes[0] == sizes[1] == sizes[2]:
+        return query, key, value
+    batch = next((n for n in sizes if n != 1), 1)
+    if any(n not in (1, batch) for n in sizes):
+        raise ValueError(f"the batch sizes of query, key and value must be equal or 1; got {', '.join(map(str, sizes))}")
+    return tuple(t.expand(batch, *t.shape[1:]) for t in (query, key, value))  # type: ignore[return-value]
+
+
+def _checked_dropout(dropout_p: float) -> float:
+    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
+        raise TypeError(f"dropout_p must be a number from 0 to 1; got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
+    return float(dropout_p)
+
+
+def _checked_scale(scale: Any, query: Tensor) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(query.shape[-1])
+    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale must be a number or None (1 / sqrt(head dim)); got {type(scale).__name__}")
+    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+    return scale if isinstance(scale, torch.SymFloat) else float(scale)  # type: ignore[return-value]
+
+
+def _draw_seed(device: torch.device) -> Tensor:
+    """One 63-bit number of torch's default generator of the device: reproducible by torch.manual_seed (SDPA-08)."""
+    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=512)
+def _direct_indices(variant: Variant) -> tuple[tuple[int, int, str], ...]:
+    """(slot, dim, variable) of each captured dimension that a bare coordinate indexes."""
+    loads = (e for root in (variant.score, variant.mask) for e in root.walk() if e.op == "load")
+    return tuple((int(str(e.value)), dim, str(index.value)) for e in loads for dim, index in enumerate(e.args) if index.op == "var")
+
+
+def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) -> None:
+    for slot, tensor in enumerate(bound.captures):
+        if tensor.device != query.device:
+            raise ValueError(f"captured tensor {slot}, {describe(tensor)}, must be on the query's device, {query.device}")
+    if extras.cu_q is None:
+        lengths = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2], "kv_idx": key.shape[2]}
+    else:
+        lengths = {"b": extras.cu_q.shape[0] - 1, "h": query.shape[1], "q_idx": extras.max_q, "kv_idx": extras.max_kv}
+    for slot, dim, name in _direct_indices(bound.variant):
+        size = bound.captures[slot].shape[dim]
+        if isinstance(size, int) and isinstance(lengths.get(name), int) and size < lengths[name]:
+            raise ValueError(
+                f"captured tensor {slot}, {describe(bound.captures[slot])}, is indexed by {name} in dimension {dim}, which runs to {lengths[name]}: "
+                f"that dimension must have at least {lengths[name]} entries"
+            )
+
+
+def _check_blocks(blocks: Tensor, block_size: tuple[int, int] | None, query: Tensor, key: Tensor) -> None:
+    assert block_size is not None
+    wanted = [-(-n // size) for n, size in zip((query.shape[2], key.shape[2]), block_size, strict=True)]
+    got = list(blocks.shape[-2:])
+    if got != wanted:
+        raise ValueError(
+            f"the block mask covers {got[0]} x {got[1]} blocks of {block_size[0]} x {block_size[1]}; "
+            f"query length {query.shape[2]} and key length {key.shape[2]} need {wanted[0]} x {wanted[1]}"
+        )
+    for name, size, limit in (("batch", blocks.shape[0], query.shape[0]), ("heads", blocks.shape[1], query.shape[1])):
+        if size not in (1, limit):
+            raise ValueError(f"the block mask has {size} {name}; it must have 1 or {limit}")
+    if blocks.device != query.device:
+        raise ValueError(f"the block mask is on {blocks.device}; it must be on the query's device, {query.device}")
+
+
+def check_is_tensor(**named: Any) -> None:
+    """Raises a TypeError that names the first argument that is no tensor."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
+def check_offsets(name: str, offsets: Any, tokens: int) -> None:
+    """Checks cumulative lengths: an integer vector with at least one entry.
+
+    Raises:
+        TypeError: for another type or dtype.
+        ValueError: for another shape.
+    """
+    check_is_tensor(**{name: offsets})
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64; got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens} tokens")
