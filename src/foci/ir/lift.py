@@ -8,7 +8,7 @@ from typing import Final
 from foci.ir.expr import DType, Expr, param
 from foci.ir.rewrite import canonical_levels, rebuild
 
-__all__ = ["lift_constants"]
+__all__ = ["is_lifted", "lift_constants"]
 
 _KEPT_INTS: Final = (-1, 0, 1, 2)
 _KEPT_FLOATS: Final = ("-1.0", "-inf", "0.0", "0.5", "1.0", "2.0", "inf", "nan")
@@ -27,35 +27,39 @@ def lift_constants(exprs: Sequence[Expr]) -> tuple[tuple[Expr, ...], tuple[int, 
     >>> lift_constants([apply("le", apply("sub", variable("q_idx"), variable("kv_idx")), 128)])
     ((q_idx - kv_idx <= i0,), (128,), ())
 
+    Parameters that the expressions have already keep their slots.
+
     Raises:
-        ValueError: for expressions that have parameters already.
+        ValueError: where such a slot is one of the new ones.
     """
     ints: dict[tuple[DType, int], Expr] = {}
     floats: dict[str, Expr] = {}
     done: dict[Expr, Expr] = {}
     for root in exprs:
         for e in root.walk():
-            if e.op == "param":
-                raise ValueError(f"lift_constants: the expression has run-time numbers already: {root!r}")
-            kept = _STRUCTURAL.get(e.op)
-            args = tuple(
-                arg if i == kept and arg.op == "const" else _lifted(arg, ints, floats) if arg.op == "const" else done[arg]
-                for i, arg in enumerate(e.args)
-            )
+            args = tuple(_lifted(arg, ints, floats) if is_lifted(e.op, i, arg) else done[arg] for i, arg in enumerate(e.args))
             done[e] = rebuild(e, args)
-    results = tuple(canonical_levels(_lifted(root, ints, floats) if root.op == "const" else done[root]) for root in exprs)
+    _check_slots(exprs, len(ints), len(floats))
+    results = tuple(canonical_levels(_lifted(root, ints, floats) if is_lifted("", 0, root) else done[root]) for root in exprs)
     return results, tuple(value for _, value in ints), tuple(float(value) for value in floats)
 
 
+def is_lifted(op: str, position: int, operand: Expr) -> bool:
+    """Whether `operand`, at `position` of an operation `op`, is a constant that becomes a parameter."""
+    value = operand.value
+    if operand.op != "const" or isinstance(value, bool) or _STRUCTURAL.get(op) == position:
+        return False
+    return value not in _KEPT_INTS if isinstance(value, int) else repr(value) not in _KEPT_FLOATS
+
+
 def _lifted(expr: Expr, ints: dict[tuple[DType, int], Expr], floats: dict[str, Expr]) -> Expr:
-    value = expr.value
-    if isinstance(value, bool):
-        return expr
-    if isinstance(value, int):
-        if value in _KEPT_INTS:
-            return expr
-        return ints.setdefault((expr.dtype, value), param(len(ints), expr.dtype))
-    text = repr(value)
-    if text in _KEPT_FLOATS:
-        return expr
-    return floats.setdefault(text, param(len(floats), DType.FLOAT))
+    if isinstance(expr.value, int):
+        return ints.setdefault((expr.dtype, expr.value), param(len(ints), expr.dtype))
+    return floats.setdefault(repr(expr.value), param(len(floats), DType.FLOAT))
+
+
+def _check_slots(exprs: Sequence[Expr], ints: int, floats: int) -> None:
+    for e in (e for root in exprs for e in root.walk() if e.op == "param"):
+        assert isinstance(e.value, int)
+        if e.value < (ints if e.dtype.is_integer else floats):
+            raise ValueError(f"lift_constants: the expressions have a parameter {e!r} already, whose slot a lifted constant needs")

@@ -96,19 +96,26 @@ def free_axes(expr: Expr) -> dict[Expr, frozenset[int]]:
 
 
 def spread_levels(expr: Expr) -> Expr:
-    """`expr` with level n moved to (n + 1) * LEVEL_SPACING, so that new levels fit between and below."""
+    """`expr` with level n >= 0 moved to (n + 1) * LEVEL_SPACING, so that new levels fit between and below.
+
+    Negative levels, free axes that a tracer has not bound yet, stay.
+    """
     done: dict[Expr, Expr] = {}
     for e in expr.walk():
         args = tuple(done[arg] for arg in e.args)
         if e.op == "axis":
             assert isinstance(e.value, int)
-            done[e] = axis((e.value + 1) * LEVEL_SPACING)
+            done[e] = axis(_spread(e.value))
         elif e.op == "reduce":
             kind, level = reduction(e)
-            done[e] = reduce(kind, (level + 1) * LEVEL_SPACING, args[0], args[1])
+            done[e] = reduce(kind, _spread(level), args[0], args[1])
         else:
             done[e] = e if args == e.args else node(e.op, args, e.dtype, e.value)
     return done[expr]
+
+
+def _spread(level: int) -> int:
+    return (level + 1) * LEVEL_SPACING if level >= 0 else level
 
 
 def canonical_levels(expr: Expr) -> Expr:
@@ -126,7 +133,7 @@ def canonical_levels(expr: Expr) -> Expr:
             done[e] = e if args == e.args else node(e.op, args, e.dtype, e.value)
     result = done[spread]
     for level in free_axes(result)[result]:  # axes that stay free keep their numbers
-        result = rename_axis(result, level, level // LEVEL_SPACING - 1)
+        result = rename_axis(result, level, level // LEVEL_SPACING - 1 if level > 0 else level)
     return result
 
 

@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr, const, load, node
+from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr, Payload, const, load, node
+from foci.ir.lift import is_lifted
 from foci.ir.linear import compare, linear, rebuilt
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import canonical_levels, reduction, rewrite, substitute
@@ -55,22 +56,39 @@ def _cast(e: Expr, dtype: DType) -> Expr:
 # Order of commuted operands ----------------------------------------------------------------------------------------
 
 _VARIABLES: Final = ("score", *COORDINATES, *LENGTHS)
-_keys: weakref.WeakKeyDictionary[Expr, tuple[int, int, bytes]] = weakref.WeakKeyDictionary()
+_Key = tuple[int, int, bytes, bytes]
+_keys: weakref.WeakKeyDictionary[Expr, _Key] = weakref.WeakKeyDictionary()
 
 
-def _key(expr: Expr) -> tuple[int, int, bytes]:
-    """Variables in their order, then by depth, then run-time numbers, then constants; ties by a digest of the structure."""
+def _key(expr: Expr) -> _Key:
+    """Variables in their order, then by depth, then run-time numbers, then constants.
+
+    Ties are broken by a digest of the shape, which leaves out the numbers of slots and the constants that will be lifted,
+    so that neither new constants nor other captures change an order; then by a digest of everything.
+    """
     found = _keys.get(expr)
     if found is not None:
         return found
     for e in expr.walk():
         if e not in _keys:
-            parts = (e.op, e.dtype.value, repr(e.value), *(_keys[arg][2].hex() for arg in e.args))
-            digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
-            depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
             kind = {"var": 0, "param": 2, "size": 2, "const": 3}.get(e.op, 1)
-            _keys[e] = (kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, digest)
+            depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
+            shapes = (arg.dtype.value if is_lifted(e.op, i, arg) else _keys[arg][2].hex() for i, arg in enumerate(e.args))
+            shape = _digest(e.op, e.dtype.value, _shape_of(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
+            whole = _digest(e.op, e.dtype.value, repr(e.value), *(_keys[arg][3].hex() for arg in e.args))
+            _keys[e] = (kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, shape, whole)
     return _keys[expr]
+
+
+_SLOTTED: Final = ("load", "param", "size")
+
+
+def _shape_of(value: Payload) -> str:
+    return str(value[1]) if isinstance(value, tuple) else ""
+
+
+def _digest(*parts: str) -> bytes:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
 def _in_order(e: Expr) -> Expr:
@@ -88,7 +106,7 @@ def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
             stack.extend(arg.args)
         else:
             operands.add(arg)
-    operands.discard(drop)  # type: ignore[arg-type]
+    operands.discard(drop)
     if absorb is not None and absorb in operands:
         return absorb
     constants = [arg for arg in operands if arg.op == "const"]
