@@ -168,9 +168,9 @@ def _fold_not(x: Any) -> Any:
     return (not x) if isinstance(x, bool) else ~x
 
 
-def _tie(a: Expr, b: Expr, first: str) -> Expr:
-    # torch splits the gradient of a tie in two
-    return apply("where", apply("eq", a, b), 0.5, cast(apply(first, a, b), DType.FLOAT))
+def _chosen(a: Expr, b: Expr) -> Expr:
+    # the derivative of a choice where a <= b: by selection, so that what was not chosen may be infinite; a tie is split, as in torch
+    return apply("where", apply("le", a, b), apply("where", apply("eq", a, b), 0.5, 1.0), 0.0)
 
 
 OPS: Final[dict[str, Op]] = {
@@ -187,8 +187,8 @@ OPS: Final[dict[str, Op]] = {
         _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod, lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
         _row("fmod", _A, torch.fmod, _fold_fmod, ranges.fmod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b)))),
-        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum, lambda y, a, b: _tie(a, b, "lt"), lambda y, a, b: _tie(b, a, "lt")),
-        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum, lambda y, a, b: _tie(b, a, "lt"), lambda y, a, b: _tie(a, b, "lt")),
+        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum, lambda y, a, b: _chosen(a, b), lambda y, a, b: _chosen(b, a)),
+        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum, lambda y, a, b: _chosen(b, a), lambda y, a, b: _chosen(a, b)),
         _row("floor", _F, torch.floor, _to_integer(math.floor), _inc(torch.floor)),
         _row("ceil", _F, torch.ceil, _to_integer(math.ceil), _inc(torch.ceil)),
         _row("round", _F, torch.round, _to_integer(round), _inc(torch.round)),
@@ -231,6 +231,6 @@ OPS: Final[dict[str, Op]] = {
         _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), ranges.unknown),
         _row("shr", _B, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
         _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
-             lambda y, c, a, b: const(0.0), lambda y, c, a, b: cast(c, DType.FLOAT), lambda y, c, a, b: cast(apply("not", c), DType.FLOAT)),
+             lambda y, c, a, b: const(0.0), lambda y, c, a, b: apply("where", c, 1.0, 0.0), lambda y, c, a, b: apply("where", c, 0.0, 1.0)),
     )
 }

@@ -45,10 +45,12 @@ def verify(expr: Expr, captures: int) -> None:
 
 
 def _shown(e: Expr) -> str:
+    if e.op in OPS and len(e.args) != OPS[e.op].arity:  # not to be written infix
+        return f"{e.op}({', '.join(map(to_infix, e.args))})"
     try:
         return to_infix(e)
-    except (AssertionError, IndexError, TypeError, ValueError):  # too broken to print as infix
-        return f"{e.op}({', '.join(arg.op for arg in e.args)}) with value {e.value!r}"
+    except (AssertionError, IndexError, TypeError, ValueError):
+        return f"{e.op} of {len(e.args)} operands with value {e.value!r}"
 
 
 def _names(dtypes: tuple[DType, ...]) -> str:
