@@ -1,0 +1,318 @@
+"""torch's own fused kernels, where the problem is exactly one of theirs: plain or causal attention of dense tensors.
+
+| device | operator | for |
+|---|---|---|
+| cpu | `_scaled_dot_product_flash_attention_for_cpu` | every dtype, grouped heads |
+| cuda | `_scaled_dot_product_flash_attention` | float16 and bfloat16 from sm_80, grouped heads |
+| cuda | `_scaled_dot_product_efficient_attention` | float32, without gradients, which it would sum in no fixed order |
+
+cuDNN is left out: it builds a plan for every new shape, which a first call of each length would wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from foci.backends.contract import Plan
+from foci.backends.sequences import without_keys
+from foci.ir.expr import Expr, variable
+from foci.ir.ops import apply
+from foci.ir.simplify import simplify
+from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
+from foci.variant import PLAIN
+
+__all__ = ["BACKEND"]
+
+_aten: Final = torch.ops.aten
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
+
+
+def _causal_masks() -> frozenset[Expr]:
+    q_idx, kv_idx = variable("q_idx"), variable("kv_idx")
+    written = (apply("le", kv_idx, q_idx), apply("le", 0, apply("sub", q_idx, kv_idx)), apply("le", apply("sub", kv_idx, q_idx), 0))
+    return frozenset((*written, *(simplify(mask) for mask in written)))
+
+
+_CAUSAL: Final = _causal_masks()
+"""Ways to write the upper-left causal mask. The lower-right one needs exact lengths, which a problem does not have."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Tensors as torch's operators want them: the last stride 1."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    causal: bool
+
+
+Forward = Callable[[_Call], tuple[Tensor, Tensor]]
+Backward = Callable[[_Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """One of torch's operators: what it takes, how fast it is, how it is called.
+
+    Attributes:
+        device: kind of device.
+        dtypes: of query, key and value; empty for all.
+        arch: least compute capability.
+        head_dim: largest head dim, and what it must be a multiple of.
+        grouped: whether it takes fewer key heads than query heads.
+        overhead: seconds of a call with hardly any work.
+        flops: forward and backward, per second; a half type first, float32, float64.
+        forward, backward: the call; no backward where its gradients would not be repeatable.
+    """
+
+    name: str
+    device: str
+    dtypes: frozenset[torch.dtype]
+    arch: int
+    head_dim: tuple[int, int]
+    grouped: bool
+    overhead: float
+    flops: dict[torch.dtype, tuple[float, float]]
+    forward: Forward
+    backward: Backward | None
+
+    def reject(self, problem: Problem, target: Target) -> str | None:
+        largest, multiple = self.head_dim
+        named = str(problem.dtype).removeprefix("torch.")
+        checks = (
+            (problem.dtype not in self.dtypes, f"{self.name} does not take {named}"),
+            (target.arch < self.arch, f"{self.name} needs sm_{self.arch}, this is sm_{target.arch}"),
+            (problem.head_dim > largest, f"{self.name} takes a head dim up to {largest}, this is {problem.head_dim}"),
+            (problem.head_dim % multiple != 0, f"{self.name} takes head dims that are a multiple of {multiple}, this is {problem.head_dim}"),
+            (not self.grouped and problem.q_heads != problem.kv_heads, f"{self.name} takes as many key heads as query heads"),
+            (self.backward is None and problem.needs_backward, f"{self.name} would sum gradients in no fixed order"),
+        )
+        return next((reason for found, reason in checks if found), None)
+
+
+def _cpu_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(call.query, call.key, call.value, 0.0, call.causal, scale=call.scale)
+    return out, lse
+
+
+def _cpu_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, call.query, call.key, call.value, out, lse, 0.0, call.causal, scale=call.scale
+    )
+    return grads
+
+
+def _squares(call: _Call) -> list[tuple[_Call, slice, slice]]:
+    """Calls that add up to this one, with their queries and keys: flash attention aligns causal to the lower right.
+
+    Upper-left causal is a square of the leading queries and keys, then queries that see every key.
+    """
+    q_len, kv_len = call.query.shape[2], call.key.shape[2]
+    if not call.causal or q_len == kv_len:
+        return [(call, slice(0, q_len), slice(0, kv_len))]
+    side = min(q_len, kv_len)
+    pieces = [(slice(0, side), slice(0, side), True), (slice(side, q_len), slice(0, kv_len), False)]
+    return [
+        (_Call(call.query[:, :, q], call.key[:, :, kv], call.value[:, :, kv], call.scale, causal), q, kv)
+        for q, kv, causal in pieces
+        if q.stop > q.start
+    ]
+
+
+def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    def run(part: _Call) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(part.query, part.key, part.value, 0.0, part.causal, False, scale=part.scale)
+        return out, lse
+
+    outs, lses = zip(*(run(part) for part, _, _ in _squares(call)), strict=True)
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+
+
+def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.empty(0, device=grad.device)
+    random = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    queries = []
+    key, value = (torch.zeros_like(t, dtype=torch.float32) for t in (call.key, call.value))
+    pieces = _squares(call)
+    with _repeatable():
+        for part, q, kv in pieces:
+            lengths = (part.query.shape[2], part.key.shape[2])
+            rows = (grad[:, :, q], part.query, part.key, part.value, out[:, :, q], lse[:, :, q].contiguous())
+            found = _aten._scaled_dot_product_flash_attention_backward(
+                *rows, none, none, *lengths, 0.0, part.causal, random, random, scale=part.scale
+            )
+            if len(pieces) == 1 and kv.stop == call.key.shape[2]:
+                return found[0], found[1], found[2]
+            queries.append(found[0])
+            key[:, :, kv] += found[1]
+            value[:, :, kv] += found[2]
+    return torch.cat(queries, dim=2), key.to(call.key.dtype), value.to(call.value.dtype)
+
+
+def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(call.query, call.key, call.value, None, True, 0.0, call.causal, scale=call.scale)
+    return out, lse[:, :, : call.query.shape[2]]  # rows are padded to a multiple of 32
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """torch's flash backward sums dq in a fixed order when asked for deterministic algorithms."""
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if was and not warns:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warns)
+
+
+# CPU: measured on 2 cores of AMD Zen 4, torch 2.13. CUDA: H200, torch 2.11, head dim 128, length 8192.
+_OPS: Final = (
+    _Op(
+        name="flash attention for the CPU",
+        device="cpu",
+        dtypes=_HALF | {torch.float32, torch.float64},
+        arch=0,
+        head_dim=(1 << 30, 1),
+        grouped=True,
+        overhead=15e-6,
+        flops={torch.float32: (150e9, 140e9), torch.bfloat16: (150e9, 200e9), torch.float16: (100e9, 100e9), torch.float64: (55e9, 44e9)},
+        forward=_cpu_forward,
+        backward=_cpu_backward,
+    ),
+    _Op(
+        name="flash attention",
+        device="cuda",
+        dtypes=_HALF,
+        arch=80,
+        head_dim=(256, 8),
+        grouped=True,
+        overhead=20e-6,
+        flops={torch.bfloat16: (330e12, 200e12), torch.float16: (330e12, 200e12)},
+        forward=_flash_forward,
+        backward=_flash_backward,
+    ),
+    _Op(
+        name="memory-efficient attention",
+        device="cuda",
+        dtypes=frozenset({torch.float32}),
+        arch=50,
+        head_dim=(1 << 16, 4),
+        grouped=False,
+        overhead=25e-6,
+        flops={torch.float32: (30e12, 20e12)},
+        forward=_efficient_forward,
+        backward=None,
+    ),
+)
+
+
+def _op_for(problem: Problem, target: Target) -> _Op | str:
+    """The operator that solves the problem, or why none does."""
+    reasons = []
+    for op in _OPS:
+        if op.device == target.device:
+            reason = op.reject(problem, target)
+            if reason is None:
+                return op
+            reasons.append(reason)
+    return "; ".join(reasons) or f"torch has no fused kernel for {target.device}"
+
+
+def _unsupported(problem: Problem) -> str | None:
+    """What torch's fused kernels lack of the problem's formula, if anything."""
+    formula, outputs = problem.formula, problem.formula.outputs
+    checks = (
+        (formula.layout is not Layout.DENSE, "torch's fused kernels take the dense layout"),
+        (formula.variant.score is not PLAIN.score, "torch's fused kernels take no score function"),
+        (
+            formula.variant.mask is not PLAIN.mask and formula.variant.mask not in _CAUSAL,
+            "torch's fused kernels take no mask function but upper-left causal",
+        ),
+        (formula.block_size is not None, "torch's fused kernels take no block mask"),
+        (formula.dropout, "torch's fused kernels have a dropout of their own, which depends on their tiles"),
+        (outputs.row_max or outputs.column_sums or outputs.weights, "torch's fused kernels return lse, but not row_max, column_sums or weights"),
+        (outputs.lse and problem.needs_backward, "torch's fused kernels have no gradient of lse"),
+        (problem.head_dim != problem.value_dim, f"torch's fused kernels need Dv = D, these are {problem.value_dim} and {problem.head_dim}"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    problem: Problem
+    op: _Op
+
+    def forward(self, operands: Operands, /) -> Results:
+        if _is_empty(operands):
+            return without_keys(operands, self.problem.formula.outputs)
+        out, lse = self.op.forward(self._call(operands))
+        if not out.transpose(1, 2).is_contiguous():
+            out = empty_out(operands.query, operands.value).copy_(out)
+        return Results(out, lse)
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        assert self.op.backward is not None
+        assert cotangents.lse is None
+        inputs, asked = (operands.query, operands.key, operands.value), (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
+        if _is_empty(operands):
+            found: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in inputs)
+        else:
+            found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+        query, key, value = (grad if on else None for grad, on in zip(found, asked, strict=True))
+        return Gradients(query, key, value)
+
+    def _call(self, operands: Operands) -> _Call:
+        query, key, value = (_unit(t) for t in (operands.query, operands.key, operands.value))
+        return _Call(query, key, value, operands.scale, self.problem.variant.mask in _CAUSAL)
+
+
+def _unit(t: Tensor) -> Tensor:
+    # torch's operators read another last stride as if it were 1.
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _is_empty(operands: Operands) -> bool:
+    # torch's kernel for the CPU divides by zero.
+    return 0 in operands.query.shape or 0 in operands.key.shape
+
+
+class _Aten:
+    name = "aten"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        reason = _unsupported(problem)
+        if reason is None:
+            op = _op_for(problem, target)
+            reason = op if isinstance(op, str) else None
+        return reason
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """Seconds: the operator's measured overhead, and its flops (2.5 times as many backward) at its measured rates.
+
+        Causal attention has half the flops.
+        """
+        op = _op_for(problem, target)
+        assert isinstance(op, _Op)
+        forward, backward = op.flops[problem.dtype]
+        flops = problem.flops * (0.5 if problem.variant.mask in _CAUSAL else 1.0)
+        seconds = op.overhead + flops / forward
+        return seconds + (2 * op.overhead + 2.5 * flops / backward if problem.needs_backward else 0.0)
+
+    def compile(self, plan: Plan, /) -> _Kernel:
+        op = _op_for(plan.problem, plan.target)
+        assert isinstance(op, _Op)
+        return _Kernel(plan.problem, op)
+
+
+BACKEND = _Aten()

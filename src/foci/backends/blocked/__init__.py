@@ -1,0 +1,52 @@
+"""Attention in plain torch on any device, with memory linear in the lengths: the backend that takes everything.
+
+Queries are cut into tiles and keys into runs; blocks that the mask empties are skipped, and blocks that it leaves whole
+are computed without it. Gradients follow from the derivatives that `foci.ir.derivative` derives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foci.backends.blocked.backward import backward
+from foci.backends.blocked.differentiable import differentiable
+from foci.backends.blocked.forward import forward, forward_single, is_single
+from foci.backends.contract import Plan
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
+
+__all__ = ["BACKEND", "differentiable"]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    problem: Problem
+    is_plain: bool
+
+    def forward(self, operands: Operands, /) -> Results:
+        if self.is_plain and is_single(operands):
+            return forward_single(operands)
+        return forward(operands, self.problem.formula)
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        return backward(operands, self.problem, results, cotangents)
+
+
+class _Blocked:
+    name = "blocked"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        if problem.formula.outputs.weights and problem.formula.layout is Layout.JAGGED:
+            return "the weights of a jagged call have no rectangular shape; take the dense layout"
+        return None
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """TODO"""
+        return 1.0
+
+    def compile(self, plan: Plan, /) -> _Kernel:
+        formula = plan.problem.formula
+        plain = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
+        return _Kernel(plan.problem, formula.variant.is_plain and formula == plain)
+
+
+BACKEND = _Blocked()

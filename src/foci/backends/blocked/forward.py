@@ -1,0 +1,126 @@
+"""The forward pass: an online softmax over runs of keys.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foci.backends.blocked.scores import Scores
+from foci.backends.blocked.tiles import Chunk, Tile, block_classes, plan_chunks
+from foci.backends.sequences import sequences, without_keys
+from foci.problem import Formula, Operands, Results, accumulation_dtype, empty_out
+
+__all__ = ["forward", "forward_single", "is_single"]
+
+_SINGLE = 1 << 16
+
+
+def is_single(operands: Operands) -> bool:
+    """Whether `forward_single` serves a dense call: one with few scores, but some."""
+    batch, heads, q_len, _ = operands.query.shape
+    return 0 < batch * heads * q_len * operands.key.shape[2] <= _SINGLE
+
+
+def forward_single(operands: Operands) -> Results:
+    """Plain attention of a small dense call in as few torch calls as will do: no mask, no score function, no dropout."""
+    query, key, value = operands.query, operands.key, operands.value
+    batch, heads, q_len, _ = query.shape
+    acc = accumulation_dtype(query.dtype)
+    if query.dtype != acc:
+        query, key, value = query.to(acc), key.to(acc), value.to(acc)
+    pairs, rows = batch * key.shape[1], heads // key.shape[1] * q_len
+    query, key, value = query.reshape(pairs, rows, -1), key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=operands.scale)
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights, value).div_(total).view(batch, heads, q_len, -1)
+    return Results(
+        out=empty_out(operands.query, operands.value).copy_(out),
+        lse=total.log_().add_(top).view(batch, heads, q_len),
+    )
+
+
+def forward(operands: Operands, formula: Formula) -> Results:
+    """Attention of any call, in O(Sq + Skv) memory beside the results."""
+    results = without_keys(operands, formula.outputs)
+    if 0 in operands.query.shape[:3] or operands.key.shape[2] == 0:
+        return results
+    found = sequences(operands, formula.layout)
+    classes = block_classes(operands, formula, found)
+    for sequence in found:
+        if sequence.q_len and sequence.kv_len:
+            scores = Scores(operands, formula, sequence)
+            for chunk in plan_chunks(operands, sequence, classes):
+                _forward_chunk(scores, chunk, results)
+    return results
+
+
+def _forward_chunk(scores: Scores, chunk: Chunk, results: Results) -> None:
+    operands = scores.operands
+    keys, values = scores.key_rows(operands.key, chunk), scores.key_rows(operands.value, chunk)
+    for tile in chunk.tiles:
+        if tile.runs:
+            query = scores.query_rows(operands.query, chunk, tile) * operands.scale
+            base, total = _forward_tile(scores, (query, keys, values), chunk, tile, results)
+            if results.column_sums is not None or results.weights is not None:
+                _weights_tile(scores, (query, keys, base, total), chunk, tile, results)
+
+
+def _forward_tile(
+    scores: Scores, operands: tuple[Tensor, Tensor, Tensor], chunk: Chunk, tile: Tile, results: Results
+) -> tuple[Tensor, Tensor]:
+    """Writes out, lse and row_max of a tile; gives what normalises its weights, [pairs, groups * rows, 1] each.
+
+    Weights are `exp(score - base) / total`: base is the row's maximum, 0 where the row has no key.
+    """
+    query, keys, values = operands
+    may_be_empty = scores.may_hide(tile)
+    top = base = total = out = None
+    for run in tile.runs:
+        score = scores.masked(query, keys, (chunk, tile, run))
+        here = score.amax(-1, keepdim=True)
+        before, top = top, here if top is None else torch.maximum(top, here)
+        base = top.masked_fill(top == -torch.inf, 0.0) if may_be_empty else top
+        weights = score.sub_(base).exp_()
+        part = weights.sum(-1, keepdim=True)
+        if scores.formula.dropout:
+            weights = scores.dropped(weights, (chunk, tile, run))
+        value = values[:, run.start : run.stop]
+        if out is None or total is None or before is None:
+            out, total = torch.bmm(weights, value), part
+        else:
+            shrink = torch.exp(before - base)
+            out, total = out.mul_(shrink).baddbmm_(weights, value), total.mul_(shrink).add_(part)
+    assert top is not None and base is not None and total is not None and out is not None
+    lse = torch.log(total).add_(base)
+    if may_be_empty:
+        total = total.masked_fill(total == 0, 1.0)
+    _write(results.out, scores, out.div_(total), chunk, tile)
+    _write(results.lse, scores, lse[..., 0], chunk, tile)
+    if results.row_max is not None:
+        _write(results.row_max, scores, top[..., 0], chunk, tile)
+    return base, total
+
+
+def _write(target: Tensor, scores: Scores, rows: Tensor, chunk: Chunk, tile: Tile) -> None:
+    start = scores.sequence.q[0]
+    part = target[chunk.b[0] : chunk.b[1], chunk.heads[0] : chunk.heads[1], start + tile.start : start + tile.stop]
+    part.copy_(scores.by_head(rows, chunk, tile))
+
+
+def _weights_tile(scores: Scores, operands: tuple[Tensor, Tensor, Tensor, Tensor], chunk: Chunk, tile: Tile, results: Results) -> None:
+    """A second pass over the runs of a tile, for what needs normalised weights."""
+    query, keys, base, total = operands
+    b, h, first = slice(*chunk.b), slice(*chunk.heads), scores.sequence.kv[0]
+    for run in tile.runs:
+        weights = scores.masked(query, keys, (chunk, tile, run)).sub_(base).exp_().div_(total)
+        view = scores.by_head(weights, chunk, tile)
+        columns = slice(first + run.start, first + run.stop)
+        if results.column_sums is not None:
+            results.column_sums[b, h, columns] += view.sum(2)
+        if results.weights is not None:
+            results.weights[b, h, tile.start : tile.stop, columns] = view

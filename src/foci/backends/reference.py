@@ -1,0 +1,150 @@
+"""The plain formula with its S x S matrix, in any dtype and on any device: what every other backend is measured against.
+
+    w = softmax(where(mask, score_fn(scale * q k^T), -inf)),    out = dropout(w) v
+
+Sums are kept in float32, float64 for float64. Gradients are those of autograd through these lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foci.backends.contract import Plan
+from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences
+from foci.blocks import FULL, PARTIAL
+from foci.dropout import keep
+from foci.ir.eager import Env, evaluate
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target, accumulation_dtype
+
+__all__ = ["BACKEND", "attend", "formula", "recording"]
+
+
+def formula(operands: Operands, formula: Formula, /) -> Results:
+    """Attention as one composite of differentiable torch functions: no in-place writes, nothing cut from the graph.
+
+    Usable under `torch.func` transforms, forward-mode AD and double backward. Takes B Hq Sq Skv elements of memory
+    several times over.
+
+    Args:
+        operands: the call.
+        formula: what to compute of it.
+
+    Returns:
+        The results, those not asked for None.
+    """
+    if formula.layout is Layout.DENSE:
+        return attend(operands, formula, sequences(operands, formula.layout)[0])
+    parts = [(s, attend(narrow(operands, s), formula, s)) for s in sequences(operands, formula.layout)]
+    return pack(operands, formula.outputs, parts)
+
+
+def attend(operands: Operands, formula: Formula, sequence: Sequence) -> Results:
+    """The formula on one sequence, or on the whole batch of a dense call; the tensors hold its tokens alone."""
+    query, acc, outputs = operands.query, accumulation_dtype(operands.query.dtype), formula.outputs
+    groups = query.shape[1] // max(1, operands.key.shape[1])
+    key, value = (t.to(acc).repeat_interleave(groups, dim=1) for t in (operands.key, operands.value))
+    at = coordinates(sequence, query.shape[0], query.shape[1], query.device)
+    raw = operands.scale * (query.to(acc) @ key.mT)
+    allowed = _allowed(operands, formula, Env(at, operands.captures, operands.ints, operands.floats, acc))
+    # Masked scores are set to 1 first, so that a score function singular there cannot turn a zero gradient into NaN.
+    env = Env({**at, "score": torch.where(allowed, raw, 1.0)}, operands.captures, operands.ints, operands.floats, acc)
+    (score,) = evaluate((formula.variant.score,), env)
+    score = torch.where(allowed, score.expand(raw.shape), -torch.inf)
+
+    row_max = score.amax(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
+    empty = row_max == -torch.inf
+    exponentials = torch.exp(score - torch.where(empty, 0.0, row_max)[..., None])
+    total = torch.where(empty, 1.0, exponentials.sum(-1))
+    lse = torch.where(empty, -torch.inf, row_max + torch.log(total))
+    weights = exponentials / total[..., None]
+    kept = _dropped(operands, weights, at) if formula.dropout else weights
+    out = (kept @ value).to(query.dtype)
+    return Results(
+        out=out.transpose(1, 2).contiguous().transpose(1, 2),
+        lse=lse,
+        row_max=row_max if outputs.row_max else None,
+        column_sums=weights.sum(2) if outputs.column_sums else None,
+        weights=weights.to(query.dtype) if outputs.weights else None,
+    )
+
+
+def _allowed(operands: Operands, formula: Formula, env: Env) -> Tensor:
+    (mask,) = evaluate((formula.variant.mask,), env)
+    if formula.block_size is None:
+        return mask
+    assert operands.blocks is not None
+    rows = env.variables["q_idx"].flatten() // formula.block_size[0]
+    columns = env.variables["kv_idx"].flatten() // formula.block_size[1]
+    classes = operands.blocks.index_select(2, rows).index_select(3, columns)
+    return (classes == FULL) | ((classes == PARTIAL) & mask)
+
+
+def _dropped(operands: Operands, weights: Tensor, at: dict[str, Tensor]) -> Tensor:
+    assert operands.seed is not None
+    p = operands.dropout_p
+    kept = keep(operands.seed, p, at["b"], at["h"], at["q_idx"], at["kv_idx"])
+    return torch.where(kept, weights * (0.0 if p >= 1 else 1 / (1 - p)), 0.0)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Lets autograd record, also inside an operator's kernel, which runs below autograd's dispatch keys."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(keys, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    problem: Problem
+
+    def forward(self, operands: Operands, /) -> Results:
+        return formula(operands, self.problem.formula)
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad, *self.problem.capture_grads)
+        with recording():
+            inputs = (operands.query, operands.key, operands.value, *operands.captures)
+            leaves = [t.detach().requires_grad_(on) for t, on in zip(inputs, asked + (False,) * len(inputs), strict=False)]
+            fresh = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2], captures=tuple(leaves[3:]))
+            again = formula(fresh, self.problem.formula)
+            pairs = [(getattr(again, name), g) for name, g in vars(cotangents).items() if g is not None]
+            pairs = [(output, g) for output, g in pairs if output.requires_grad]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True) if pairs else ()
+        grads = iter(found if pairs else [torch.zeros_like(leaf) for leaf in wanted])
+        gradients = [next(grads) if leaf.requires_grad else None for leaf in leaves]
+        return Gradients(gradients[0], gradients[1], gradients[2], tuple(gradients[3:]))
+
+
+class _Reference:
+    name = "reference"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        if problem.formula.outputs.weights and problem.formula.layout is Layout.JAGGED:
+            return "the weights of a jagged call have no rectangular shape; take the dense layout"
+        return None
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """Seconds: 1 ms, and 20 passes over the S x S matrix at 2 GB/s (100 GB/s on an accelerator), 60 with a backward.
+
+        The passes are about twice what is measured, a penalty for the memory they take: the reference is chosen only
+        when nothing else fits.
+        """
+        pairs = float(problem.batch) * problem.q_heads * problem.q_len * problem.kv_len
+        rate = 2e9 if target.device == "cpu" else 1e11
+        return 1e-3 + pairs * problem.dtype.itemsize * (60 if problem.needs_backward else 20) / rate
+
+    def compile(self, plan: Plan, /) -> _Kernel:
+        return _Kernel(plan.problem)
+
+
+BACKEND = _Reference()

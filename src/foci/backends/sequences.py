@@ -1,0 +1,125 @@
+"""The dense problems that a call consists of: one for the whole batch, or one for each sequence of a jagged call."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
+
+__all__ = ["Sequence", "coordinates", "narrow", "pack", "sequences", "without_keys"]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens `q` and `kv` (start, stop) that attend to each other, and the number `b` that functions are told.
+
+    In dense layout there is one, of every batch entry, and `b` is None.
+    """
+
+    b: int | None
+    q: tuple[int, int]
+    kv: tuple[int, int]
+
+    @property
+    def q_len(self) -> int:
+        return self.q[1] - self.q[0]
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv[1] - self.kv[0]
+
+
+def sequences(operands: Operands, layout: Layout) -> list[Sequence]:
+    """The sequences of a call, in order of their tokens. Reads the offsets on the host."""
+    if layout is Layout.DENSE:
+        return [Sequence(None, (0, operands.query.shape[2]), (0, operands.key.shape[2]))]
+    q, kv = _spans(operands.cu_q, operands.q_lengths), _spans(operands.cu_kv, operands.kv_lengths)
+    return [Sequence(n, *spans) for n, spans in enumerate(zip(q, kv, strict=True))]
+
+
+def _spans(offsets: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
+    assert offsets is not None
+    at = offsets.tolist()
+    if lengths is None:
+        return list(itertools.pairwise(at))
+    return [(start, start + length) for start, length in zip(at[:-1], lengths.tolist(), strict=True)]
+
+
+def coordinates(sequence: Sequence, batch: int, heads: int, device: torch.device) -> dict[str, Tensor]:
+    """Every variable but the score, as int32 tensors that broadcast to [B, Hq, Sq, Skv]."""
+
+    def count(length: int, dim: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[dim] = length
+        return torch.arange(length, dtype=torch.int32, device=device).view(shape)
+
+    def single(value: int) -> Tensor:
+        return torch.full((1, 1, 1, 1), value, dtype=torch.int32, device=device)
+
+    return {
+        "b": count(batch, 0) if sequence.b is None else single(sequence.b),
+        "h": count(heads, 1),
+        "q_idx": count(sequence.q_len, 2),
+        "kv_idx": count(sequence.kv_len, 3),
+        "q_len": single(sequence.q_len),
+        "kv_len": single(sequence.kv_len),
+    }
+
+
+def without_keys(operands: Operands, outputs: Outputs) -> Results:
+    """What queries get that have nothing to attend to: zeros, and -inf for the logarithm of an empty sum."""
+    query = operands.query
+    acc, rows, kv_len = accumulation_dtype(query.dtype), query.shape[:3], operands.key.shape[2]
+    lse = query.new_full(rows, -torch.inf, dtype=acc)
+    return Results(
+        out=empty_out(query, operands.value).zero_(),
+        lse=lse,
+        row_max=torch.full_like(lse, -torch.inf) if outputs.row_max else None,
+        column_sums=query.new_zeros((*rows[:2], kv_len), dtype=acc) if outputs.column_sums else None,
+        weights=query.new_zeros((*rows, kv_len)) if outputs.weights else None,
+    )
+
+
+def narrow(operands: Operands, sequence: Sequence) -> Operands:
+    """The operands with the tokens of one sequence."""
+    (q0, q1), (kv0, kv1) = sequence.q, sequence.kv
+    query, key, value = operands.query[:, :, q0:q1], operands.key[:, :, kv0:kv1], operands.value[:, :, kv0:kv1]
+    return replace(operands, query=query, key=key, value=value)
+
+
+def pack(operands: Operands, outputs: Outputs, parts: list[tuple[Sequence, Results]]) -> Results:
+    """Joins the results of sequences along their tokens, dimension 2 of each, by differentiable functions alone."""
+    query, acc = operands.query, accumulation_dtype(operands.query.dtype)
+    (_, heads, tokens, _), width = query.shape, operands.value.shape[-1]
+
+    def rows(tensors: list[Tensor | None], fill: float, empty: Tensor) -> Tensor:
+        pieces = [(s.q[0], t) for (s, _), t in zip(parts, tensors, strict=True) if t is not None]
+        return _join(pieces, tokens, fill, empty)
+
+    out = rows([r.out for _, r in parts], 0.0, query.new_zeros((1, heads, 0, width)))
+    nothing = query.new_zeros((1, heads, 0), dtype=acc)
+    columns = None
+    if outputs.column_sums:
+        pieces = [(s.kv[0], r.column_sums) for s, r in parts if r.column_sums is not None]
+        columns = _join(pieces, operands.key.shape[2], 0.0, nothing)
+    return Results(
+        out=out.transpose(1, 2).contiguous().transpose(1, 2),
+        lse=rows([r.lse for _, r in parts], -torch.inf, nothing),
+        row_max=rows([r.row_max for _, r in parts], -torch.inf, nothing) if outputs.row_max else None,
+        column_sums=columns,
+    )
+
+
+def _join(pieces: list[tuple[int, Tensor]], tokens: int, fill: float, empty: Tensor) -> Tensor:
+    # Tokens of no sequence, between the pieces and after the last, hold `fill`.
+    joined, position = [empty], 0
+    for start, piece in [*pieces, (tokens, empty)]:
+        if start > position:
+            joined.append(empty.new_full((*empty.shape[:2], start - position, *empty.shape[3:]), fill))
+        joined.append(piece)
+        position = max(position, start + piece.shape[2])
+    return torch.cat(joined, dim=2)
