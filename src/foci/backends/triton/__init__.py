@@ -1,0 +1,70 @@
+"""Any variant as fused GPU kernels, for NVIDIA devices from sm_80 on, written in Triton.
+
+Triton is imported when the first plan is compiled, so that planning works where it is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from foci.backends.contract import Kernel, Plan
+from foci.problem import Layout, Problem, Target
+
+__all__ = ["BACKEND", "TritonBackend"]
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_FLOPS: Final[dict[int, float]] = {80: 1.6e14, 86: 6e13, 89: 1.5e14, 90: 4.5e14, 100: 6e14}
+_LAUNCH: Final = 2e-5
+
+
+class TritonBackend:
+    """Fused attention in Triton."""
+
+    name = "triton"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        """Why not, or None. On the CPU it runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests."""
+        if target.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests)"
+        if target.device not in ("cuda", "cpu"):
+            return f"needs an NVIDIA GPU, not {target.device}"
+        if target.device == "cuda" and "triton" not in target.features:
+            return "needs Triton, which is not installed"
+        if target.device == "cuda" and target.arch < 80:
+            return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
+        return self._reject_problem(problem, target)
+
+    def _reject_problem(self, problem: Problem, target: Target) -> str | None:
+        outputs = problem.formula.outputs
+        if problem.dtype not in _DTYPES:
+            return f"computes in float32; {str(problem.dtype).removeprefix('torch.')} needs more"
+        if max(problem.head_dim, problem.value_dim) > 512:
+            return f"head dims go to 512; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
+        if outputs.weights or outputs.column_sums:
+            return "does not return weights or their column sums"
+        if problem.formula.block_size is not None and any(size % 16 for size in problem.formula.block_size):
+            return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
+        if problem.formula.block_size is not None and problem.formula.layout is Layout.JAGGED:
+            return "block masks are for the dense layout"
+        if any(problem.capture_grads):
+            return "does not compute gradients of captured tensors"
+        return None
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """Launches and flops at the rate such kernels reach; in the interpreter no one should want to wait."""
+        if target.device == "cpu":
+            return 1e3 + problem.flops / 1e6
+        rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
+        return _LAUNCH + problem.flops * (3.5 if problem.needs_backward else 1.0) / rate
+
+    def compile(self, plan: Plan, /) -> Kernel:
+        """Kernels of a plan. Triton compiles each when it is first launched."""
+        from foci.backends.triton.kernel import TritonKernel
+
+        return TritonKernel(plan)
+
+
+BACKEND = TritonBackend()

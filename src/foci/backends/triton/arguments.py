@@ -1,0 +1,120 @@
+"""What kernels receive: named tuples that hosts fill and kernels read, and integers that never specialise a kernel.
+
+Triton compiles a kernel anew when an integer argument becomes 1 or a multiple of 16. Integers travel as 4 v + 3, which
+is neither for any v, and `tiles.number` undoes it, so that new lengths and values meet the same kernel. Alignment is
+said by `Config.UNIT` instead: strides travel in units of so many elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Config", "Environment", "Numbers", "Size", "Spans", "Strides", "Table", "encode", "encode_strides", "encode_word"]
+
+
+class Config(NamedTuple):
+    """What a kernel is compiled for; each field a `tl.constexpr`.
+
+    TILE_Q, TILE_KV: rows and keys of a tile. D, DV: head dims; D_PAD, DV_PAD: the same, padded to a power of two.
+    STAGES: loads in flight. MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`).
+    JAGGED: packed sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every
+    tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
+    within a tile. PLAIN: the score function is the identity. NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
+    overhangs the keys is visited apart. DROPOUT: weights are dropped. PRECISION: of float32 products.
+    """
+
+    TILE_Q: Any
+    TILE_KV: Any
+    D: Any
+    D_PAD: Any
+    DV: Any
+    DV_PAD: Any
+    STAGES: Any
+    MODE: Any
+    JAGGED: Any
+    DESCRIPTORS: Any
+    UNIT: Any
+    WIDE: Any
+    PLAIN: Any
+    NEGATIVE: Any
+    SPLIT_EDGE: Any
+    DROPOUT: Any
+    PRECISION: Any
+
+
+class Strides(NamedTuple):
+    """Strides of [B, H, S, D], encoded; in units of `Config.UNIT` but for the last."""
+
+    b: int
+    h: int
+    s: int
+    d: int
+
+
+class Size(NamedTuple):
+    """Encoded counts. `heads` are those a program may have; `group` query heads share a kv head; `rows` and `columns` are
+    the queries and keys of a whole head: Sq and Skv, or the packed tokens."""
+
+    batch: int
+    heads: int
+    group: int
+    tasks: int
+    rows: int
+    columns: int
+
+
+class Spans(NamedTuple):
+    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 2] of (sequence, tile), -1 for none."""
+
+    tasks: Tensor | None
+    q_start: Tensor | None
+    q_length: Tensor | None
+    kv_start: Tensor | None
+    kv_length: Tensor | None
+
+
+class Table(NamedTuple):
+    """Which tiles a task visits: `counts` int32 [rows, 4] and `lists` int32 [rows, width]; strides select the row."""
+
+    counts: Tensor | None
+    lists: Tensor | None
+    b_stride: int
+    h_stride: int
+    width: int
+
+
+class Environment(NamedTuple):
+    """What score and mask functions read besides coordinates. `sizes` and `strides` are encoded, flat over captures."""
+
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    captures: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Numbers(NamedTuple):
+    """Scale (its absolute value), dropout's threshold and factor, and the seed."""
+
+    scale: float
+    threshold: int
+    keep_factor: float
+    seed: Tensor | None
+
+
+def encode(value: int) -> int:
+    """4 v + 3: never 1, never a multiple of 16."""
+    return 4 * value + 3
+
+
+def encode_word(value: int) -> int:
+    """A 32-bit word as an odd integer that always takes 64 bits."""
+    return (1 << 40) + (value << 5) + 1
+
+
+def encode_strides(tensor: Tensor, unit: int) -> Strides:
+    """Strides of a [B, H, S, D] tensor; a dimension of length 1 strides by 0, whatever torch says of it."""
+    b, h, s, d = (0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Strides(encode(b // unit), encode(h // unit), encode(s // unit), encode(d))

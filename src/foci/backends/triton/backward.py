@@ -1,0 +1,247 @@
+# mypy: ignore-errors
+"""Backward: one kernel for dq over tiles of queries, one for dk and dv over tiles of keys. No atomics, so repeatable.
+
+With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delta = sum_j p dp = sum(out * do) - dlse
+(Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import (
+    LOG2E,
+    keep_tile,
+    load_tile,
+    number,
+    place,
+    rows_pointer,
+    sequence,
+    stream_tile,
+    tile_offsets,
+    visited,
+    visits,
+)
+
+
+@triton.jit
+def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
+    """delta, and lse in base 2 with +inf for rows without keys, so that their weights come out 0."""
+    tiles = tl.cdiv(number(size.rows), c.TILE_Q)
+    bh = tl.program_id(0) // tiles
+    first = (tl.program_id(0) - bh * tiles) * c.TILE_Q
+    b = bh // number(size.heads)
+    h = bh - b * number(size.heads)
+    limit = number(size.rows) - first
+    o = load_tile(rows_pointer(out, strides.out, b, h, first, c), tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD), limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
+    do = load_tile(rows_pointer(dout, strides.dout, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = bh.to(tl.int64) * number(size.rows) + first + tl.arange(0, c.TILE_Q)
+    inside = tl.arange(0, c.TILE_Q) < limit
+    if dlse is not None:
+        d -= tl.load(dlse + at, mask=inside, other=0.0)
+    natural = tl.load(lse + at, mask=inside, other=0.0)
+    tl.store(lse2 + at, tl.where(natural == float("-inf"), float("inf"), natural * LOG2E), mask=inside)
+    tl.store(delta + at, d, mask=inside)
+
+
+@triton.jit
+def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """(weights, slope of the score function, kept) of a tile; `inside` says which of its places exist."""
+    b, h, q_idx, kv_idx, q_len, kv_len = where
+    inside = (q_idx < q_len) & (kv_idx < kv_len)
+    if EDGE:
+        q_idx = tl.minimum(q_idx, q_len - 1)
+        kv_idx = tl.minimum(kv_idx, kv_len - 1)
+    if c.PLAIN:
+        slope = 1.0
+        p = tl.exp2(qk * (numbers.scale * LOG2E) - lse2)
+    else:
+        x, slope = both(qk * numbers.scale, b, h, q_idx, kv_idx, q_len, kv_len, env)
+        p = tl.exp2(x * LOG2E - lse2)
+    if MASKED:
+        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        if EDGE:
+            keep = keep & inside
+        p = tl.where(keep, p, 0.0)
+    elif EDGE:
+        p = tl.where(inside, p, 0.0)
+    return p, slope
+
+
+@triton.jit
+def score_gradient(p, dp, delta, slope, c, CLEAN: tl.constexpr):
+    """Gradient of the scaled product; CLEAN where a masked place may hold an infinite slope."""
+    ds = p * (dp - delta)
+    if not c.PLAIN:
+        ds = ds * slope
+        if CLEAN:
+            ds = tl.where(p == 0.0, 0.0, ds)
+    return ds
+
+
+@triton.jit
+def fold_query_gradient(
+    dq, q, do, lse2, delta, k, v, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Adds the tiles of keys `run` to the gradient of a tile of queries."""
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len = at
+    row, first, before, gap, low, high = run
+    tile = visited(table, row, low, first, before, gap, c)
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+        here = tile * c.TILE_KV
+        tile = visited(table, row, i + 1, first, before, gap, c)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
+        where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE)
+        if c.DROPOUT:
+            dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
+        ds = score_gradient(p, dp, delta[:, None], slope, c, MASKED or EDGE)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
+    return dq
+
+
+@triton.jit
+def attention_query_gradient(
+    q, k, v, do, lse2, delta, dq, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
+):
+    """dq of one tile of queries."""
+    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
+    memory_b = b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    kv_h = h // number(size.group)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_Q
+    limit = q_len - first
+    q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
+    queries = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), q_offsets, limit, True, c.TILE_Q, c.D, c.D_PAD)
+    if c.NEGATIVE:
+        queries = -queries
+    do_offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
+    douts = load_tile(rows_pointer(do, strides.dout, memory_b, h, q_start + first, c), do_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    rows = first + tl.arange(0, c.TILE_Q)
+    head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
+    row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
+    row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+    q_idx = tl.minimum(rows, q_len - 1)[:, None]
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len)
+    acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
+    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
+    MASKED: tl.constexpr = c.MODE != "all"
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
+    run = (line, full_first, full, full * 0, full * 0, full)
+    acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, False, False)
+    whole = part
+    if not EDGE:
+        last = visited(table, line, part - 1, part_first, before, gap, c)
+        whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_KV > kv_len), 1, 0)
+    run = (line, part_first, before, gap, whole * 0, whole)
+    acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE)
+    if not EDGE:
+        run = (line, part_first, before, gap, whole, part)
+        acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, True, True)
+    sign = -1.0 if c.NEGATIVE else 1.0
+    pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
+    store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
+    inside = (rows < q_len)[:, None] & (tl.arange(0, c.D_PAD)[None, :] < c.D)
+    tl.store(pointer + store, (acc * (numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def fold_key_gradient(
+    dk, dv, k, v, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Adds the tiles of queries `run` of one head to the gradients of a tile of keys."""
+    b, h, memory_b, head, kv_first, q_start, q_len, kv_len = at
+    row, first, before, gap, low, high = run
+    kv_idx = tl.minimum(kv_first + tl.arange(0, c.TILE_KV), kv_len - 1)[:, None]
+    tile = visited(table, row, low, first, before, gap, c)
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+        here = tile * c.TILE_Q
+        tile = visited(table, row, i + 1, first, before, gap, c)
+        queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+        qk = tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
+        if c.NEGATIVE:
+            qk = -qk
+        rows = here + tl.arange(0, c.TILE_Q)
+        if EDGE:
+            col_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
+            col_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+        else:
+            col_lse = tl.load(lse2 + head + rows)
+            col_delta = tl.load(delta + head + rows)
+        where = (b, h, rows[None, :], kv_idx, q_len, kv_len)
+        p, slope = weights_of(qk, col_lse[None, :], where, numbers, env, c, both, mask, MASKED, EDGE)
+        douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
+        dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
+        if c.DROPOUT:
+            keep = tl.trans(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV))
+            dp = tl.where(keep, dp * numbers.keep_factor, 0.0)
+            dv = tl.dot(tl.where(keep, p * numbers.keep_factor, 0.0).to(douts.dtype), douts, dv, input_precision=c.PRECISION)
+        else:
+            dv = tl.dot(p.to(douts.dtype), douts, dv, input_precision=c.PRECISION)
+        ds = score_gradient(p, dp, col_delta[None, :], slope, c, MASKED or EDGE)
+        dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=c.PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def attention_key_gradient(
+    q, k, v, do, lse2, delta, dk, dv, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
+):
+    """dk and dv of one tile of keys, summed over the query heads that share it."""
+    b, kv_h, task = place(size, spans, c, number(size.tasks), False)
+    memory_b = b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_KV
+    limit = kv_len - first
+    k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
+    v_offsets = tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD)
+    keys = load_tile(rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, c.TILE_KV, c.D, c.D_PAD)
+    values = load_tile(rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD)
+    dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
+    dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
+    MASKED: tl.constexpr = c.MODE != "all"
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
+    for shared in range(0, number(size.group)):
+        h = kv_h * number(size.group) + shared
+        head = (memory_b * number(size.heads) * number(size.group) + h).to(tl.int64) * number(size.rows) + q_start
+        line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, q_len, c, c.TILE_Q)
+        at = (b, h, memory_b, head, first, q_start, q_len, kv_len)
+        run = (line, full_first, full, full * 0, full * 0, full)
+        dk_acc, dv_acc = fold_key_gradient(
+            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, False, False
+        )
+        whole = part
+        if not EDGE:
+            last = visited(table, line, part - 1, part_first, before, gap, c)
+            whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_Q > q_len), 1, 0)
+        run = (line, part_first, before, gap, whole * 0, whole)
+        dk_acc, dv_acc = fold_key_gradient(
+            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE
+        )
+        if not EDGE:
+            run = (line, part_first, before, gap, whole, part)
+            dk_acc, dv_acc = fold_key_gradient(
+                dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, True, True
+            )
+    rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
+    sign = -1.0 if c.NEGATIVE else 1.0
+    dk_at = rows_pointer(dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
+    tl.store(dk_at, (dk_acc * (numbers.scale * sign)).to(dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
+    dv_at = rows_pointer(dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
+    tl.store(dv_at, dv_acc.to(dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))

@@ -1,0 +1,135 @@
+# mypy: ignore-errors
+"""Forward: one program per tile of queries, online softmax over the tiles of keys it visits.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023). Exponentials
+are in base 2. Tiles that the mask leaves whole take no mask work at all.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import (
+    LN2,
+    LOG2E,
+    keep_tile,
+    load_tile,
+    number,
+    place,
+    rows_pointer,
+    sequence,
+    stream_tile,
+    tile_offsets,
+    visited,
+    visits,
+)
+
+
+@triton.jit
+def scores_of(
+    qk, b, h, q_idx, kv_idx, q_len, kv_len, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
+    x = qk
+    if EDGE:
+        inside = kv_idx < kv_len
+        kv_idx = tl.minimum(kv_idx, kv_len - 1)
+    if not c.PLAIN:
+        x = score(qk * numbers.scale, b, h, q_idx, kv_idx, q_len, kv_len, env)
+    if MASKED:
+        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        if EDGE:
+            keep = keep & inside
+        x = tl.where(keep, x, float("-inf"))
+    elif EDGE:
+        x = tl.where(inside, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def fold_tiles(
+    acc, total, most, q, k, v, strides, at, run, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total and maximum."""
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at
+    row, first, before, gap, low, high = run
+    tile = visited(table, row, low, first, before, gap, c)
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+        here = tile * c.TILE_KV
+        tile = visited(table, row, i + 1, first, before, gap, c)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, numbers, env, c, score, mask, MASKED, EDGE)
+        higher = tl.maximum(most, tl.max(x, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
+        p = tl.exp2(x * factor - shift[:, None])
+        alpha = tl.exp2(most * factor - shift)
+        total = total * alpha + tl.sum(p, 1)
+        if c.DROPOUT:
+            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
+        acc = acc * alpha[:, None]
+        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
+        most = higher
+    return acc, total, most
+
+
+@triton.jit
+def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr):
+    """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`."""
+    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
+    memory_b = b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    kv_h = h // number(size.group)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_Q
+    offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
+    queries = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), offsets, q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
+    if c.NEGATIVE:
+        queries = -queries
+    rows = first + tl.arange(0, c.TILE_Q)
+    q_idx = tl.minimum(rows, q_len - 1)[:, None]
+    factor = LOG2E
+    if c.PLAIN:
+        factor = numbers.scale * LOG2E
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor)
+    acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
+    total = tl.zeros([c.TILE_Q], tl.float32)
+    most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
+    MASKED: tl.constexpr = c.MODE != "all"
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
+    run = (line, full_first, full, full * 0, full * 0, full)
+    acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False)
+    whole = part
+    if not EDGE:
+        last = visited(table, line, part - 1, part_first, before, gap, c)
+        whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_KV > kv_len), 1, 0)
+    run = (line, part_first, before, gap, whole * 0, whole)
+    acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE)
+    if not EDGE:
+        run = (line, part_first, before, gap, whole, part)
+        acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True)
+    store_rows(acc, total, most, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c)
+
+
+@triton.jit
+def store_rows(acc, total, most, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c):
+    """Writes a finished tile: out, natural logsumexp and largest score; a row without keys is zeros and -inf."""
+    weight = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if c.DROPOUT:
+        weight = weight * numbers.keep_factor
+    acc = acc * weight[:, None]
+    inside = rows < q_len
+    pointer = rows_pointer(out, strides.out, memory_b, h, q_start + tl.min(rows, 0), c)
+    offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
+    tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
+    head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
+    tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), most * (factor * LN2) + tl.log(total)), mask=inside)
+    if row_max is not None:
+        tl.store(row_max + head + rows, tl.where(total == 0.0, float("-inf"), most * (factor * LN2)), mask=inside)

@@ -1,0 +1,119 @@
+"""The small functions of a variant as Triton source: score, score with slope, mask. Nothing else is generated."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.backends.triton import mathematics
+from foci.backends.triton.spelling import Lie, spelling_for
+from foci.ir.derivative import score_derivative
+from foci.ir.emit import emit
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import apply, cast
+from foci.ir.rewrite import rewrite
+from foci.variant import Variant
+
+__all__ = ["Functions", "functions_of", "jit_function", "lies_of"]
+
+_ARGUMENTS: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env"
+_NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
+
+
+@dataclass(frozen=True)
+class Functions:
+    """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `both` gives (score, slope), `mask(b, ...)`: jit functions
+    of tiles that broadcast together. `source` is what they were made of."""
+
+    score: Any
+    both: Any
+    mask: Any
+    source: str
+
+
+def lies_of(captures: Sequence[Tensor]) -> tuple[Lie, ...]:
+    """How captured tensors lie in memory, as far as it changes the code."""
+    lies = []
+    first = 0
+    for t in captures:
+        contiguous = t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
+        aligned = contiguous and all(stride % 8 == 0 for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+        lies.append(Lie(t.dim(), contiguous, aligned, first))
+        first += t.dim()
+    return tuple(lies)
+
+
+@functools.lru_cache(maxsize=1024)
+def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Functions:
+    """The jit functions of a variant. One object for each variant, so that Triton compiles kernels once."""
+    spelling = spelling_for(lies, half=half)
+    score = _floats_early(variant.score)
+    parts = {
+        "score": (f"score, {_ARGUMENTS}", (score,)),
+        "both": (f"score, {_ARGUMENTS}", (score, _floats_early(score_derivative(variant.score)))),
+        "mask": (_ARGUMENTS, (variant.mask,)),
+    }
+    sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
+    made = {name: jit_function(name, source) for name, source in sources.items()}
+    return Functions(made["score"], made["both"], made["mask"], "\n\n".join(sources.values()))
+
+
+def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -> str:
+    emitted = emit(exprs, spelling)
+    # A coordinate is a tensor, a constant may be a Python number: `+ 0` of a tensor makes it one.
+    results = [f"(b * 0.0 + {r})" if e.op in ("const", "param") and e.dtype is DType.FLOAT else r for e, r in zip(exprs, emitted.results, strict=True)]
+    results = [f"(b >= 0) & {r}" if e.op == "const" and e.dtype is DType.BOOL else r for e, r in zip(exprs, results, strict=True)]
+    body = "\n".join(f"    {line}" for line in (*emitted.lines, f"return {', '.join(results)}"))
+    return f"def {name}({arguments}):\n{body}\n"
+
+
+def jit_function(name: str, source: str) -> Any:
+    """A jit function of source text, registered where `inspect` finds it."""
+    filename = f"<foci triton {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    space: dict[str, Any] = {"tl": tl, "__name__": "foci.generated"} | {n: getattr(mathematics, n) for n in _NAMES}
+    exec(compile(source, filename, "exec"), space)
+    return triton.jit(space[name])
+
+
+def _floats_early(expr: Expr) -> Expr:
+    """Moves casts to FLOAT onto coordinates, which are exact there: a tile then subtracts floats that were converted row
+    by row and column by column, not one by one."""
+
+    def is_small(e: Expr) -> bool:
+        return e.op in ("var", "const") or (e.op in ("add", "sub", "neg", "abs") and all(map(is_small, e.args)))
+
+    def early(e: Expr) -> Expr:
+        if e.op in ("var", "const"):
+            return cast(e, DType.FLOAT)
+        return apply(e.op, *(early(arg) for arg in e.args))
+
+    def rule(e: Expr) -> Expr | None:
+        if e.op == "cast" and e.dtype is DType.FLOAT and e.args[0].dtype is DType.INT32 and e.args[0].op != "var" and is_small(e.args[0]):
+            return early(e.args[0])
+        return None
+
+    return rewrite(expr, rule)
+
+
+def environment_numbers(captures: Sequence[Tensor], lies: tuple[Lie, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes, strides) of captured tensors, flat; strides in the units their `Lie` says."""
+    sizes = tuple(n for t in captures for n in t.shape)
+    strides = tuple(
+        (0 if n == 1 else stride) // (8 if lie.aligned else 1) for t, lie in zip(captures, lies, strict=True) for n, stride in zip(t.shape, t.stride(), strict=True)
+    )
+    return sizes, strides
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether results are rounded to half precision anyway."""
+    return dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,236 @@
+"""A plan made runnable: which kernels a forward and a backward launch, and with what."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from foci.backends.contract import Plan
+from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.triton.forward import attention_forward
+from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
+from foci.backends.triton.schedules import Schedule, padded, schedule_for
+from foci.backends.triton.sparsity import Sequences, Visits, sequences_of, visits_of
+from foci.dropout import threshold
+from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
+
+__all__ = ["Kernel", "Pass", "TritonKernel"]
+
+
+class Tensors(NamedTuple):
+    """Strides of the tensors laid out as [B, H, S, D]; those that a kernel lacks repeat the query's."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    dout: Strides
+    dq: Strides
+    dk: Strides
+    dv: Strides
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What every kernel of one call shares."""
+
+    operands: Operands
+    functions: Functions
+    environment: Environment
+    numbers: Numbers
+    sequences: Sequences
+    tensors: dict[str, Tensor]
+    unit: int
+    is_wide: bool
+    is_plain: bool
+
+
+class TritonKernel:
+    """Forward and backward of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.problem = plan.problem
+        self.variant = plan.problem.variant
+        self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
+        loads = [e for root in (self.variant.score, self.variant.mask) for e in root.walk() if e.op == "load"]
+        self.reads_tiles = any({"q_idx", "kv_idx"} <= e.variables() for e in loads)
+        self.schedules: dict[str, Schedule] = {}
+
+    def schedule(self, kind: str) -> Schedule:
+        """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
+        found = self.schedules.get(kind)
+        if found is None:
+            scratch = self.reads_tiles or self.problem.formula.dropout
+            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch)
+            assert found is not None, "a plan is made only where a schedule exists"
+            blocks = self.problem.formula.block_size
+            if blocks is not None:
+                tile_q, tile_kv = (math.gcd(tile, block) for tile, block in zip((found.tile_q, found.tile_kv), blocks, strict=True))
+                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors)
+            self.schedules[kind] = found
+        return found
+
+    def forward(self, operands: Operands, /) -> Results:
+        """Attention of the operands."""
+        query, outputs = operands.query, self.problem.formula.outputs
+        is_jagged = operands.cu_q is not None
+        out = empty_out(query, operands.value)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        row_max = torch.empty_like(lse) if outputs.row_max else None
+        if is_jagged or operands.key.shape[2] == 0:
+            out.zero_()
+            lse.fill_(-math.inf)
+            if row_max is not None:
+                row_max.fill_(-math.inf)
+        if out.numel() and operands.key.shape[2]:
+            call = self.begin(operands, {"out": out})
+            schedule = self.schedule("forward")
+            visits = self.visits(call, schedule, "queries")
+            config = self.config(call, schedule, visits)
+            stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+            attention_forward[(query.shape[0] * query.shape[1] * visits.tasks,)](
+                query, stream(operands.key), stream(operands.value), out, lse, row_max,
+                _strides(call), self.size(call, query.shape[1], visits.tasks), visits.spans, visits.table,
+                call.numbers, call.environment, config, call.functions.score, call.functions.mask, num_warps=schedule.warps,
+            )  # fmt: skip
+        return Results(out, lse, row_max)
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Gradients of the operands."""
+        p, query, key, value = self.problem, operands.query, operands.key, operands.value
+        fresh = torch.zeros_like if operands.cu_q is not None or 0 in (query.numel(), key.numel(), value.numel()) else torch.empty_like
+        dq = fresh(query, memory_format=torch.contiguous_format) if p.query_grad else None
+        dk, dv = (fresh(t, memory_format=torch.contiguous_format) if p.key_grad or p.value_grad else None for t in (key, value))
+        if query.numel() and value.numel() and p.needs_backward:
+            dout = cotangents.out
+            call = self.begin(operands, {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None})
+            rows = self._prepare(call, results, cotangents)
+            if dq is not None:
+                self._query_gradient(call, dout, rows, dq)
+            if dk is not None and dv is not None:
+                self._key_gradient(call, dout, rows, (dk, dv))
+        return Gradients(dq, dk if p.key_grad else None, dv if p.value_grad else None, tuple(None for _ in operands.captures))
+
+    def _prepare(self, call: Pass, results: Results, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
+        lse2, delta = torch.empty_like(results.lse), torch.empty_like(results.lse)
+        tile = 16 if self.plan.target.arch == 0 else 128 if self.dims[1] <= 128 else 32
+        config = self.config(call, Schedule(tile, tile, 4, 1), None)
+        batch, heads, length = results.lse.shape
+        dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
+        prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
+            results.out, cotangents.out, results.lse.contiguous(), dlse, lse2, delta, _strides(call), self.size(call, heads, 1), config, num_warps=4
+        )
+        return lse2, delta
+
+    def _query_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+        schedule, operands = self.schedule("query_gradient"), call.operands
+        visits = self.visits(call, schedule, "queries")
+        config = self.config(call, schedule, visits)
+        stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+        heads = operands.query.shape[1]
+        attention_query_gradient[(operands.query.shape[0] * heads * visits.tasks,)](
+            operands.query, stream(operands.key), stream(operands.value), dout, *rows, dq,
+            _strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+            call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
+        )  # fmt: skip
+
+    def _key_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]) -> None:
+        schedule, operands = self.schedule("key_gradient"), call.operands
+        visits = self.visits(call, schedule, "keys")
+        config = self.config(call, schedule, visits)
+        stream = functools.partial(_streamed, call, config, schedule.tile_q)
+        heads = operands.key.shape[1]
+        attention_key_gradient[(operands.key.shape[0] * heads * visits.tasks,)](
+            stream(operands.query), operands.key, operands.value, stream(dout), *rows, *grads,
+            _strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+            call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
+        )  # fmt: skip
+
+    def begin(self, operands: Operands, extra: dict[str, Tensor]) -> Pass:
+        """What the kernels of one call share."""
+        tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
+        unit = 8 if all(map(_is_aligned, tensors.values())) else 1
+        lies = lies_of(operands.captures)
+        sizes, strides = environment_numbers(operands.captures, lies)
+        p = operands.dropout_p
+        return Pass(
+            operands=operands,
+            functions=functions_of(self.variant, lies, half=is_half(self.problem.dtype)),
+            environment=Environment(
+                tuple(map(encode, operands.ints)), operands.floats, operands.captures, tuple(map(encode, sizes)), tuple(map(encode, strides))
+            ),
+            numbers=Numbers(abs(operands.scale), encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
+            sequences=sequences_of(operands),
+            tensors=tensors,
+            unit=unit,
+            is_wide=any(stride * 512 >= 2**31 for t in tensors.values() for stride in t.stride()[2:]),
+            is_plain=self.variant.score.op == "var" and abs(operands.scale) > 1e-30,
+        )
+
+    def config(self, call: Pass, schedule: Schedule, visits: Visits | None) -> Config:
+        """The compile-time side of a launch."""
+        p = self.problem
+        streams = (call.operands.key, call.operands.value) if schedule.tile_q >= schedule.tile_kv else (call.operands.query, call.operands.key)
+        descriptors = schedule.descriptors and call.unit == 8 and all(_takes_descriptor(t) for t in (*streams, *call.tensors.values()))
+        precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
+        return _config(
+            (
+                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages,
+                "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
+                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, precision,
+            )
+        )  # fmt: skip
+
+    def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
+        """Which tiles each task of a kernel visits."""
+        return visits_of(self, call, schedule, side)
+
+    def size(self, call: Pass, heads: int, tasks: int) -> Size:
+        """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
+        query, key = call.operands.query, call.operands.key
+        return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, query.shape[2], key.shape[2])))
+
+
+Kernel = TritonKernel
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(values: tuple[Any, ...]) -> Config:
+    return Config(*map(tl.constexpr, values))
+
+
+def _strides(call: Pass) -> Tensors:
+    query = call.operands.query
+    return Tensors(*(encode_strides(call.tensors.get(name, query), call.unit) for name in Tensors._fields))
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    *outer, last = tensor.stride()
+    rows = all(stride % 8 == 0 for stride, n in zip(outer, tensor.shape, strict=False) if n > 1)
+    return rows and (last == 1 or tensor.shape[-1] == 1) and tensor.data_ptr() % 16 == 0
+
+
+def _takes_descriptor(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor may describe it: no zero strides, 16-byte steps."""
+    steps = ((stride, n) for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1)
+    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride, _ in steps)
+
+
+def _streamed(call: Pass, config: Config, rows: int, tensor: Tensor) -> Tensor | TensorDescriptor:
+    """What a kernel streams: the tensor, or a descriptor of tiles of so many rows."""
+    if not config.DESCRIPTORS.value:
+        return tensor
+    # a dimension of length 1 may have any stride; a descriptor wants a multiple of 16 bytes
+    step = 16 // tensor.element_size()
+    strides = [stride if n > 1 else step for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, padded(tensor.shape[-1])])

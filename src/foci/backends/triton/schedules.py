@@ -1,0 +1,112 @@
+"""Tiles, warps and stages: a table per architecture, kernel, width and head dim, each row proved to fit shared memory.
+
+`shared_bytes` bounds what a kernel takes from above; tests compile every row and compare. A row that does not fit the
+device at hand is passed over for the next, smaller one, so nothing is ever tried and failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes"]
+
+KINDS: Final = ("forward", "query_gradient", "key_gradient", "columns", "decode")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not."""
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+
+
+LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Shared memory a block may take, bytes, by compute capability (CUDA programming guide, table of technical specifications)."""
+
+_S = Schedule
+_SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16, 4, 1))
+
+SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
+    # (family, kernel, bytes of an element, padded head dim), best first
+    ("hopper", "forward", 2, 64): (_S(128, 128, 8, 3, True), _S(128, 64, 4, 3)),
+    ("hopper", "forward", 2, 128): (_S(128, 128, 8, 2, True), _S(128, 64, 8, 2)),
+    ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
+    ("hopper", "query_gradient", 2, 64): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "query_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(64, 32, 8, 1)),
+    ("hopper", "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
+    ("hopper", "key_gradient", 2, 64): (_S(64, 128, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient", 2, 128): (_S(64, 128, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 64, 8, 1)),
+    ("hopper", "key_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
+    ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
+    ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
+    ("ampere", "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
+    ("ampere", "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
+    ("ampere", "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
+    ("ampere", "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
+    ("ampere", "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    ("ampere", "query_gradient", 2, 512): (_S(16, 16, 4, 1),),
+    ("ampere", "key_gradient", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
+    ("ampere", "key_gradient", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
+    ("ampere", "key_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    ("ampere", "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
+}
+
+
+def _family(arch: int) -> str:
+    return "hopper" if 90 <= arch < 100 else "ampere"
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that a head dim is padded to."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: bool) -> int:
+    """An upper bound of the shared memory that a kernel takes.
+
+    Args:
+        kind: one of `KINDS`.
+        schedule: how it is cut up.
+        dims: padded D and Dv.
+        itemsize: bytes of an element of query, key and value.
+        scratch: whether a tile of float32 scores may change layout through shared memory: captured tensors read over
+            (q, kv), or dropout.
+    """
+    wide = sum(dims) * itemsize
+    scores = schedule.tile_q * schedule.tile_kv
+    spare = 4096 + (scores * 4 if scratch else 0)
+    buffers = max(schedule.stages, 1)
+    if kind == "forward" or kind == "decode":
+        return schedule.tile_q * max(dims) * itemsize + buffers * schedule.tile_kv * wide + spare + _unpipelined(itemsize, scores)
+    if kind == "query_gradient":
+        return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
+    return schedule.tile_kv * wide + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
+
+
+def _unpipelined(itemsize: int, scores: int) -> int:
+    # float32 operands of a product pass through shared memory in whole
+    return scores * itemsize if itemsize == 4 else 0
+
+
+def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: bool = False) -> Schedule | None:
+    """The first row of the table that fits the device's shared memory; None when none does.
+
+    Args: as `shared_bytes`; `arch` 0 is Triton's interpreter, which takes the smallest tiles.
+    """
+    if arch == 0:
+        return Schedule(16, 16, 4, 1)
+    width = max(64, *dims)
+    rows = SCHEDULES.get((_family(arch), kind, itemsize, width), ())
+    limit = LIMITS.get(arch, 101376)
+    for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
+        if shared_bytes(kind, row, dims, itemsize, scratch=scratch) <= limit:
+            return row
+    return None

@@ -1,0 +1,168 @@
+"""Which tiles each task visits: host side. Kept for masks that capture nothing, made anew where a value may change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.triton.arguments import Size, Spans, Table, encode
+from foci.backends.triton.convexity import is_convex
+from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles
+from foci.problem import Operands
+
+if TYPE_CHECKING:
+    from foci.backends.triton.kernel import Pass, TritonKernel
+
+__all__ = ["Sequences", "Visits", "sequences_of", "visits_of"]
+
+_DENSE: Final = Spans(None, None, None, None, None)
+_ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Where jagged sequences lie: int32 starts and lengths on the device; None when dense."""
+
+    q_start: Tensor | None = None
+    q_length: Tensor | None = None
+    kv_start: Tensor | None = None
+    kv_length: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Tasks of a kernel and the tiles they visit."""
+
+    tasks: int
+    mode: str
+    spans: Spans
+    table: Table
+
+
+def sequences_of(operands: Operands) -> Sequences:
+    """Starts and lengths of jagged sequences, without synchronisation."""
+    if operands.cu_q is None or operands.cu_kv is None:
+        return Sequences()
+    cu_q, cu_kv = operands.cu_q.to(torch.int32), operands.cu_kv.to(torch.int32)
+    q_length = cu_q.diff() if operands.q_lengths is None else operands.q_lengths.to(torch.int32)
+    kv_length = cu_kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
+    return Sequences(cu_q[:-1].contiguous(), q_length.contiguous(), cu_kv[:-1].contiguous(), kv_length.contiguous())
+
+
+_kept: OrderedDict[tuple[object, ...], Visits] = OrderedDict()
+_KEPT: Final = 256
+
+
+def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
+    """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
+
+    What depends on lengths and numbers alone is kept, but not across the capture of a CUDA graph, whose memory it would
+    outlive.
+    """
+    operands, variant = call.operands, kernel.variant
+    key = None
+    is_capturing = operands.query.is_cuda and torch.cuda.is_current_stream_capturing()
+    if operands.cu_q is None and operands.blocks is None and not any(e.op == "load" for e in variant.mask.walk()) and not is_capturing:
+        key = (variant.mask, operands.query.shape[:3], operands.key.shape[1:3], operands.ints, operands.floats, operands.query.device, schedule, side)
+        found = _kept.get(key)
+        if found is not None:
+            _kept.move_to_end(key)
+            return found
+    made = _make(kernel, call, schedule, side)
+    if key is not None:
+        _kept[key] = made
+        if len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Tasks:
+    """Tasks of a kernel, and the tiles that stream by each: of keys, or of queries."""
+
+    count: int
+    width: int
+    spans: Spans
+    is_by_query: bool
+    heads: int
+    batch: int
+
+
+def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
+    operands, mask = call.operands, kernel.variant.mask
+    tasks = _tasks(kernel, call, schedule, side)
+    if mask.op == "const" and mask.value is True and operands.blocks is None:
+        return Visits(tasks.count, "all", tasks.spans, _ALL)
+    is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
+    visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, _ALL)
+    return _list(kernel, call, schedule, tasks, _classify(kernel, call, schedule, tasks, visits), visits)
+
+
+def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _Tasks:
+    operands = call.operands
+    is_by_query = side == "queries"
+    tile, other = (schedule.tile_q, schedule.tile_kv) if is_by_query else (schedule.tile_kv, schedule.tile_q)
+    mine, theirs = (operands.query, operands.key) if is_by_query else (operands.key, operands.query)
+    count, spans, width = triton.cdiv(mine.shape[2], tile), _DENSE, triton.cdiv(theirs.shape[2], other)
+    reads = kernel.variant.mask.variables()
+    blocks = operands.blocks
+    heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1
+    batch = operands.query.shape[0] if "b" in reads or (blocks is not None and blocks.shape[0] > 1) else 1
+    if operands.cu_q is not None:
+        count += operands.cu_q.shape[0] - 1
+        spans = _assign(call, tile, count, is_by_query=is_by_query)
+        width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
+    return _Tasks(count, width, spans, is_by_query, heads, batch)
+
+
+def _assign(call: Pass, tile: int, count: int, *, is_by_query: bool) -> Spans:
+    s = call.sequences
+    length = s.q_length if is_by_query else s.kv_length
+    assert length is not None
+    table = torch.empty((count, 2), dtype=torch.int32, device=length.device)
+    block = 32
+    assign_tasks[(triton.cdiv(length.shape[0], block),)](table, length, encode(length.shape[0]), encode(count), tile, block, 128)
+    return Spans(table, s.q_start, s.q_length, s.kv_start, s.kv_length)
+
+
+def _size(call: Pass, tasks: _Tasks) -> Size:
+    query, key = call.operands.query, call.operands.key
+    return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, query.shape[2], key.shape[2])))
+
+
+def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, visits: Visits) -> Tensor:
+    """int8 [batch, heads, tasks, width]."""
+    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    classes = torch.empty((tasks.batch, tasks.heads, tasks.count, tasks.width), dtype=torch.int8, device=call.operands.query.device)
+    given = (0, 0, 1, 1, 1)
+    if blocks is not None and size is not None:
+        blocks = blocks.contiguous()
+        b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
+        given = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
+    shape = tuple(map(encode, (tasks.heads, tasks.width, *given)))
+    if classes.numel():
+        classify_tiles[(classes.numel(),)](
+            classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
+            kernel.config(call, schedule, visits), call.functions.mask, tasks.is_by_query, num_warps=4,
+        )  # fmt: skip
+    return classes
+
+
+def _list(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, classes: Tensor, visits: Visits) -> Visits:
+    rows, device = tasks.batch * tasks.heads * tasks.count, classes.device
+    counts = torch.empty((rows, 4), dtype=torch.int32, device=device)
+    lists = None if visits.mode == "ranges" else torch.empty((rows, tasks.width + 1), dtype=torch.int32, device=device)
+    shape = tuple(map(encode, (tasks.heads, tasks.width, tasks.width + 1)))
+    chunk = min(1024, max(16, triton.next_power_of_2(tasks.width)))
+    list_tiles[(rows,)](
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, chunk, num_warps=1
+    )
+    b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
+    h_stride = 0 if tasks.heads == 1 else tasks.count
+    return Visits(tasks.count, visits.mode, tasks.spans, Table(counts, lists, *map(encode, (b_stride, h_stride, tasks.width + 1))))

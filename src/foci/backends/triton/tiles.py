@@ -1,0 +1,138 @@
+# mypy: ignore-errors
+"""What every kernel does with tiles: find its place, load rows, mask, drop."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+HEAD_GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def number(x):
+    """Undoes `arguments.encode`."""
+    return x >> 2
+
+
+@triton.jit
+def place(size, spans, c, tiles, LONGEST_FIRST: tl.constexpr):
+    """(batch entry, head, task or tile, live) of a program.
+
+    Heads go in groups that share what the cache holds; within a group the last tiles, longest under a causal mask, first.
+    """
+    heads = number(size.batch) * number(size.heads)
+    pid = tl.program_id(0)
+    group = pid // (HEAD_GROUP * tiles)
+    within = pid - group * HEAD_GROUP * tiles
+    members = tl.minimum(HEAD_GROUP, heads - group * HEAD_GROUP)
+    tile = within // members
+    bh = group * HEAD_GROUP + within - tile * members
+    b = bh // number(size.heads)
+    h = bh - b * number(size.heads)
+    if LONGEST_FIRST:
+        tile = tiles - 1 - tile
+    return b, h, tile
+
+
+@triton.jit
+def rows_pointer(base, strides, b, h, first, c):
+    """Pointer to row `first` of head h of batch entry b, in 64 bits."""
+    offset = b.to(tl.int64) * (number(strides.b) * c.UNIT) + h.to(tl.int64) * (number(strides.h) * c.UNIT)
+    return base + (offset + first.to(tl.int64) * (number(strides.s) * c.UNIT))
+
+
+@triton.jit
+def tile_offsets(strides, c, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets of a [ROWS, COLS] tile from its first element."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, COLS)[None, :]
+    if c.WIDE:
+        row = row.to(tl.int64)
+        col = col.to(tl.int64)
+    if c.UNIT == 1:
+        return row * number(strides.s) + col * number(strides.d)
+    else:
+        return row * (number(strides.s) * c.UNIT) + col
+
+
+@triton.jit
+def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """A [ROWS, COLS] tile; zero beyond DIM columns, and beyond `limit` rows when CHECK."""
+    if CHECK:
+        rows = tl.arange(0, ROWS)[:, None] < limit
+        if DIM == COLS:
+            return tl.load(pointer + offsets, mask=rows, other=0.0)
+        else:
+            return tl.load(pointer + offsets, mask=rows & (tl.arange(0, COLS)[None, :] < DIM), other=0.0)
+    else:
+        if DIM == COLS:
+            return tl.load(pointer + offsets)
+        else:
+            return tl.load(pointer + offsets, mask=tl.arange(0, COLS)[None, :] < DIM, other=0.0)
+
+
+@triton.jit
+def stream_tile(
+    source, strides, b, h, start, first, length, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
+):
+    """Rows first .. first + ROWS of a sequence that begins at row `start` and has `length` rows; zero beyond when EDGE."""
+    if c.DESCRIPTORS:
+        tile = source.load([b, h, start + first, 0]).reshape(ROWS, COLS)
+        if EDGE and c.JAGGED:
+            tile = tl.where(tl.arange(0, ROWS)[:, None] < length - first, tile, 0.0)
+        return tile
+    else:
+        pointer = rows_pointer(source, strides, b, h, start + first, c)
+        return load_tile(pointer, tile_offsets(strides, c, ROWS, COLS), length - first, EDGE, ROWS, DIM, COLS)
+
+
+@triton.jit
+def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
+    """Which weights of a [Q, KV] tile dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
+    seed = tl.load(numbers.seed)
+    quad = kv_first // 4 + tl.arange(0, KV // 4)[None, :]
+    column = q_idx * 0 + quad
+    row = q_idx + quad * 0
+    w0, w1, w2, w3 = tl.philox(seed, column, row, row * 0 + h, row * 0 + b, 7)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(q_idx.shape[0], KV)
+    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(tl.uint32)
+    return words.to(tl.uint32, bitcast=True) >= threshold
+
+
+@triton.jit
+def sequence(spans, size, b, c):
+    """(first query, queries, first key, keys) of a batch entry or a sequence."""
+    if c.JAGGED:
+        return tl.load(spans.q_start + b), tl.load(spans.q_length + b), tl.load(spans.kv_start + b), tl.load(spans.kv_length + b)
+    else:
+        return b * 0, number(size.rows), b * 0, number(size.columns)
+
+
+@triton.jit
+def visits(table, b, h, task, length, c, TILE: tl.constexpr):
+    """(row of the lists, first full, full, first partial, partial before the gap, gap, partial) tiles that a task visits."""
+    if c.MODE == "all":
+        full = length // TILE
+        return task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full
+    else:
+        row = (b * number(table.b_stride) + h * number(table.h_stride) + task).to(tl.int64)
+        counts = table.counts + row * 4
+        if c.MODE == "ranges":
+            p0 = tl.load(counts)
+            f0 = tl.load(counts + 1)
+            f1 = tl.load(counts + 2)
+            p1 = tl.load(counts + 3)
+            return row, f0, f1 - f0, p0, f0 - p0, f1 - f0, (f0 - p0) + (p1 - f1)
+        else:
+            full = tl.load(counts)
+            return row, full * 0, full, full, full * 0, full * 0, tl.load(counts + 1)
+
+
+@triton.jit
+def visited(table, row, i, first, before, gap, c):
+    """The i-th tile of a run: after `before` tiles it skips `gap`."""
+    if c.MODE == "lists":
+        return tl.load(table.lists + row * number(table.width) + first + i)
+    else:
+        return first + i + tl.where(i >= before, gap, 0)

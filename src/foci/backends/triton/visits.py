@@ -1,0 +1,146 @@
+# mypy: ignore-errors
+"""Which tiles each task visits, found on the device without synchronisation.
+
+A tile of the score matrix is EMPTY, PARTIAL or FULL (`foci.blocks`). Every task gets either a list of its tiles, full
+ones first, or, where the mask attends to an interval of keys for each query (and the reverse), four numbers: partial
+tiles run from p0 to p1 except the full ones from f0 to f1.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import number, sequence
+
+EMPTY = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+FULL = tl.constexpr(2)
+
+
+@triton.jit
+def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
+    """Class of each tile by evaluating the mask; `given` classes of larger blocks decide first, where there are any.
+
+    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, width, b and h stride and width of `given`, tiles per given
+    block of queries and of keys), encoded. KEYS: tasks are tiles of queries and keys stream by; otherwise the reverse.
+    One program for each tile.
+    """
+    heads, width, given_b, given_h, given_width, per_q, per_kv = shape
+    pid = tl.program_id(0).to(tl.int64)
+    column = (pid % number(width)).to(tl.int32)
+    line = pid // number(width)
+    task = (line % number(size.tasks)).to(tl.int32)
+    bh = line // number(size.tasks)
+    h = (bh % number(heads)).to(tl.int32)
+    b = (bh // number(heads)).to(tl.int32)
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    q_tile = tile if KEYS else column
+    kv_tile = column if KEYS else tile
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    known = PARTIAL + 0 * column
+    if given is not None:
+        block = (q_tile // number(per_q)) * number(given_width) + kv_tile // number(per_kv)
+        known = tl.load(given + b * number(given_b) + h * number(given_h) + block).to(tl.int32)
+    if known == PARTIAL:
+        q_idx = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)[:, None]
+        kv_idx = kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)[None, :]
+        inside = (q_idx < q_len) & (kv_idx < kv_len)
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        attended = tl.sum(tl.sum((inside & keep).to(tl.int32), 1), 0)
+        there = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
+        known = tl.where(attended == 0, EMPTY, tl.where(attended == there, FULL, PARTIAL))
+    known = tl.where((q_tile * c.TILE_Q >= q_len) | (kv_tile * c.TILE_KV >= kv_len), EMPTY, known)
+    tl.store(classes + pid, known.to(tl.int8))
+
+
+@triton.jit
+def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr, CHUNK: tl.constexpr):
+    """Lists and ranges of each task from the classes of its tiles. A tile that overhangs what streams by is never full.
+
+    `shape` is (heads, tiles of a task, width of a list), encoded; the rest as `classify_tiles`.
+    """
+    heads, width, list_width = shape
+    pid = tl.program_id(0).to(tl.int64)
+    task = pid % number(size.tasks)
+    line = pid // number(size.tasks)
+    b = (line // number(heads)).to(tl.int32)
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    whole = kv_len // c.TILE_KV if KEYS else q_len // c.TILE_Q
+    row = classes + pid * number(width)
+    full = 0
+    first = 1 << 30
+    last = 0
+    full_first = 1 << 30
+    full_last = 0
+    for start in range(0, number(width), CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        known = tl.load(row + at, mask=at < number(width), other=0).to(tl.int32)
+        is_full = (known == FULL) & (at < whole)
+        full += tl.sum(is_full.to(tl.int32), 0)
+        first = tl.minimum(first, tl.min(tl.where(known != EMPTY, at, 1 << 30), 0))
+        last = tl.maximum(last, tl.max(tl.where(known != EMPTY, at + 1, 0), 0))
+        full_first = tl.minimum(full_first, tl.min(tl.where(is_full, at, 1 << 30), 0))
+        full_last = tl.maximum(full_last, tl.max(tl.where(is_full, at + 1, 0), 0))
+    if c.MODE == "ranges":
+        first = tl.minimum(first, last)
+        tl.store(counts + pid * 4, first)
+        tl.store(counts + pid * 4 + 1, tl.where(full > 0, full_first, first))
+        tl.store(counts + pid * 4 + 2, tl.where(full > 0, full_last, first))
+        tl.store(counts + pid * 4 + 3, last)
+    else:
+        out = lists + pid * number(list_width)
+        fulls = 0
+        parts = full
+        for start in range(0, number(width), CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            known = tl.load(row + at, mask=at < number(width), other=0).to(tl.int32)
+            is_full = ((known == FULL) & (at < whole)).to(tl.int32)
+            is_part = tl.where(known == EMPTY, 0, 1 - is_full)
+            tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, at, mask=is_full == 1)
+            tl.store(out + parts + tl.cumsum(is_part, 0) - 1, at, mask=is_part == 1)
+            fulls += tl.sum(is_full, 0)
+            parts += tl.sum(is_part, 0)
+        tl.store(out + parts, 0)
+        tl.store(counts + pid * 4, full)
+        tl.store(counts + pid * 4 + 1, parts - full)
+
+
+@triton.jit
+def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Tasks of a jagged call, tiles of the longest sequences first; (sequence, tile), or (-1, 0) for the spare ones.
+
+    Each program places BLOCK sequences: a sequence comes after those that are longer, or as long and earlier. The last
+    program marks the spare tasks.
+    """
+    n = number(sequences)
+    me = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(lengths + me, mask=me < n, other=0)
+    before = tl.zeros([BLOCK], tl.int32)
+    used = 0
+    for start in range(0, n, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(lengths + other, mask=other < n, other=0)
+        count = (theirs + TILE - 1) // TILE
+        used += tl.sum(count, 0)
+        ahead = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < me[:, None]))
+        before += tl.sum(tl.where(ahead, count[None, :], 0), 1)
+    count = tl.where(me < n, (mine + TILE - 1) // TILE, 0)
+    most = tl.max(count, 0)
+    for i in range(0, most):
+        # the last tile first: under a causal mask it is the longest
+        at = before + i
+        tl.store(tasks + 2 * at, me, mask=i < count)
+        tl.store(tasks + 2 * at + 1, count - 1 - i, mask=i < count)
+    if tl.program_id(0) == 0:
+        for start in range(used, number(total), CHUNK):
+            spare = start + tl.arange(0, CHUNK)
+            tl.store(tasks + 2 * spare, -1, mask=spare < number(total))
+            tl.store(tasks + 2 * spare + 1, 0, mask=spare < number(total))
