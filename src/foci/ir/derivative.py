@@ -164,7 +164,8 @@ def _times(a: Expr, b: Expr) -> Expr:
 
 def _over(a: Expr, divisor: Expr) -> Expr:
     """The quotient, by leaving the divisor out of the product `a` where it is a factor, as in a softcap."""
-    factors, rest = [a], []
+    factors: list[Expr] = [a]
+    rest: list[Expr] = []
     while factors:
         factor = factors.pop()
         if factor is divisor:

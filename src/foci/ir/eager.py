@@ -67,9 +67,7 @@ def evaluate(exprs: Sequence[Expr], env: Env) -> tuple[Tensor, ...]:
 def source(exprs: Sequence[Expr]) -> str:
     """The Python function that `evaluate` runs."""
     emitted = emit(exprs, SPELLING)
-    results = [
-        f"{_tensor(e, text)}.to(env.device)" if _is_number(e) else text for e, text in zip(exprs, emitted.results, strict=True)
-    ]
+    results = [f"{_tensor(e, text)}.to(env.device)" if _is_number(e) else text for e, text in zip(exprs, emitted.results, strict=True)]
     leaves = {leaf for e in exprs for leaf in e.walk() if leaf.op in _SETUP}
     bound = {leaf for e in exprs for leaf in e.walk() if leaf.op == "axis"} - {axis(n) for e in exprs for n in free_axes(e)[e]}
     setup = sorted({_SETUP[leaf.op](leaf) for leaf in leaves - bound})

@@ -134,9 +134,7 @@ def _row(name: str, typing: Typing, eager: Callable[..., Any], fold: Callable[..
     return Op(name, arity, typing, eager, fold, rule, partials or None)
 
 
-_ARITY = dict.fromkeys(
-    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "min", "max", "atan2", "eq", "ne", "lt", "le", "and", "or", "xor", "shl", "shr"), 2
-)
+_ARITY = dict.fromkeys("add sub mul div floordiv mod fmod pow min max atan2 eq ne lt le and or xor shl shr".split(), 2)
 _A, _F, _C, _B, _P, _S = (Typing.ARITHMETIC, Typing.FLOATING, Typing.COMPARISON, Typing.BITWISE, Typing.PREDICATE, Typing.SELECT)
 _inc, _dec = ranges.increasing, ranges.decreasing
 
@@ -173,6 +171,7 @@ def _chosen(a: Expr, b: Expr) -> Expr:
     return apply("where", apply("le", a, b), apply("where", apply("eq", a, b), 0.5, 1.0), 0.0)
 
 
+# fmt: off
 OPS: Final[dict[str, Op]] = {
     row.name: row
     for row in (
@@ -182,13 +181,17 @@ OPS: Final[dict[str, Op]] = {
         _row("add", _A, torch.add, lambda a, b: a + b, ranges.add, lambda y, a, b: const(1.0), lambda y, a, b: const(1.0)),
         _row("sub", _A, torch.sub, lambda a, b: a - b, ranges.sub, lambda y, a, b: const(1.0), lambda y, a, b: const(-1.0)),
         _row("mul", _A, torch.mul, lambda a, b: a * b, ranges.mul, lambda y, a, b: b, lambda y, a, b: a),
-        _row("div", _F, torch.div, lambda a, b: a / b, ranges.div, lambda y, a, b: apply("div", 1.0, b), lambda y, a, b: apply("neg", apply("div", y, b))),
+        _row("div", _F, torch.div, lambda a, b: a / b, ranges.div,
+             lambda y, a, b: apply("div", 1.0, b), lambda y, a, b: apply("neg", apply("div", y, b))),
         _row("floordiv", _A, _eager_floordiv, lambda a, b: a // b, ranges.floordiv),
-        _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod, lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
+        _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod,
+             lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
         _row("fmod", _A, torch.fmod, _fold_fmod, ranges.fmod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b)))),
-        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum, lambda y, a, b: _chosen(a, b), lambda y, a, b: _chosen(b, a)),
-        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum, lambda y, a, b: _chosen(b, a), lambda y, a, b: _chosen(a, b)),
+        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum,
+             lambda y, a, b: _chosen(a, b), lambda y, a, b: _chosen(b, a)),
+        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum,
+             lambda y, a, b: _chosen(b, a), lambda y, a, b: _chosen(a, b)),
         _row("floor", _F, torch.floor, _to_integer(math.floor), _inc(torch.floor)),
         _row("ceil", _F, torch.ceil, _to_integer(math.ceil), _inc(torch.ceil)),
         _row("round", _F, torch.round, _to_integer(round), _inc(torch.round)),
@@ -208,7 +211,8 @@ OPS: Final[dict[str, Op]] = {
         _row("cos", _F, torch.cos, math.cos, ranges.bounded(-1, 1), lambda y, a: apply("neg", apply("sin", a))),
         _row("tan", _F, torch.tan, math.tan, ranges.unknown, lambda y, a: apply("add", 1.0, apply("mul", y, y))),
         _row("asin", _F, torch.asin, math.asin, _inc(torch.asin), lambda y, a: apply("rsqrt", apply("sub", 1.0, apply("mul", a, a)))),
-        _row("acos", _F, torch.acos, math.acos, _dec(torch.acos), lambda y, a: apply("neg", apply("rsqrt", apply("sub", 1.0, apply("mul", a, a))))),
+        _row("acos", _F, torch.acos, math.acos, _dec(torch.acos),
+             lambda y, a: apply("neg", apply("rsqrt", apply("sub", 1.0, apply("mul", a, a))))),
         _row("atan", _F, torch.atan, math.atan, _inc(torch.atan), lambda y, a: apply("div", 1.0, apply("add", 1.0, apply("mul", a, a)))),
         _row("atan2", _F, torch.atan2, math.atan2, ranges.bounded(-math.pi, math.pi),
              lambda y, a, b: apply("div", b, apply("add", apply("mul", a, a), apply("mul", b, b))),
@@ -216,8 +220,10 @@ OPS: Final[dict[str, Op]] = {
         _row("sinh", _F, torch.sinh, math.sinh, _inc(torch.sinh), lambda y, a: apply("cosh", a)),
         _row("cosh", _F, torch.cosh, math.cosh, ranges.cosh, lambda y, a: apply("sinh", a)),
         _row("tanh", _F, torch.tanh, math.tanh, _inc(torch.tanh), lambda y, a: apply("sub", 1.0, apply("mul", y, y))),
-        _row("sigmoid", _F, torch.sigmoid, lambda a: 1 / (1 + math.exp(-a)), _inc(torch.sigmoid), lambda y, a: apply("mul", y, apply("sub", 1.0, y))),
-        _row("erf", _F, torch.erf, math.erf, _inc(torch.erf), lambda y, a: apply("mul", 2 / math.sqrt(math.pi), apply("exp", apply("neg", apply("mul", a, a))))),
+        _row("sigmoid", _F, torch.sigmoid, lambda a: 1 / (1 + math.exp(-a)), _inc(torch.sigmoid),
+             lambda y, a: apply("mul", y, apply("sub", 1.0, y))),
+        _row("erf", _F, torch.erf, math.erf, _inc(torch.erf),
+             lambda y, a: apply("mul", 2 / math.sqrt(math.pi), apply("exp", apply("neg", apply("mul", a, a))))),
         _row("isnan", _P, torch.isnan, math.isnan, ranges.bounded(0, 1)),
         _row("isinf", _P, torch.isinf, math.isinf, ranges.bounded(0, 1)),
         _row("eq", _C, torch.eq, lambda a, b: a == b, ranges.eq),
@@ -227,10 +233,11 @@ OPS: Final[dict[str, Op]] = {
         _row("and", _B, torch.bitwise_and, lambda a, b: a & b, ranges.bit_and),
         _row("or", _B, torch.bitwise_or, lambda a, b: a | b, ranges.bit_or),
         _row("xor", _B, torch.bitwise_xor, lambda a, b: a ^ b, ranges.bit_xor),
-        _row("not", _B, torch.bitwise_not, _fold_not, lambda a: ranges.negated(a).where((a.lo >= 0) & (a.hi <= 1), ranges.unknown(a))),
-        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), ranges.unknown),
+        _row("not", _B, torch.bitwise_not, _fold_not, _dec(lambda x: -1 - x)),
+        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), lambda a, b: ranges.mul(a, _inc(torch.exp2)(b))),
         _row("shr", _B, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
         _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
              lambda y, c, a, b: const(0.0), lambda y, c, a, b: apply("where", c, 1.0, 0.0), lambda y, c, a, b: apply("where", c, 0.0, 1.0)),
     )
 }
+# fmt: on

@@ -39,8 +39,9 @@ Rule = Callable[..., Range]
 
 
 def _sound(lo: Tensor, hi: Tensor) -> Range:
-    # inf - inf and the like say nothing: widen.
-    return Range(torch.nan_to_num(lo, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), torch.nan_to_num(hi, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
+    # inf - inf, log(-1) and the like say nothing: widen.
+    unknown = torch.isnan(lo) | torch.isnan(hi)
+    return Range(torch.where(unknown, -torch.inf, lo), torch.where(unknown, torch.inf, hi))
 
 
 def increasing(f: Callable[[Tensor], Tensor]) -> Rule:

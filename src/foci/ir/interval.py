@@ -1,0 +1,371 @@
+"""Bounds of an expression over whole blocks of coordinates: interval analysis (R. E. Moore, Interval Analysis, 1966).
+
+Sound also for what float32 rounds: wherever an operation may round, its range grows by a few units in the last place, so
+that a comparison is only decided where rounding cannot turn it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from foci.ir import ranges
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import OPS
+from foci.ir.ranges import Range
+from foci.ir.rewrite import free_axes, reduction
+from foci.ir.segments import segment_range
+
+__all__ = ["Grid", "bounds"]
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """What is known of the coordinates of every block, and what the expression captured.
+
+    Attributes:
+        ranges: of the variables, float64 tensors that broadcast against each other, such as b [B, 1, 1, 1] and
+            kv_idx [1, 1, 1, blocks]. A variable `score` may be left out: then nothing is known of it.
+        captures: the captured tensors, by slot.
+        ints, floats: the run-time numbers, by slot.
+    """
+
+    ranges: Mapping[str, Range]
+    captures: Sequence[Tensor] = ()
+    ints: Sequence[int] = ()
+    floats: Sequence[float] = ()
+
+
+def bounds(expr: Expr, grid: Grid) -> Range:
+    """The range of `expr` over each block, in the broadcast shape of what it reads. A BOOL is within [0, 1].
+
+    >>> from foci.ir.expr import variable
+    >>> from foci.ir.ops import apply
+    >>> first = torch.tensor([0.0, 4.0], dtype=torch.float64)
+    >>> grid = Grid({"q_idx": Range(first[:, None], first[:, None] + 3), "kv_idx": Range(first, first + 3)})
+    >>> causal = bounds(apply("le", variable("kv_idx"), variable("q_idx")), grid)
+    >>> causal.lo.tolist(), causal.hi.tolist()
+    ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]])
+
+    Raises:
+        ValueError: for a variable that the grid does not give.
+    """
+    return _Analysis(grid, expr).range_of(expr, (_Frame(None),))
+
+
+_UNROLLED: Final = 64  # longest reduction that is followed index by index
+_EXACT_FLOAT: Final = 2.0**24
+_EXACT_DOUBLE: Final = 2.0**53
+_MARGIN: Final = 2.0**-20
+_LIMITS: Final = {DType.INT32: (-(2.0**31), 2.0**31 - 1), DType.INT64: (-(2.0**63), 2.0**63)}
+
+
+@dataclass(eq=False)
+class _Frame:
+    """One pass over the body of a reduction, or the top."""
+
+    level: int | None
+    known: dict[Expr, Range] = field(default_factory=dict)
+
+
+_Frames = tuple[_Frame, ...]
+
+
+class _Analysis:
+    def __init__(self, grid: Grid, root: Expr) -> None:
+        self.grid = grid
+        self.free = free_axes(root)
+        self.integral = _integral(root)
+        self.uses: dict[Expr, int] = {root: 1}
+        for e in root.walk():
+            for arg in e.args:
+                # what a reduction reads is read again on every pass
+                again = 1 << 30 if e.op == "reduce" or self.free[e] else 1
+                self.uses[arg] = self.uses.get(arg, 0) + again
+        example = next(iter(grid.ranges.values()), None)
+        self.device = torch.device("cpu") if example is None else example.lo.device
+
+    def range_of(self, root: Expr, frames: _Frames) -> Range:
+        stack = [root]
+        while stack:
+            e = stack[-1]
+            own = self._frames_of(e, frames)
+            if e in own[-1].known:
+                stack.pop()
+                continue
+            operands = e.args[1:] if e.op == "reduce" else e.args
+            missing = [arg for arg in operands if arg not in self._frames_of(arg, own)[-1].known]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            own[-1].known[e] = self._node(e, [self._read(arg, own) for arg in operands], own)
+            stack.pop()
+        return self._read(root, frames)
+
+    def _frames_of(self, e: Expr, frames: _Frames) -> _Frames:
+        for i in range(len(frames) - 1, 0, -1):
+            if frames[i].level in self.free[e]:
+                return frames[: i + 1]
+        return frames[:1]
+
+    def _read(self, e: Expr, frames: _Frames) -> Range:
+        known = self._frames_of(e, frames)[-1].known
+        self.uses[e] -= 1
+        return known[e] if self.uses[e] else known.pop(e)
+
+    def _node(self, e: Expr, args: list[Range], frames: _Frames) -> Range:
+        if e.op in OPS:
+            rule = _TYPED_RULES.get((e.op, e.dtype), OPS[e.op].range)
+            return self._settled(e, rule(*args))
+        if e.op == "load":
+            return self._load(e, args)
+        if e.op == "reduce":
+            return self._settled(e, self._reduce(e, args[0], frames))
+        if e.op == "cast":
+            return self._settled(e, _CASTS[e.dtype](args[0], e.args[0].dtype))
+        if e.op == "round_to":
+            dtype = getattr(torch, str(e.value))
+            return ranges.increasing(lambda x: x.to(dtype).to(torch.float64))(_widened(args[0]))
+        return self._leaf(e)
+
+    def _leaf(self, e: Expr) -> Range:
+        if e.op == "var":
+            name = str(e.value)
+            if name in self.grid.ranges:
+                return self.grid.ranges[name]
+            if name == "score":
+                return self._point(-torch.inf).hull(self._point(torch.inf))
+            raise ValueError(f"bounds: the grid gives no range of {name}; it gives {', '.join(self.grid.ranges) or 'none'}")
+        value = e.value
+        if e.op == "param":
+            assert isinstance(value, int)
+            value = self.grid.ints[value] if e.dtype.is_integer else self.grid.floats[value]
+        if e.op == "size":
+            assert isinstance(value, tuple)
+            value = self.grid.captures[int(value[0])].shape[int(value[1])]
+        assert isinstance(value, (bool, int, float))
+        point = self._point(float(value))
+        exact = e.dtype is not DType.FLOAT or float(torch.tensor(value, dtype=torch.float32)) == value or value != value
+        if value != value:
+            return self._point(-torch.inf).hull(self._point(torch.inf))
+        return point if exact else _widened(point)
+
+    def _point(self, value: float) -> Range:
+        at = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return Range(at, at)
+
+    def _settled(self, e: Expr, found: Range) -> Range:
+        """`found` with what arithmetic of the device does to it: rounding of floats, wrapping of integers."""
+        if e.op in _EXACT_OPS or e.dtype is DType.BOOL:
+            return found
+        if e.dtype is not DType.FLOAT:
+            lowest, highest = _LIMITS[e.dtype]
+            beyond = (found.lo < lowest) | (found.hi > highest)
+            if not bool(beyond.any()):
+                return found
+            return Range(found.lo.masked_fill(beyond, lowest), found.hi.masked_fill(beyond, highest))
+        if e in self.integral:
+            large = (found.lo < -_EXACT_FLOAT) | (found.hi > _EXACT_FLOAT)
+            return _widened(found).where(large, found) if bool(large.any()) else found
+        return _widened(found)
+
+    # Loads ---------------------------------------------------------------------------------------------------------
+
+    def _load(self, e: Expr, indices: list[Range]) -> Range:
+        assert isinstance(e.value, int)
+        tensor = self.grid.captures[e.value].detach()
+        if not tensor.numel():
+            return self._anything(e.dtype)
+        places = [_place(index, length) for index, length in zip(indices, tensor.shape, strict=True)]
+        found = _extremes_of(tensor, places)
+        found = Range(found.lo.to(self.device), found.hi.to(self.device))
+        if tensor.dtype is torch.float64:
+            return _widened(found)
+        if tensor.dtype is torch.int64:
+            return Range(_beyond_double(found.lo, -torch.inf), _beyond_double(found.hi, torch.inf))
+        return found
+
+    def _anything(self, dtype: DType) -> Range:
+        most = 1.0 if dtype is DType.BOOL else torch.inf
+        return self._point(0.0 if dtype is DType.BOOL else -torch.inf).hull(self._point(most))
+
+    # Reductions ----------------------------------------------------------------------------------------------------
+
+    def _reduce(self, e: Expr, extent: Range, frames: _Frames) -> Range:
+        kind, level = reduction(e)
+        body = e.args[0]
+        least, most = float(extent.lo.min()), float(extent.hi.max())
+        if least == most and 1 <= most <= _UNROLLED:
+            total: Range | None = None
+            for i in range(int(most)):
+                step = self._pass(body, (*frames, _Frame(level)), self._point(float(i)))
+                total = step if total is None else _COMBINED[kind](total, step)
+            assert total is not None
+            return total
+        whole = self._point(0.0).hull(self._point(max(0.0, most - 1)))
+        step = self._pass(body, (*frames, _Frame(level)), whole)
+        return _WHOLE[kind](step, extent)
+
+    def _pass(self, body: Expr, frames: _Frames, index: Range) -> Range:
+        frame = frames[-1]
+        for e in body.walk():
+            if e.op == "axis" and e.value == frame.level:
+                frame.known[e] = index
+        return self.range_of(body, frames)
+
+
+# Rules -------------------------------------------------------------------------------------------------------------
+
+
+def _minimum(a: Range, b: Range) -> Range:
+    return Range(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi))
+
+
+def _maximum(a: Range, b: Range) -> Range:
+    return Range(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
+
+
+def _integer_mod(a: Range, b: Range) -> Range:
+    found = ranges.mod(a, b)
+    return Range(found.lo, torch.where(b.lo > 0, torch.minimum(found.hi, b.hi - 1), found.hi))
+
+
+_TYPED_RULES: Final[Mapping[tuple[str, DType], Callable[..., Range]]] = {
+    ("and", DType.BOOL): _minimum,
+    ("or", DType.BOOL): _maximum,
+    ("xor", DType.BOOL): ranges.ne,
+    ("not", DType.BOOL): ranges.negated,
+    ("mod", DType.INT32): _integer_mod,
+    ("mod", DType.INT64): _integer_mod,
+}
+"""Where the type tells more than the row of the op table, whose rules serve every type."""
+_COMBINED: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
+    "sum": lambda a, b: _widened(ranges.add(a, b)),
+    "max": _maximum,
+    "min": _minimum,
+    "any": _maximum,
+    "all": _minimum,
+}
+
+
+def _sum(step: Range, extent: Range) -> Range:
+    total = ranges.mul(step, extent)
+    # rounding grows with the number of terms and their size
+    size = torch.maximum(total.lo.abs(), total.hi.abs())
+    slack = torch.where(torch.isfinite(size), size, 0.0) * (_MARGIN * extent.hi.clamp(min=1.0, max=2.0**19))
+    return Range(total.lo - slack, total.hi + slack)
+
+
+def _any(step: Range, extent: Range) -> Range:
+    return Range(torch.where(extent.lo >= 1, step.lo, 0.0), torch.where(extent.hi >= 1, step.hi, 0.0))
+
+
+def _all(step: Range, extent: Range) -> Range:
+    return Range(torch.where(extent.hi >= 1, step.lo, 1.0), torch.where(extent.lo >= 1, step.hi, 1.0))
+
+
+_WHOLE: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
+    "sum": _sum,
+    "max": lambda step, extent: step,
+    "min": lambda step, extent: step,
+    "any": _any,
+    "all": _all,
+}
+
+
+def _to_float(a: Range, source: DType) -> Range:
+    large = (a.lo < -_EXACT_FLOAT) | (a.hi > _EXACT_FLOAT)
+    return _widened(a).where(large, a) if bool(large.any()) else a
+
+
+def _to_integer(a: Range, source: DType) -> Range:
+    return Range(torch.trunc(a.lo), torch.trunc(a.hi)) if source is DType.FLOAT else a
+
+
+def _to_bool(a: Range, source: DType) -> Range:
+    zero = torch.zeros((), dtype=torch.float64, device=a.lo.device)
+    return ranges.ne(a, Range(zero, zero))
+
+
+_CASTS: Final[Mapping[DType, Callable[[Range, DType], Range]]] = {
+    DType.FLOAT: _to_float,
+    DType.INT32: _to_integer,
+    DType.INT64: _to_integer,
+    DType.BOOL: _to_bool,
+}
+
+# Operations whose result, given exact operands, is exact whatever they are: no rounding, no overflow.
+_EXACT_OPS: Final = frozenset(
+    ("sign", "min", "max", "floor", "ceil", "round", "trunc", "where", "floordiv", "and", "or", "xor", "not", "shr")
+)
+_INTEGRAL_OPS: Final = frozenset(("neg", "abs", "add", "sub", "mul", "min", "max", "where", "mod", "fmod", "floordiv", "sign"))
+_ROUNDINGS: Final = frozenset(("floor", "ceil", "round", "trunc"))
+
+
+def _integral(root: Expr) -> set[Expr]:
+    """The FLOAT nodes that are whole numbers: sums and products of those do not round while they are small."""
+    found: set[Expr] = set()
+    for e in root.walk():
+        if e.dtype is not DType.FLOAT:
+            continue
+        whole = isinstance(e.value, float) and e.value.is_integer() if e.op == "const" else e.op == "cast" or e.op in _ROUNDINGS
+        operands = e.args[1:] if e.op == "where" else e.args
+        if whole or (e.op in _INTEGRAL_OPS and all(arg in found for arg in operands)):
+            found.add(e)
+    return found
+
+
+def _widened(a: Range) -> Range:
+    return Range(a.lo * (1 - _MARGIN * torch.sign(a.lo)), a.hi * (1 + _MARGIN * torch.sign(a.hi)))
+
+
+def _beyond_double(x: Tensor, direction: float) -> Tensor:
+    """Integers that float64 rounds, moved outward by one step."""
+    large = x.abs() >= _EXACT_DOUBLE
+    return torch.where(large, torch.nextafter(x, torch.full_like(x, direction)), x) if bool(large.any()) else x
+
+
+# Indices -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where an index may be in a dimension, int64; `is_point` where it is one place in every block."""
+
+    first: Tensor
+    last: Tensor
+    is_point: bool
+
+
+def _place(index: Range, length: int) -> _Place:
+    """The range of an index as torch reads it: negative from the end; clamped into the dimension."""
+    lo = index.lo.clamp(-length, length - 1).to(torch.int64)
+    hi = index.hi.clamp(-length, length - 1).to(torch.int64)
+    lo, hi = torch.where(lo < 0, lo + length, lo), torch.where(hi < 0, hi + length, hi)
+    across = (index.lo < 0) & (index.hi >= 0)  # -1 .. 1 is the last element and the first ones
+    if bool(across.any()):
+        lo, hi = lo.masked_fill(across, 0), hi.masked_fill(across, length - 1)
+    return _Place(lo, hi, index.lo is index.hi or torch.equal(lo, hi))
+
+
+def _extremes_of(tensor: Tensor, places: list[_Place]) -> Range:
+    """Range of the elements in the box of the places."""
+    wide = [dim for dim, place in enumerate(places) if not place.is_point]
+    if not wide:
+        element = tensor[tuple(place.first.to(tensor.device) for place in places)].to(torch.float64)
+        unknown = torch.isnan(element)
+        return Range(element.masked_fill(unknown, -torch.inf), element.masked_fill(unknown, torch.inf))
+    if len(wide) > 1:
+        zero = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        return segment_range(tensor.reshape(1, -1), zero, zero, zero + (tensor.numel() - 1))
+    (dim,) = wide
+    row = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for other, place in enumerate(places):
+        if other != dim:
+            row = row * tensor.shape[other] + place.first.to(tensor.device)
+    rows = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
+    return segment_range(rows, row, places[dim].first.to(tensor.device), places[dim].last.to(tensor.device))
