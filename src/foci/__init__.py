@@ -13,10 +13,12 @@ from foci import masks, scores
 from foci.api import AuxOutput, AuxRequest, Explanation, attention, explain
 from foci.backends import register as register_backend
 from foci.backends import unregister as unregister_backend
-from foci.blocks import BlockMask, and_masks, create_block_mask, create_mask, or_masks
+from foci.block_mask import BlockMask
 from foci.context import observe, use
 from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
 from foci.ir.trace import TraceError
+from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
+from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 from foci.planner import NoViableBackend
 from foci.variant import Mask, Score, kv_len, q_len
 

@@ -166,7 +166,7 @@ def _arguments(
         raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     outputs = Outputs() if return_aux is None else return_aux
-    extras = Extras(scale=scale, dropout_p=dropout_p, outputs=outputs, blocks=blocks, block_size=block_size)
+    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size)
     return score_parts(score, bias), mask_function, extras
 
 

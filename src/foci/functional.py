@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
         raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
         score, mask = _mask_argument(attn_mask, query, key, is_causal=is_causal)
-        return attend_nested((query, key, value), score, mask, Extras(scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)).out
+        return attend_nested((query, key, value), score, mask, Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)).out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
@@ -128,13 +128,9 @@ def scaled_dot_product_attention(
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
     mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key)
     score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
-    extras = Extras(scale=_default_scale(query, scale), dropout_p=dropout_p, honour_sdp_flags=True)
+    extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
     out = run(tensors, score, mask, extras).out
     return out if lead is None else out.reshape(*lead, query.shape[-2], value.shape[-1])
-
-
-def _default_scale(query: Tensor, scale: float | None) -> float | None:
-    return 1.0 if scale is None and query.shape[-1] == 0 else scale
 
 
 def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: bool) -> tuple[Function, Function]:
@@ -274,7 +270,7 @@ def flex_attention(
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
     mask, blocks, block_size = mask_parts(block_mask, query, key)
-    extras = Extras(scale=scale, outputs=outputs, blocks=blocks, block_size=block_size)
+    extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size)
     score = score_parts(score_mod, None)
     if is_nested(query, key, value):
         results = attend_nested((query, key, value), score, mask, extras)
@@ -355,7 +351,7 @@ def varlen_attn(
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))
     extras = Extras(
-        scale=scale, dropout_p=dropout_p, outputs=outputs, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k, max_q=_checked_length("max_q", max_q),
+        outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k, max_q=_checked_length("max_q", max_q),
         max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
     tensors = tuple(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))

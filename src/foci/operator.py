@@ -173,7 +173,12 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     captures = wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * ctx.captured
     needs: Needs = (wanted[0], wanted[1], wanted[2], tuple(captures))
     gradients = _call_backward(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
-    return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *[None] * 14)
+    return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *_no_gradients(ctx.numbers))
+
+
+def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
+    """For the arguments after the captures, in the structure torch wants: an empty list is one of tensors, any other none."""
+    return (*[None] * len(_OPTIONAL), *([] if isinstance(n, (list, tuple)) and not n else None for n in numbers))
 
 
 _attention_op.register_autograd(_backward, setup_context=_setup)
@@ -239,7 +244,7 @@ def _double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     formula, operands, _ = _unflatten((*saved[:3], saved[3:count], *optional, *ctx.numbers))
     first = _second_order(formula, operands, [grad_out, *others], [flag == "1" for flag in ctx.needs], grads)
     by_tensor, by_cotangent = first[:count], first[count:]
-    return (*by_cotangent, None, None, None, *by_tensor[:3], list(by_tensor[3:]), *[None] * 14)
+    return (*by_cotangent, None, None, None, *by_tensor[:3], list(by_tensor[3:]), *_no_gradients(ctx.numbers))
 
 
 def _second_order(

@@ -27,9 +27,9 @@ class Extras:
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends.
     """
 
+    outputs: Outputs
     scale: float | None = None
     dropout_p: float = 0.0
-    outputs: Outputs = Outputs()
     blocks: Tensor | None = None
     block_size: tuple[int, int] | None = None
     cu_q: Tensor | None = None
@@ -131,11 +131,11 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _checked_dropout(dropout_p: float) -> float:
-    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat)):
         raise TypeError(f"dropout_p must be a number from 0 to 1; got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
-    return float(dropout_p)
+    return dropout_p if isinstance(dropout_p, torch.SymFloat) else float(dropout_p)
 
 
 def _checked_scale(scale: Any, query: Tensor) -> float:

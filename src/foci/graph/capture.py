@@ -2,8 +2,8 @@
 
 Dynamo cannot pass a Python function through a graph, except to a higher-order operator it knows. Its handling of
 flex_attention's is what score and mask functions need: it runs them on 0-d tensors, lifts what they close over into
-inputs and hands two graphs to the operator. `_Attention` asks to be handled like it. Called with the two graphs it runs
-them on foci's symbols and becomes an ordinary call of `foci::attention`, so nothing of it is left below Dynamo.
+inputs and hands two graphs to the operator. `_Attention` is registered to be handled like it. Called with the two graphs
+it runs them on foci's symbols and becomes an ordinary call of `foci::attention`, so nothing of it is left below Dynamo.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class
 from torch._ops import HigherOrderOperator
 
 from foci.prepare import Extras
@@ -38,7 +39,6 @@ class _Attention(HigherOrderOperator):
 
     def __init__(self) -> None:
         super().__init__("foci_attention")  # type: ignore[no-untyped-call]
-        self.__name__ = "flex_attention"  # the name Dynamo chooses its handling by
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any], rest: tuple[Any, ...], scale: Any, options: dict[str, Any],
@@ -64,6 +64,8 @@ class _Attention(HigherOrderOperator):
 
 
 _attention = _Attention()
+# Dynamo's table of higher-order operators, by name. It has no public way in.
+_hop_name_to_variable_class["foci_attention"] = FlexAttentionHigherOrderVariable
 
 
 def run_captured(tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras) -> Results:
@@ -73,7 +75,7 @@ def run_captured(tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., An
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
     outputs = extras.outputs
     options = {
-        "score": score is not None, "mask": mask is not None, "scaled": extras.scale is not None, "dropout_p": extras.dropout_p,
+        "score": score is not None, "mask": mask is not None, "scaled": extras.scale is not None, "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
         "lse": outputs.lse, "row_max": outputs.row_max, "column_sums": outputs.column_sums, "weights": outputs.weights,
         "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv, "honour_sdp_flags": extras.honour_sdp_flags,
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
