@@ -133,7 +133,7 @@ def draw_masks(pictures: list[MaskPicture], path: Path) -> None:
     legend = [Patch(facecolor=color, edgecolor="#888888", label=name) for name, color in _CLASSES.items()]
     figure.legend(handles=legend, loc="outside lower right", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.2)
 
 
 def _shrunk(attend: Tensor) -> Tensor:

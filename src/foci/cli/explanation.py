@@ -14,6 +14,7 @@ from foci.cli.language import read_mask, read_score
 from foci.example import Sizes
 from foci.ir.text import to_infix
 from foci.planner import Decision
+from foci.variant import bind
 
 __all__ = ["Question", "decision_of", "explained", "verdicts_table"]
 
@@ -43,25 +44,35 @@ def decision_of(question: Question) -> Decision:
     Raises:
         Unknown: for words that name no mask or score.
     """
-    sizes = Sizes(question.batch, question.q_heads, question.kv_heads, question.q_len, question.kv_len, question.head_dim)
-    explanation = foci.explain(
-        *_tensors(question),
-        mask=None if question.mask is None else read_mask(question.mask, sizes),
-        score=None if question.score is None else read_score(question.score, sizes),
-        dropout_p=question.dropout_p,
-    )
-    return explanation.decision
+    mask, score = _functions(question)
+    return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p).decision
 
 
 def explained(question: Question) -> Group:
-    """The two functions as foci sees them, and each backend's verdict."""
+    """The two functions as foci sees them, with the numbers they carry, and each backend's verdict.
+
+    Raises:
+        Unknown: for words that name no mask or score.
+    """
     decision = decision_of(question)
-    variant = decision.problem.variant
+    mask, score = _functions(question)
+    bound = bind(score, mask, torch.device(question.device))
+    numbers = [
+        *(f"i{slot} = {value}" for slot, value in enumerate(bound.ints)),
+        *(f"f{slot} = {value}" for slot, value in enumerate(bound.floats)),
+    ]
     lines = Text()
-    for name, expr in (("score", variant.score), ("mask", variant.mask)):
-        lines.append(f"{name:<6}", style="bold")
-        lines.append(f"{to_infix(expr)}\n")
+    for name, words in (("score", to_infix(bound.variant.score)), ("mask", to_infix(bound.variant.mask)), ("where", ", ".join(numbers))):
+        if words:
+            lines.append(f"{name:<6}", style="bold")
+            lines.append(f"{words}\n")
     return Group(lines, verdicts_table(decision))
+
+
+def _functions(question: Question) -> tuple[foci.Mask | None, foci.Score | None]:
+    sizes = Sizes(question.batch, question.q_heads, question.kv_heads, question.q_len, question.kv_len, question.head_dim)
+    mask = None if question.mask is None else read_mask(question.mask, sizes)
+    return mask, None if question.score is None else read_score(question.score, sizes)
 
 
 def _tensors(question: Question) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,4 +103,4 @@ def verdicts_table(decision: Decision) -> Table:
 
 
 def _milliseconds(cost: float) -> str:
-    return f"{1e3 * cost:.3g} ms"
+    return f"{1e3 * cost:,.{0 if cost >= 0.1 else 2}f} ms"

@@ -72,7 +72,7 @@ def _evaluate(node: ast.expr, text: str, functions: Mapping[str, Any], examples:
     def function(name: str) -> Any:
         if name in functions:
             return functions[name]
-        near = difflib.get_close_matches(name, [*functions, *examples], n=3)
+        near = difflib.get_close_matches(name, sorted({*functions, *examples}), n=3)
         raise Unknown(f"there is no {name!r}{': did you mean ' + ' or '.join(near) + '?' if near else ''}; examples: {', '.join(examples)}")
 
     match node:
