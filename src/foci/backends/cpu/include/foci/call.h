@@ -1,0 +1,173 @@
+// One call: the plain C structure that the launcher fills, and views of what it points to.
+#pragma once
+#include "product.h"
+
+namespace foci {
+
+// [batch, head, row, column] with strides in elements. Jagged tensors have batch stride 0 and rows by token.
+struct Tensor {
+  void* data;
+  int64_t batch, head, row, column;
+  template <class T> FOCI_INLINE T* at(int64_t b, int64_t h, int64_t r) const { return (T*)data + b * batch + h * head + r * row; }
+};
+
+// Every field has 8 bytes; the launcher packs them in this order.
+struct Call {
+  Tensor query, key, value, out;
+  Tensor grad_out, grad_query, grad_key, grad_value;
+  float *lse, *row_max, *column_sums;               // [B, Hq, Sq], [B, Hq, Sq], [B, Hq, Skv], contiguous
+  const float *grad_lse, *grad_column_sums;         // or null
+  int64_t batch, q_heads, kv_heads, q_len, kv_len;  // batch: entries, or sequences; lengths: of all, or the longest
+  int64_t q_tokens, kv_tokens;                      // rows of the contiguous outputs above: Sq and Skv, or Tq and Tkv
+  const int64_t *cu_q, *cu_kv, *q_lengths, *kv_lengths;
+  const int64_t* captures;   // for each tensor: address, sizes, strides (see Captured)
+  const int64_t* gradients;  // for each tensor that wants one: float32 address and number of elements
+  const int64_t* ints;
+  const double* floats;
+  const int64_t* seed;
+  double scale, keep_scale;
+  int64_t threshold, drop_all, threads;
+};
+
+// One entry or sequence of the batch.
+struct Sequence {
+  int b;
+  int64_t batch;  // index along the tensors' batch dimension
+  int64_t q_start, kv_start;
+  int q_len, kv_len;
+};
+
+FOCI_INLINE Sequence sequence(const Call& call, int b) {
+  if (!call.cu_q) return {b, b, 0, 0, (int)call.q_len, (int)call.kv_len};
+  const int64_t q = call.cu_q[b], kv = call.cu_kv[b];
+  const int64_t q_len = call.q_lengths ? call.q_lengths[b] : call.cu_q[b + 1] - q;
+  const int64_t kv_len = call.kv_lengths ? call.kv_lengths[b] : call.cu_kv[b + 1] - kv;
+  return {b, 0, q, kv, (int)q_len, (int)kv_len};
+}
+
+// Where the row statistics of a sequence's head begin.
+FOCI_INLINE int64_t row_offset(const Call& call, const Sequence& s, int h) { return (s.batch * call.q_heads + h) * call.q_tokens + s.q_start; }
+
+// ---- captured tensors ---------------------------------------------------------------------------------------------------
+
+template <class T, int RANK> struct Captured {
+  const T* data;
+  int64_t size[RANK ? RANK : 1], stride[RANK ? RANK : 1];
+};
+
+FOCI_INLINE float value_of(float x) { return x; }
+FOCI_INLINE float value_of(double x) { return (float)x; }
+FOCI_INLINE float value_of(bf16 x) { return widen(x); }
+FOCI_INLINE float value_of(f16 x) { return widen(x); }
+FOCI_INLINE int64_t value_of(int64_t x) { return x; }
+FOCI_INLINE int32_t value_of(int32_t x) { return x; }
+FOCI_INLINE int32_t value_of(int16_t x) { return x; }
+FOCI_INLINE int32_t value_of(int8_t x) { return x; }
+FOCI_INLINE int32_t value_of(uint8_t x) { return x; }
+FOCI_INLINE bool value_of(bool x) { return x; }
+
+template <class T> struct VectorOf;
+template <> struct VectorOf<float> { typedef vf type; };
+template <> struct VectorOf<int32_t> { typedef vi type; };
+template <> struct VectorOf<int64_t> { typedef vl type; };
+template <> struct VectorOf<bool> { typedef vb type; };
+
+template <class T> FOCI_INLINE T lane(T x, int) { return x; }
+FOCI_INLINE float lane(vf x, int i) { return x[i]; }
+FOCI_INLINE int32_t lane(vi x, int i) { return x[i]; }
+FOCI_INLINE int64_t lane(vl x, int i) { return i < WIDTH / 2 ? x.lo[i] : x.hi[i - WIDTH / 2]; }
+FOCI_INLINE bool lane(vb x, int i) { return x.bits[i] != 0; }
+FOCI_INLINE void set_lane(vf& x, int i, float y) { x[i] = y; }
+FOCI_INLINE void set_lane(vi& x, int i, int32_t y) { x[i] = y; }
+FOCI_INLINE void set_lane(vl& x, int i, int64_t y) { i < WIDTH / 2 ? x.lo[i] = y : x.hi[i - WIDTH / 2] = y; }
+FOCI_INLINE void set_lane(vb& x, int i, bool y) { x.bits[i] = -(int)y; }
+
+// A negative index counts from the end; one out of range reads the nearest element, which a mask or a tail hides.
+FOCI_INLINE int64_t wrap(int64_t index, int64_t size) {
+  index = index < 0 ? index + size : index;
+  index = index < size ? index : size - 1;
+  return index < 0 ? 0 : index;
+}
+
+template <class T, int RANK, class... I> FOCI_INLINE int64_t offset_of(const Captured<T, RANK>& c, I... indices) {
+  int64_t offset = 0;
+  int dim = 0;
+  ((offset += wrap((int64_t)indices, c.size[dim]) * c.stride[dim], ++dim), ...);
+  return offset;
+}
+template <class T, int RANK> FOCI_INLINE bool is_empty(const Captured<T, RANK>& c) {
+  bool empty = false;
+  for (int i = 0; i < RANK; ++i) empty |= c.size[i] == 0;
+  return empty;
+}
+
+// One element at scalar indices.
+template <class T, int RANK, class... I> FOCI_INLINE auto element(const Captured<T, RANK>& c, I... indices) {
+  typedef decltype(value_of(T())) V;
+  if (is_empty(c)) return V();
+  return value_of(c.data[offset_of(c, indices...)]);
+}
+// One element for every lane; each index is a scalar or a vector.
+template <class T, int RANK, class... I> FOCI_INLINE auto gather(const Captured<T, RANK>& c, I... indices) {
+  typename VectorOf<decltype(value_of(T()))>::type out{};
+  if (is_empty(c)) return out;
+  for (int i = 0; i < WIDTH; ++i) set_lane(out, i, value_of(c.data[offset_of(c, lane(indices, i)...)]));
+  return out;
+}
+
+// The elements of one captured row that a score row meets: index start + step * kv along one dimension.
+template <class T> struct Span {
+  const T* data;
+  int64_t start, size, stride;
+};
+template <int DIM, class T, int RANK, class... I> FOCI_INLINE Span<T> span(const Captured<T, RANK>& c, int64_t start, I... others) {
+  // `others` holds an index for every dimension; the one at DIM is ignored.
+  int64_t offset = 0;
+  int dim = 0;
+  ((offset += dim == DIM ? 0 : wrap((int64_t)others, c.size[dim]) * c.stride[dim], ++dim), ...);
+  return {is_empty(c) ? nullptr : c.data + offset, start, c.size[DIM], c.stride[DIM]};
+}
+
+FOCI_INLINE vf load_values(const float* at) { return load<vf>(at); }
+FOCI_INLINE vf load_values(const bf16* at) { return widen(at); }
+FOCI_INLINE vf load_values(const f16* at) { return widen(at); }
+FOCI_INLINE vf load_values(const double* at) {
+  vf x;
+  for (int i = 0; i < WIDTH; ++i) x[i] = (float)at[i];
+  return x;
+}
+FOCI_INLINE vl load_values(const int64_t* at) { return {load<half_l>(at), load<half_l>(at + WIDTH / 2)}; }
+FOCI_INLINE vi load_values(const int32_t* at) { return load<vi>(at); }
+template <class T> FOCI_INLINE vi load_small(const T* at) {
+  typedef T small __attribute__((vector_size(sizeof(T) * WIDTH)));
+  return __builtin_convertvector(load<small>(at), vi);
+}
+FOCI_INLINE vi load_values(const int16_t* at) { return load_small(at); }
+FOCI_INLINE vi load_values(const int8_t* at) { return load_small(at); }
+FOCI_INLINE vi load_values(const uint8_t* at) { return load_small(at); }
+FOCI_INLINE vb load_values(const bool* at) { return {load_small((const uint8_t*)at) != 0}; }
+
+FOCI_INLINE vf reversed(vf x) { return __builtin_shuffle(x, WIDTH - 1 - iota()); }
+FOCI_INLINE vi reversed(vi x) { return __builtin_shuffle(x, WIDTH - 1 - iota()); }
+FOCI_INLINE vb reversed(vb x) { return {reversed(x.bits)}; }
+FOCI_INLINE vl reversed(vl x) {
+  vl y;
+  for (int i = 0; i < WIDTH; ++i) set_lane(y, i, lane(x, WIDTH - 1 - i));
+  return y;
+}
+
+// WIDTH elements from key `kv` on.
+template <int STEP, class T> FOCI_INLINE auto read(const Span<T>& s, int kv) {
+  typedef typename VectorOf<decltype(value_of(T()))>::type V;
+  const int64_t first = s.start + STEP * (int64_t)kv, lowest = STEP > 0 ? first : first - (WIDTH - 1);
+  if (__builtin_expect(s.stride == 1 && lowest >= 0 && lowest + WIDTH <= s.size, 1)) {
+    const V x = load_values(s.data + lowest);
+    if constexpr (STEP > 0) return x; else return reversed(x);
+  }
+  V out{};
+  if (s.data)
+    for (int i = 0; i < WIDTH; ++i) set_lane(out, i, value_of(s.data[wrap(first + STEP * i, s.size) * s.stride]));
+  return out;
+}
+
+}  // namespace foci

@@ -1,0 +1,84 @@
+// Packing: tensors of any strides into the panels that products read, converted on the way.
+#pragma once
+#include "product.h"
+
+namespace foci {
+
+// WIDTH words of one row from column `at` on, zero beyond `columns`.
+template <class T> FOCI_INLINE vf row_words(Single, const T* row, int64_t stride, int at, int columns) {
+  if (stride == 1 && at + WIDTH <= columns) return widen(row + at);
+  vf x{};
+  for (int i = 0; i < WIDTH && at + i < columns; ++i) x[i] = widen(row[(at + i) * stride]);
+  return x;
+}
+#ifdef FOCI_PAIRS
+template <class T> FOCI_INLINE vu row_words(Pair, const T* row, int64_t stride, int at, int columns) {
+  if (stride == 1 && 2 * (at + WIDTH) <= columns) return load<vu>(row + 2 * at);
+  vu x{};
+  for (int i = 0; i < 2 * WIDTH && 2 * at + i < columns; ++i) x[i / 2] |= (uint32_t)row[(2 * at + i) * stride].bits << 16 * (i & 1);
+  return x;
+}
+#endif
+
+FOCI_INLINE void transpose(vu (&m)[WIDTH]) {
+  FOCI_UNROLL for (int s = 1; s < WIDTH; s *= 2) {
+    const vi low = (iota() & s) ? iota() - s + WIDTH : iota(), high = (iota() & s) ? iota() + WIDTH : iota() + s;
+    FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
+      if (!(i & s)) {
+        const vu a = m[i], b = m[i + s];
+        m[i] = __builtin_shuffle(a, b, low);
+        m[i + s] = __builtin_shuffle(a, b, high);
+      }
+  }
+}
+
+// PANEL rows as columns: panel[word][row]. Rows from `rows` on are zero.
+template <class E, class T>
+void pack_columns(typename E::word* panel, const T* from, int64_t row_stride, int64_t column_stride, int rows, int columns) {
+  const int words = (columns + E::PAIR - 1) / E::PAIR;
+  for (int half = 0; half < PANEL; half += WIDTH)
+    for (int at = 0; at < words; at += WIDTH) {
+      vu m[WIDTH];
+      FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
+        m[i] = half + i < rows ? (vu)row_words(E(), from + (half + i) * row_stride, column_stride, at, columns) : vu{};
+      transpose(m);
+      FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
+        if (at + i < words) store(panel + (at + i) * PANEL + half, m[i]);
+    }
+}
+
+template <class T> FOCI_INLINE vu stacked_words(Single, const T* from, int64_t row_stride, int64_t stride, int row, int rows, int at, int columns) {
+  return row < rows ? (vu)row_words(Single(), from + row * row_stride, stride, at, columns) : vu{};
+}
+
+#ifdef FOCI_PAIRS
+// 16 of the row's bfloat16 numbers, each in a word.
+template <class T> FOCI_INLINE vu spread(const T* row, int64_t stride, int at, int columns) {
+  if (stride == 1 && at + WIDTH <= columns) return __builtin_convertvector(load<vs>(row + at), vu);
+  vu x{};
+  for (int i = 0; i < WIDTH && at + i < columns; ++i) x[i] = row[(at + i) * stride].bits;
+  return x;
+}
+template <class T> FOCI_INLINE vu stacked_words(Pair, const T* from, int64_t row_stride, int64_t stride, int row, int rows, int at, int columns) {
+  const vu low = 2 * row < rows ? spread(from + 2 * row * row_stride, stride, at, columns) : vu{};
+  const vu high = 2 * row + 1 < rows ? spread(from + (2 * row + 1) * row_stride, stride, at, columns) : vu{};
+  return low | high << 16;
+}
+#endif
+
+// Rows as the depth of a product: panels[column / PANEL][row / PAIR][column % PANEL], `padded` rows (zero from `rows` on).
+template <class E, class T>
+void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, int64_t row_stride, int64_t column_stride, int rows, int padded, int columns) {
+  for (int row = 0; row < padded / E::PAIR; ++row)
+    for (int at = 0; at < columns; at += WIDTH)
+      store(panels + at / PANEL * panel_stride + (int64_t)row * PANEL + at % PANEL,
+            stacked_words(E(), from, row_stride, column_stride, row, rows, at, columns));
+}
+
+// Rows as they are: block[row][word], `words` of each.
+template <class E, class T>
+FOCI_INLINE void pack_row(typename E::word* to, const T* row, int64_t column_stride, int columns, int words) {
+  for (int at = 0; at < words; at += WIDTH) store(to + at, row_words(E(), row, column_stride, at, columns));
+}
+
+}  // namespace foci
