@@ -154,9 +154,17 @@ def _where(e: Expr, operands: tuple[str, ...]) -> str:
     return f"torch.where({cond}, {a}, {b})"
 
 
+def _floordiv(e: Expr, operands: tuple[str, ...]) -> str:
+    a, b = operands
+    if _is_number(e.args[0]):
+        a = _tensor(e.args[0], a)
+    # autograd has no derivative of // for floats
+    return f'torch.div({a}, {b}, rounding_mode="floor")' if e.dtype is DType.FLOAT else f"({a} // {b})"
+
+
 _OPS: Final[Mapping[str, OpSpelling]] = {
     **{name: _infix(sign) for name, sign in (
-        ("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"), ("floordiv", "//"), ("mod", "%"), ("pow", "**"),
+        ("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"), ("mod", "%"), ("pow", "**"),
         ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("and", "&"), ("or", "|"), ("xor", "^"), ("shl", "<<"), ("shr", ">>"),
     )},
     **{name: _call(f"torch.{name}") for name in (
@@ -164,6 +172,7 @@ _OPS: Final[Mapping[str, OpSpelling]] = {
         "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "sigmoid", "erf", "isnan", "isinf",
     )},
     "neg": _call("torch.neg"),
+    "floordiv": _floordiv,
     "not": _call("torch.bitwise_not"),
     "fmod": _call("torch.fmod", numbers=(1,)),
     "min": _call("torch.minimum"),

@@ -32,6 +32,7 @@ class Typing(Enum):
     FLOATING = "operands and result are FLOAT"
     COMPARISON = "operands take the widest type, the result is BOOL"
     BITWISE = "operands and result take the widest type, which must be BOOL or integer"
+    SHIFT = "operands and result take the widest integer type, at least int32"
     PREDICATE = "a FLOAT operand, a BOOL result"
     SELECT = "a BOOL condition, then two operands of the widest type"
 
@@ -101,7 +102,9 @@ def _typed(op: Op, args: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], DType]:
     if op.typing is Typing.SELECT:
         widest = promote(args[1].dtype, args[2].dtype)
         return (cast(args[0], DType.BOOL), cast(args[1], widest), cast(args[2], widest)), widest
-    if op.typing is Typing.ARITHMETIC:
+    if op.typing in (Typing.ARITHMETIC, Typing.SHIFT):
+        if widest is DType.FLOAT and op.typing is Typing.SHIFT:
+            raise TypeError(f"{op.name} takes integers, got {', '.join(a.dtype.value for a in args)}")
         widest = promote(widest, DType.INT32)
         return tuple(cast(a, widest) for a in args), widest
     if op.typing is Typing.COMPARISON:
@@ -130,11 +133,14 @@ def _fold(op: Op, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
 
 
 def _row(name: str, typing: Typing, eager: Callable[..., Any], fold: Callable[..., Any], rule: Rule, *partials: Partial) -> Op:
-    arity = {Typing.SELECT: 3}.get(typing, 0) or _ARITY.get(name, 1)
+    arity = 3 if typing is Typing.SELECT else 2 if name in _BINARY else 1
     return Op(name, arity, typing, eager, fold, rule, partials or None)
 
 
-_ARITY = dict.fromkeys("add sub mul div floordiv mod fmod pow min max atan2 eq ne lt le and or xor shl shr".split(), 2)
+_BINARY = frozenset(
+    ("add", "sub", "mul", "div", "floordiv", "mod", "fmod", "pow", "min", "max", "atan2")
+    + ("eq", "ne", "lt", "le", "and", "or", "xor", "shl", "shr")
+)
 _A, _F, _C, _B, _P, _S = (Typing.ARITHMETIC, Typing.FLOATING, Typing.COMPARISON, Typing.BITWISE, Typing.PREDICATE, Typing.SELECT)
 _inc, _dec = ranges.increasing, ranges.decreasing
 
@@ -234,8 +240,8 @@ OPS: Final[dict[str, Op]] = {
         _row("or", _B, torch.bitwise_or, lambda a, b: a | b, ranges.bit_or),
         _row("xor", _B, torch.bitwise_xor, lambda a, b: a ^ b, ranges.bit_xor),
         _row("not", _B, torch.bitwise_not, _fold_not, _dec(lambda x: -1 - x)),
-        _row("shl", _B, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), lambda a, b: ranges.mul(a, _inc(torch.exp2)(b))),
-        _row("shr", _B, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
+        _row("shl", Typing.SHIFT, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), lambda a, b: ranges.mul(a, _inc(torch.exp2)(b))),
+        _row("shr", Typing.SHIFT, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
         _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
              lambda y, c, a, b: const(0.0), lambda y, c, a, b: apply("where", c, 1.0, 0.0), lambda y, c, a, b: apply("where", c, 0.0, 1.0)),
     )

@@ -118,7 +118,7 @@ def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
     if not operands:
         assert drop is not None
         return drop
-    if e.dtype is DType.BOOL and absorb is not None and any(arg.op == "not" and arg.args[0] in operands for arg in operands):
+    if e.dtype is DType.BOOL and absorb is not None and any(_make("not", arg) in operands for arg in operands):
         return absorb
     first, *rest = sorted(operands, key=_key)
     for arg in rest:

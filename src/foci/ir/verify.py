@@ -82,8 +82,8 @@ def _select(given: tuple[DType, ...]) -> _Types:
     return (DType.BOOL, widest, widest), widest
 
 
-def _bitwise(given: tuple[DType, ...]) -> _Types:
-    wanted = _widest(tuple(d if d is not DType.FLOAT else DType.INT32 for d in given))
+def _bitwise(given: tuple[DType, ...], least: DType = DType.BOOL) -> _Types:
+    wanted = _widest(tuple(d if d is not DType.FLOAT else DType.INT32 for d in given), least)
     return wanted, wanted[0]
 
 
@@ -92,6 +92,7 @@ _TYPES: Final[Mapping[Typing, Callable[[tuple[DType, ...]], _Types]]] = {
     Typing.FLOATING: lambda given: ((DType.FLOAT,) * len(given), DType.FLOAT),
     Typing.COMPARISON: lambda given: (_widest(given), DType.BOOL),
     Typing.BITWISE: _bitwise,
+    Typing.SHIFT: lambda given: _bitwise(given, DType.INT32),
     Typing.PREDICATE: lambda given: ((DType.FLOAT,) * len(given), DType.BOOL),
     Typing.SELECT: _select,
 }
