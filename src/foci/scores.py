@@ -371,6 +371,6 @@ EXAMPLES: Final = (
         "function",
         "any function",
         lambda s: Score(lambda score, b, h, q_idx, kv_idx: score * (1.0 + 0.1 * h)),
-        lambda x, s: x * (1.0 + 0.1 * s.positions(x.device)[1]),
+        lambda x, s: x * (1.0 + 0.1 * s.positions(x.device)[1].to(x.dtype)),
     ),
 )

@@ -1,0 +1,109 @@
+"""Time and peak memory of making block masks, each in a process of its own. Prints one JSON line per case.
+
+    python benchmarks/block_mask.py                  # every case
+    python benchmarks/block_mask.py document 131072  # one case
+
+Peak memory is what the process's resident set grew by while the block mask was made; the limits are those the project
+promises, and the exit status says whether they hold.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+import foci
+from foci.mask_mods import create_block_mask
+
+BLOCK = 128
+SECONDS, MEGABYTES = 2.0, 200.0
+
+
+def _documents(length: int) -> torch.Tensor:
+    starts = torch.randint(0, length, (length // 4096,), generator=torch.Generator().manual_seed(0))
+    return torch.zeros(length, dtype=torch.int32).scatter_(0, starts, 1).cumsum(0, dtype=torch.int32)
+
+
+CASES: dict[str, Callable[[int], foci.Mask]] = {
+    "causal": lambda n: foci.masks.causal(),
+    "window": lambda n: foci.masks.causal() & foci.masks.window(1024),
+    "document": lambda n: foci.masks.document(_documents(n)),
+    "causal document": lambda n: foci.masks.document(_documents(n)) & foci.masks.causal(),
+    "natten": lambda n: foci.masks.natten((n // 256, 256), 13),
+    "block diffusion": lambda n: foci.masks.block_diffusion(n // 2, block=512),
+}
+LENGTHS = (16384, 131072)
+
+
+def _resident() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+class _Peak:
+    """The largest resident set seen while the block ran, sampled each millisecond."""
+
+    def __enter__(self) -> "_Peak":
+        self.before = self.most = _resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.001):
+            self.most = max(self.most, _resident())
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.most = max(self.most, _resident())
+
+    @property
+    def megabytes(self) -> float:
+        return self.most - self.before
+
+
+def measure(name: str, length: int) -> dict[str, object]:
+    """One case, made once in this process after a tiny one that loads what is loaded lazily."""
+    create_block_mask(CASES[name](4096), None, None, 4096, 4096, device="cpu", BLOCK_SIZE=BLOCK)
+    mask = CASES[name](length)
+    with _Peak() as peak:
+        start = time.perf_counter()
+        block_mask = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+        seconds = time.perf_counter() - start
+    return {
+        "case": name,
+        "length": length,
+        "block": BLOCK,
+        "seconds": round(seconds, 4),
+        "peak_mb": round(peak.megabytes, 1),
+        "sparsity_percent": round(block_mask.sparsity(), 3),
+        "within_limits": seconds < SECONDS and peak.megabytes < MEGABYTES,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> int:
+    """All cases, or the one named on the command line; 1 when a limit is broken."""
+    if len(sys.argv) == 3:
+        result = measure(sys.argv[1], int(sys.argv[2]))
+        print(json.dumps(result), flush=True)
+        return 0 if result["within_limits"] else 1
+    codes = [
+        subprocess.run([sys.executable, os.path.abspath(__file__), name, str(length)], check=False).returncode
+        for name in CASES
+        for length in LENGTHS
+    ]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
