@@ -41,7 +41,7 @@ format: $(STAMP) ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## the benchmarks, on an idle machine
-	$(BIN)/python -m benchmarks $(ARGS)
+	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 changelog: $(STAMP) ## what the next release's entry would say
 	$(BIN)/towncrier build --draft

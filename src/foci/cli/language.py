@@ -33,7 +33,7 @@ def read_mask(text: str, sizes: Sizes) -> foci.Mask:
     Example:
         >>> from foci.example import Sizes
         >>> read_mask("causal & ~window(8)", Sizes())
-        Mask(causal & ~window(8, 0))
+        Mask((causal & ~window(8, 0)))
     """
     return _read(text, sizes, foci.masks.EXAMPLES, foci.masks, foci.Mask)
 

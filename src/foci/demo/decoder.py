@@ -32,7 +32,7 @@ class Pattern:
 
 
 def patterns(batch: int, length: int, heads: int, device: torch.device) -> tuple[Pattern, ...]:
-    """Causal; ALiBi within a sliding window; causal within documents of uneven lengths."""
+    """Causal; ALiBi within a sliding window; causal within documents, cut at other places in each batch entry."""
     positions = torch.arange(length, device=device) + 37 * torch.arange(batch, device=device)[:, None]
     causal = foci.masks.causal()
     return (
