@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from foci.arguments import MaskLike, ScoreLike, mask_parts, score_parts
+from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.core import Function, Tensors, decision, run
 from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
-from foci.prepare import Extras, check_is_tensor, describe
+from foci.prepare import Extras, check_is_tensor
 from foci.problem import Outputs, Results
 
 __all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain"]
@@ -86,12 +85,10 @@ def attention(
         >>> out.sum().backward()
     """
     check_is_tensor(query=query, key=key, value=value)
-    score_function, mask_function, extras = _arguments(query, key, mask, score, bias, scale, dropout_p, return_aux)
-    if sink is not None:
-        _check_sink(sink, query, extras.outputs)
+    mask_function, blocks, block_size = mask_parts(mask, query, key)
+    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
+    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs))
     results = _attend((query, key, value), score_function, mask_function, extras)
-    if sink is not None:
-        results = _with_sink(results, sink)
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)
@@ -145,9 +142,9 @@ def explain(
         True
     """
     check_is_tensor(query=query, key=key, value=value)
-    score_function, mask_function, extras = _arguments(query, key, mask, score, bias, scale, dropout_p, return_aux)
-    if sink is not None:
-        _check_sink(sink, query, extras.outputs)
+    mask_function, blocks, block_size = mask_parts(mask, query, key)
+    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
+    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs))
     if is_nested(query, key, value):
         return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))
     return Explanation(decision((query, key, value), score_function, mask_function, extras))
@@ -157,38 +154,3 @@ def _attend(tensors: Tensors, score: Function, mask: Function, extras: Extras) -
     if is_nested(*tensors):
         return attend_nested(tensors, score, mask, extras)
     return run(tensors, score, mask, extras)
-
-
-def _arguments(
-    query: Tensor, key: Tensor, mask: MaskLike, score: ScoreLike, bias: Tensor | None, scale: float | None, dropout_p: float, return_aux: AuxRequest | None
-) -> tuple[Function, Function, Extras]:
-    if return_aux is not None and not isinstance(return_aux, Outputs):
-        raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
-    mask_function, blocks, block_size = mask_parts(mask, query, key)
-    outputs = Outputs() if return_aux is None else return_aux
-    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size)
-    return score_parts(score, bias), mask_function, extras
-
-
-def _check_sink(sink: Any, query: Tensor, outputs: Outputs) -> None:
-    check_is_tensor(sink=sink)
-    if not sink.is_floating_point() or list(sink.shape) != [query.shape[1]]:
-        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
-    if sink.device != query.device:
-        raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
-    if outputs.column_sums:
-        raise ValueError("column_sums cannot be returned together with a sink: each row's sum has another share; ask for weights")
-
-
-def _with_sink(results: Results, sink: Tensor) -> Results:
-    """A logit without a value scales the row by sigmoid(lse - sink), and enters its logsumexp."""
-    lse = results.lse
-    if lse.is_nested:
-        raise ValueError("a sink with nested tensors: pass packed tensors to foci.varlen_attn, or dense ones")
-    logit = sink.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - logit)
-    out = (results.out * share[..., None]).to(results.out.dtype)
-    weights = None if results.weights is None else (results.weights * share[..., None]).to(results.weights.dtype)
-    return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)
-
-

@@ -13,9 +13,10 @@ from foci.block_mask import as_block_mask, block_classes
 from foci.core import Function
 from foci.jagged import is_nested
 from foci.prepare import describe
+from foci.problem import Outputs
 from foci.variant import Mask, Score
 
-__all__ = ["MaskLike", "ScoreLike", "causal_bias", "check_broadcasts", "mask_parts", "score_parts"]
+__all__ = ["MaskLike", "ScoreLike", "causal_bias", "check_broadcasts", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
 
 MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
@@ -98,3 +99,36 @@ def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> N
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
     if tensor.dim() > 4 or any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
+
+
+def checked_outputs(return_aux: Any) -> Outputs:
+    """The auxiliary outputs asked for.
+
+    Raises:
+        TypeError: for anything but an AuxRequest or None.
+    """
+    if return_aux is None:
+        return Outputs()
+    if not isinstance(return_aux, Outputs):
+        raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
+    return return_aux
+
+
+def checked_sink(sink: Any, query: Tensor, outputs: Outputs) -> Tensor | None:
+    """The sink, if there is one.
+
+    Raises:
+        TypeError: for anything but a tensor or None.
+        ValueError: for a wrong shape or device, or together with column sums.
+    """
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor):
+        raise TypeError(f"sink must be a tensor; got {type(sink).__name__}")
+    if not sink.is_floating_point() or list(sink.shape) != [query.shape[1]]:
+        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
+    if sink.device != query.device:
+        raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
+    if outputs.column_sums:
+        raise ValueError("column_sums cannot be returned together with a sink: each row's sum has another share; ask for weights")
+    return sink

@@ -36,12 +36,24 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
     if torch.compiler.is_dynamo_compiling():
         from foci.graph.capture import run_captured
 
-        return run_captured(tensors, score, mask, extras)
-    return run_now(tensors, score, mask, extras)
+        results = run_captured(tensors, score, mask, extras)
+    else:
+        results = run_now(tensors, score, mask, extras)
+    return results if extras.sink is None else _with_sink(results, extras.sink)
+
+
+def _with_sink(results: Results, sink: Tensor) -> Results:
+    """A logit without a value scales its row by sigmoid(lse - sink), and enters the row's logsumexp."""
+    lse = results.lse
+    logit = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logit)
+    out = (results.out * share[..., None]).to(results.out.dtype)
+    weights = None if results.weights is None else (results.weights * share[..., None]).to(results.weights.dtype)
+    return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)
 
 
 def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    """`run` where Python runs: eagerly, or while a graph is made of tensor operations."""
+    """`run` without the sink, where Python runs: eagerly, or while a graph is made of tensor operations."""
     formula, operands = prepare(tensors, score, mask, extras)
     return attend(formula, operands, _allowed(extras))
 

@@ -24,7 +24,8 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Extras:
     """The arguments of a call besides query, key, value and the functions.
 
-    `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends.
+    `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit
+    per head without a value.
     """
 
     outputs: Outputs
@@ -39,6 +40,7 @@ class Extras:
     max_q: int = 0
     max_kv: int = 0
     honour_sdp_flags: bool = False
+    sink: Tensor | None = None
 
 
 def prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.lift import lift_constants
+from foci.ir.memo import fingerprint
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.ir.simplify import lift_mask, simplify
@@ -229,6 +231,33 @@ def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, devi
     """
     if score is None and mask is None:
         return _PLAIN_BOUND
+    prints = (fingerprint(score), fingerprint(mask))
+    if prints[0] is None or prints[1] is None or torch._guards.detect_fake_mode() is not None:
+        return _traced(score, mask, device)[0]
+    key = (prints[0][0], prints[1][0], device)
+    tensors = prints[0][1] + prints[1][1]
+    found = _remembered.get(key)
+    if found is None:
+        return _remember(key, tensors, *_traced(score, mask, device))
+    _remembered.move_to_end(key)
+    return Bound(found[0].variant, tuple(tensors[n] for n in found[1]), found[0].ints, found[0].floats)
+
+
+_remembered: OrderedDict[tuple[Any, ...], tuple[Bound, tuple[int, ...]]] = OrderedDict()
+_REMEMBERED = 512
+
+
+def _remember(key: tuple[Any, ...], tensors: list[Tensor], bound: Bound, symbolic: bool) -> Bound:
+    """Keeps what was traced, without its tensors, if each of them is one the functions close over."""
+    spots = {id(t): n for n, t in enumerate(tensors)}
+    if not symbolic and all(id(t) in spots for t in bound.captures):
+        _remembered[key] = Bound(bound.variant, (), bound.ints, bound.floats), tuple(spots[id(t)] for t in bound.captures)
+        while len(_remembered) > _REMEMBERED:
+            _remembered.popitem(last=False)
+    return bound
+
+
+def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> tuple[Bound, bool]:
     tracer = Tracer(device)
     score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, SCORE_VARIABLES))
     mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, MASK_VARIABLES))
@@ -237,7 +266,7 @@ def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, devi
     specs = tuple(Capture(t.dtype, t.dim()) for t in tensors)
     ints = form.ints + tuple(tracer.symbolic[n] for n in form.symbolic_ints)
     floats = form.floats + tuple(tracer.symbolic[n] for n in form.symbolic_floats)
-    return Bound(_variant(form.score, form.mask, specs), tensors, ints, floats)
+    return Bound(_variant(form.score, form.mask, specs), tensors, ints, floats), bool(tracer.symbolic)
 
 
 def _as_score(expr: Expr) -> Expr:

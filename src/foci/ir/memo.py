@@ -1,0 +1,84 @@
+"""When a traced function may be remembered: everything it can depend on is part of the key.
+
+A function is remembered by its code and by what it closes over: numbers by value, tensors by shape and dtype (their
+values and identity are looked up anew), functions likewise. A function that reads anything else, an object's attribute
+or a global that can change, has no key and is traced at each call, so a stale expression cannot exist (FLEX-09).
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["Fingerprint", "fingerprint"]
+
+Fingerprint = tuple[tuple[Any, ...], list[Tensor]]
+_CONSTANT: Final = (bool, int, float, str, type(None), torch.dtype)
+_MODULES: Final = (torch, math, torch.nn.functional)
+
+
+def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
+    """The function's key and the tensors it closes over, in a fixed order; None if it must be traced each time."""
+    tensors: list[Tensor] = []
+    key = _key(function, tensors)
+    return None if key is None else (key, tensors)
+
+
+def _key(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    kind = type(value)
+    if kind in _CONSTANT:
+        return (kind, value)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        if value.dim() == 0:
+            return None  # may be read as a number
+        tensors.append(value)
+        return (Tensor, value.dtype, value.shape, value.device)
+    if kind is types.FunctionType:
+        return _function_key(value, tensors)
+    if kind is tuple:
+        parts = [_key(item, tensors) for item in value]
+        return None if None in parts else (tuple, *parts)
+    return None
+
+
+def _function_key(function: types.FunctionType, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    code = function.__code__
+    if function.__kwdefaults__ or not _reads_constants_only(code, function.__globals__):
+        return None
+    try:
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    except ValueError:  # a cell that is not filled yet
+        return None
+    parts = [_key(item, tensors) for item in (*(function.__defaults__ or ()), *cells)]
+    return None if None in parts else (code, *parts)
+
+
+def _reads_constants_only(code: types.CodeType, scope: dict[str, Any]) -> bool:
+    found = _constant_code.get(code)
+    if found is None:
+        nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
+        found = not nested and all(_is_constant_global(name, scope) for name in code.co_names)
+        if len(_constant_code) >= 4096:
+            _constant_code.clear()
+        # A name that is not a constant today may shadow nothing tomorrow: only the sure answer is kept.
+        if found:
+            _constant_code[code] = found
+    return found and all(_is_constant_global(name, scope) for name in code.co_names if name in scope)
+
+
+_constant_code: dict[types.CodeType, bool] = {}
+
+
+def _is_constant_global(name: str, scope: dict[str, Any]) -> bool:
+    if name not in scope:
+        return True  # a builtin, or the name of an attribute
+    value = scope[name]
+    if isinstance(value, types.FunctionType):
+        return value.__module__.startswith("foci.")
+    return any(value is module for module in _MODULES) or (hasattr(builtins, name) and value is getattr(builtins, name))
