@@ -25,6 +25,8 @@ LAYERS = (
     ("foci.execution",),
     ("foci.operator",),
     ("foci.core",),
+    ("foci.capture",),
+    ("foci.dispatch",),
     ("foci.jagged",),
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
@@ -34,9 +36,6 @@ LAYERS = (
     ("foci.cli", "foci.__main__"),
 )
 
-# A call that torch.compile meets is captured, and what was captured is run by the same road: one unit in two files.
-JOINED = {"foci.graph.capture": "foci.core"}
-
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 
@@ -44,9 +43,8 @@ def unit_of(module: str) -> str:
     """The longest entry of the table that holds the module; `foci` itself is only the package's own file."""
     parts = module.split(".")
     for length in range(len(parts), 1, -1):
-        name = ".".join(parts[:length])
-        if (unit := JOINED.get(name, name)) in LEVEL:
-            return unit
+        if (name := ".".join(parts[:length])) in LEVEL:
+            return name
     return "foci" if module == "foci" else f"{module} (in no layer)"
 
 

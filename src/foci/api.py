@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
-from foci.core import Function, Tensors, decision, run
+from foci.core import Function, Tensors, decision
+from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
 from foci.prepare import Extras, check_is_tensor

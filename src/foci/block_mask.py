@@ -336,8 +336,8 @@ def block_classes(block_mask: BlockMask) -> Tensor:
     Example:
         >>> from foci.mask_mods import create_block_mask
     >>> block_classes(create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu"))
-        tensor([[[[1, 0],
-                  [2, 1]]]], dtype=torch.int8)
+    tensor([[[[1, 0],
+              [2, 1]]]], dtype=torch.int8)
     """
     columns = block_mask.kv_indices.shape[-1]
     classes = from_lists(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.int8) * PARTIAL

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foci import masks, scores
 from foci.arguments import causal_bias, check_broadcasts, mask_parts, score_parts
-from foci.core import Function, run
+from foci.core import Function
+from foci.dispatch import run
 from foci.jagged import attend_nested, is_nested
 from foci.prepare import Extras, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
@@ -121,12 +122,12 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
-    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] and (query.shape[1] == key.shape[1] or enable_gqa):
+    if query.dim() == 4 and key.shape[:2] == value.shape[:2] and query.shape[0] == key.shape[0] and (query.shape[1] == key.shape[1] or enable_gqa):
         lead, tensors = None, (query, key, value)
     else:
         lead = _leading(query, key, value, enable_gqa=enable_gqa)
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
-    mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key)
+    mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
     score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
     extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
     out = run(tensors, score, mask, extras).out
@@ -180,7 +181,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> 
 
 
 def _as_heads(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], *, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Each tensor as [B, H, S, D]: the last leading dim is heads from four dims on, the batch below."""
+    """Each tensor as [B, H, S, D]: the last leading dim is heads from four dims on and for grouped heads, else the batch."""
 
     def fold(tensor: Tensor) -> Tensor:
         dims = lead
@@ -188,17 +189,19 @@ def _as_heads(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], 
             dims = (*lead[:-1], tensor.shape[-3])
         tensor = tensor.expand(*dims, *tensor.shape[-2:])
         if len(dims) < 2:
+            if enable_gqa:
+                return tensor.unsqueeze(0)
             return tensor.reshape(math.prod(dims), 1, *tensor.shape[-2:])
         return tensor if len(dims) == 2 else tensor.reshape(math.prod(dims[:-1]), dims[-1], *tensor.shape[-2:])
 
     tensors = (fold(query), fold(key), fold(value))
     if enable_gqa and tensors[1].shape[1] != tensors[2].shape[1]:
-        heads = max(tensors[1].shape[1], tensors[2].shape[1])
+        heads = math.lcm(tensors[1].shape[1], tensors[2].shape[1])  # divides the query's heads, as both do
         return tensors[0], *(t.repeat_interleave(heads // t.shape[1], dim=1) for t in tensors[1:])  # type: ignore[return-value]
     return tensors
 
 
-def _fold_mask(mask: Any, lead: tuple[int, ...], query: Tensor, key: Tensor) -> Any:
+def _fold_mask(mask: Any, lead: tuple[int, ...], query: Tensor, key: Tensor, *, grouped: bool) -> Any:
     """A mask tensor that broadcasts over the leading dims, for [B, H, S, D]."""
     if not isinstance(mask, Tensor) or causal_bias(mask, query, key) is not None or mask.dim() <= 2:
         return mask
@@ -206,7 +209,7 @@ def _fold_mask(mask: Any, lead: tuple[int, ...], query: Tensor, key: Tensor) -> 
     if mask.dim() > len(wanted) or any(n not in (1, w) for n, w in zip(reversed(mask.shape), reversed(wanted), strict=False)):
         raise ValueError(f"attn_mask must broadcast to {list(wanted)}; got {describe(mask)}")
     if len(lead) == 1:
-        return mask.unsqueeze(1)
+        return mask if grouped else mask.unsqueeze(1)
     if len(lead) == 2 or mask.dim() <= 3:
         return mask
     full = mask.expand(*lead, *mask.shape[-2:])

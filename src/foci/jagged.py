@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.core import Function, Tensors, decision, run
+from foci.core import Function, Tensors, decision
+from foci.dispatch import run
 from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results

@@ -99,7 +99,7 @@ def create_block_mask(
         >>> document = torch.arange(512) // 100
         >>> mask = create_block_mask(lambda b, h, q, kv: document[q] == document[kv], None, None, 512, 512, device="cpu")
         >>> mask.kv_num_blocks
-        tensor([[[1, 3, 3, 2]]], dtype=torch.int32)
+        tensor([[[2, 3, 3, 2]]], dtype=torch.int32)
     """
     if _arguments(mask_mod) != 4:
         raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")

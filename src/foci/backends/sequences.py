@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from foci.ir.expr import LENGTHS
 from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
 
-__all__ = ["Sequence", "coordinates", "narrow", "pack", "sequences", "without_keys"]
+__all__ = ["Sequence", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
 
 
 @dataclass(frozen=True)
@@ -51,23 +53,28 @@ def _spans(offsets: Tensor | None, lengths: Tensor | None) -> list[tuple[int, in
 
 def coordinates(sequence: Sequence, batch: int, heads: int, device: torch.device) -> dict[str, Tensor]:
     """Every variable but the score, as int32 tensors that broadcast to [B, Hq, Sq, Skv]."""
+    whole = {"b": (0, batch), "h": (0, heads), "q_idx": (0, sequence.q_len), "kv_idx": (0, sequence.kv_len)}
+    return {name: coordinate(name, sequence, whole.get(name, (0, 0)), device) for name in _SHAPES}
 
-    def count(length: int, dim: int) -> Tensor:
-        shape = [1, 1, 1, 1]
-        shape[dim] = length
-        return torch.arange(length, dtype=torch.int32, device=device).view(shape)
 
-    def single(value: int) -> Tensor:
-        return torch.full((1, 1, 1, 1), value, dtype=torch.int32, device=device)
+def coordinate(name: str, sequence: Sequence, span: tuple[int, int], device: torch.device) -> Tensor:
+    """One variable over a span (start, stop) of its values; lengths, and the number of a sequence, have but one."""
+    if name == "b" and sequence.b is not None:
+        span = (sequence.b, sequence.b + 1)
+    elif name in LENGTHS:
+        length = sequence.q_len if name == "q_len" else sequence.kv_len
+        span = (length, length + 1)
+    return torch.arange(*span, dtype=torch.int32, device=device).view(_SHAPES[name])
 
-    return {
-        "b": count(batch, 0) if sequence.b is None else single(sequence.b),
-        "h": count(heads, 1),
-        "q_idx": count(sequence.q_len, 2),
-        "kv_idx": count(sequence.kv_len, 3),
-        "q_len": single(sequence.q_len),
-        "kv_len": single(sequence.kv_len),
-    }
+
+_SHAPES: Final = {
+    "b": (-1, 1, 1, 1),
+    "h": (1, -1, 1, 1),
+    "q_idx": (1, 1, -1, 1),
+    "kv_idx": (1, 1, 1, -1),
+    "q_len": (1, 1, 1, 1),
+    "kv_len": (1, 1, 1, 1),
+}
 
 
 def without_keys(operands: Operands, outputs: Outputs) -> Results:

@@ -12,6 +12,7 @@ from foci.backends.blocked.backward import backward
 from foci.backends.blocked.differentiable import differentiable
 from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.contract import Plan
+from foci.ir.expr import const
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
 
 __all__ = ["BACKEND", "differentiable"]
@@ -20,11 +21,11 @@ __all__ = ["BACKEND", "differentiable"]
 @dataclass(frozen=True)
 class _Kernel:
     problem: Problem
-    is_plain: bool
+    may_be_single: bool
 
     def forward(self, operands: Operands, /) -> Results:
-        if self.is_plain and is_single(operands):
-            return forward_single(operands)
+        if self.may_be_single and is_single(operands):
+            return forward_single(operands, self.problem.formula)
         return forward(operands, self.problem.formula)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -45,8 +46,8 @@ class _Blocked:
 
     def compile(self, plan: Plan, /) -> _Kernel:
         formula = plan.problem.formula
-        plain = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
-        return _Kernel(plan.problem, formula.variant.is_plain and formula == plain)
+        simple = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
+        return _Kernel(plan.problem, formula == simple and formula.variant.mask is not const(False))
 
 
 BACKEND = _Blocked()

@@ -125,9 +125,9 @@ class CaptureSums:
         if not site.axes:
             dropped = [dim for dim in range(_FIRST_AXIS) if dim not in site.kept]
             total = product.sum(dropped, keepdim=True) if dropped else product
-            self._scatter(scores, site, total, _Place(at, scores.env(*at, score=raw), {}))
+            self._scatter(scores, site, total, _Place(at, scores.env(at, raw), {}))
             return
-        plain = scores.env(*at, score=raw)
+        plain = scores.env(at, raw)
         extents = [int(extent) for extent in evaluate(tuple(extent for _, extent in site.axes), plain)]
         step = max(1, _ELEMENTS // (_size_of(site.rest, product) * math.prod(extents[1:])))
         for first in range(0, extents[0], step):
@@ -184,7 +184,7 @@ def _size_of(expr: Expr, tile: Tensor) -> int:
 
 def _with_axes(env: Env, site: Site, spans: dict[int, tuple[int, int]]) -> Env:
     """The environment with one more dimension for each axis."""
-    count, device = len(site.axes), env.variables["q_idx"].device
+    count, device = len(site.axes), env.variables["score"].device
     variables = {name: t[(..., *[None] * count)] for name, t in env.variables.items()}
     axes = {}
     for i, (level, _) in enumerate(site.axes):

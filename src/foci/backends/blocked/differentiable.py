@@ -37,7 +37,7 @@ def differentiable(operands: Operands, formula: Formula, /) -> Results:
     return parts[0][1] if formula.layout is Layout.DENSE else pack(operands, formula.outputs, parts)
 
 
-def _attend_sequence(operands: Operands, formula: Formula, sequence: Sequence, classes: Tensor) -> Results:
+def _attend_sequence(operands: Operands, formula: Formula, sequence: Sequence, classes: Tensor | int) -> Results:
     if 0 in (*operands.query.shape[:2], sequence.q_len, sequence.kv_len):
         return attend(narrow(operands, sequence), formula, sequence)
     scores = Scores(operands, formula, sequence)
@@ -122,7 +122,7 @@ def _masked(scores: Scores, raw: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
     if scores.is_identity and not at[2].masked:
         return raw
     view = scores.by_head(raw, *at[:2])
-    env = scores.env(*at, score=view)
+    env = scores.env(at, view)
     allowed = None
     if at[2].masked:
         allowed = scores.allowed(evaluate((scores.mask,), env)[0], at)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foci.backends.blocked.scores import Scores
-from foci.backends.blocked.tiles import Chunk, Tile, block_classes, plan_chunks
-from foci.backends.sequences import sequences, without_keys
+from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
+from foci.backends.sequences import Sequence, sequences, without_keys
 from foci.problem import Formula, Operands, Results, accumulation_dtype, empty_out
 
 __all__ = ["forward", "forward_single", "is_single"]
@@ -24,24 +24,33 @@ def is_single(operands: Operands) -> bool:
     return 0 < batch * heads * q_len * operands.key.shape[2] <= _SINGLE
 
 
-def forward_single(operands: Operands) -> Results:
-    """Plain attention of a small dense call in as few torch calls as will do: no mask, no score function, no dropout."""
+def forward_single(operands: Operands, formula: Formula) -> Results:
+    """A small dense call in as few torch calls as will do: any functions, but no dropout and no output beside lse."""
     query, key, value = operands.query, operands.key, operands.value
     batch, heads, q_len, _ = query.shape
     acc = accumulation_dtype(query.dtype)
     if query.dtype != acc:
         query, key, value = query.to(acc), key.to(acc), value.to(acc)
-    pairs, rows = batch * key.shape[1], heads // key.shape[1] * q_len
-    query, key, value = query.reshape(pairs, rows, -1), key.flatten(0, 1), value.flatten(0, 1)
-    scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=operands.scale)
-    top = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(top).exp_()
+    groups, kv_len = heads // key.shape[1], key.shape[2]
+    query, key, value = query.reshape(batch * key.shape[1], groups * q_len, -1), key.flatten(0, 1), value.flatten(0, 1)
+    score = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=operands.scale)
+    is_plain = formula.variant.is_plain
+    if not is_plain:
+        run = Run(0, kv_len, formula.variant.mask.op != "const")
+        tile = Tile(0, q_len, (run,))
+        chunk = Chunk((0, batch), (0, operands.key.shape[1]), groups, (tile,))
+        scores = Scores(operands, formula, Sequence(None, (0, q_len), (0, kv_len)))
+        score = scores.functions(score.view(batch, heads, q_len, kv_len), (chunk, tile, run))[0].view(score.shape)
+    base = score.amax(-1, keepdim=True)
+    if not is_plain:
+        base = base.masked_fill_(base == -torch.inf, 0.0)
+    weights = score.sub_(base).exp_()
     total = weights.sum(-1, keepdim=True)
+    lse = torch.log(total).add_(base)
+    if not is_plain:
+        total = total.masked_fill_(total == 0, 1.0)
     out = torch.bmm(weights, value).div_(total).view(batch, heads, q_len, -1)
-    return Results(
-        out=empty_out(operands.query, operands.value).copy_(out),
-        lse=total.log_().add_(top).view(batch, heads, q_len),
-    )
+    return Results(out=empty_out(operands.query, operands.value).copy_(out), lse=lse.view(batch, heads, q_len))
 
 
 def forward(operands: Operands, formula: Formula) -> Results:

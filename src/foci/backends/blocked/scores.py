@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
 from foci.backends.blocked.tiles import Chunk, Run, Tile
-from foci.backends.sequences import Sequence, coordinates
+from foci.backends.sequences import Sequence, coordinate
 from foci.blocks import FULL, PARTIAL
 from foci.dropout import keep_run
 from foci.ir.eager import Env, evaluate
@@ -17,8 +18,10 @@ from foci.problem import Formula, Operands, accumulation_dtype
 
 __all__ = ["Scores"]
 
-# Which dimension of [B, Hq, Sq, Skv] a coordinate runs along.
-_DIMS = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
+
+@functools.lru_cache(maxsize=1024)
+def _reads(score: Expr, mask: Expr) -> frozenset[str]:
+    return (score.variables() | mask.variables()) - {"score"}
 
 
 class Scores:
@@ -38,7 +41,8 @@ class Scores:
         self.mask = formula.variant.mask
         self.is_identity = self.score.op == "var"
         self.has_blocks = formula.block_size is not None
-        self._at: dict[str, Tensor] = {}
+        self.reads = _reads(self.score, self.mask) | ({"b", "h", "q_idx"} if formula.dropout else set())
+        self._at: dict[tuple[str, tuple[int, int]], Tensor] = {}
 
     def may_hide(self, tile: Tile) -> bool:
         """Whether a row of the tile may have no key: masked, or given -inf by the score function."""
@@ -59,21 +63,22 @@ class Scores:
         """[b, h, q, ...] of [pairs, groups * rows, ...]: the same memory."""
         return rows.view(chunk.b[1] - chunk.b[0], chunk.heads[1] - chunk.heads[0], tile.stop - tile.start, *rows.shape[2:])
 
-    def variables(self, chunk: Chunk, tile: Tile, run: Run) -> dict[str, Tensor]:
-        """The coordinates of a tile, as `foci.ir.eager` wants them."""
-        if not self._at:
-            query = self.operands.query
-            self._at = coordinates(self.sequence, query.shape[0], query.shape[1], query.device)
+    def variables(self, at: tuple[Chunk, Tile, Run]) -> dict[str, Tensor]:
+        """The coordinates of a tile that the functions read, as `foci.ir.eager` wants them."""
+        chunk, tile, run = at
         spans = {"b": chunk.b, "h": chunk.heads, "q_idx": (tile.start, tile.stop), "kv_idx": (run.start, run.stop)}
-        if self.sequence.b is not None:
-            del spans["b"]
-        return {**self._at, **{name: self._at[name].narrow(_DIMS[name], start, stop - start) for name, (start, stop) in spans.items()}}
+        return {name: self._coordinate(name, spans.get(name, (0, 0))) for name in self.reads}
 
-    def env(self, chunk: Chunk, tile: Tile, run: Run, *, score: Tensor | None = None) -> Env:
+    def _coordinate(self, name: str, span: tuple[int, int]) -> Tensor:
+        found = self._at.get((name, span))
+        if found is None:
+            found = self._at[name, span] = coordinate(name, self.sequence, span, self.operands.query.device)
+        return found
+
+    def env(self, at: tuple[Chunk, Tile, Run], score: Tensor) -> Env:
         """What expressions are evaluated on over a tile; `score` is the raw score [b, h, q, kv]."""
-        variables = self.variables(chunk, tile, run)
-        if score is not None:
-            variables["score"] = score
+        variables = self.variables(at)
+        variables["score"] = score
         operands = self.operands
         return Env(variables, operands.captures, operands.ints, operands.floats, self.acc)
 
@@ -94,7 +99,7 @@ class Scores:
         Without a score function the scores are written over `raw`; else they are fresh memory.
         """
         exprs = (*(() if self.is_identity else (self.score,)), *((self.mask,) if at[2].masked else ()), *more)
-        values = list(evaluate(exprs, self.env(*at, score=raw)))
+        values = list(evaluate(exprs, self.env(at, raw)))
         score = raw if self.is_identity else _whole(values.pop(0), raw)
         mask = values.pop(0) if at[2].masked else None
         if any(value.data_ptr() == score.data_ptr() for value in values):
@@ -123,7 +128,7 @@ class Scores:
         """Weights [pairs, groups * rows, kv] after dropout."""
         operands, view, run = self.operands, self.by_head(weights, *at[:2]), at[2]
         assert operands.seed is not None
-        names = self.variables(*at)
+        names = self.variables(at)
         kept = keep_run(operands.seed, operands.dropout_p, (names["b"], names["h"], names["q_idx"]), run.start, run.stop)
         scale = 0.0 if operands.dropout_p >= 1 else 1 / (1 - operands.dropout_p)
         return torch.where(kept, view * scale, 0.0).view(weights.shape)

@@ -84,8 +84,17 @@ class _Sizes:
         by_scores = self.scores // (self.groups * self.tile_q * min(self.kv_len, _LEAST_RUN))
         return max(1, min(by_scores, _WIDENED // (self.kv_len * self.width)))
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Batch entries and key heads of a chunk."""
+        pairs = self.pairs_at_once
+        return (pairs // self.kv_heads, self.kv_heads) if pairs >= self.kv_heads else (1, pairs)
 
-def plan_chunks(operands: Operands, sequence: Sequence, classes: Tensor) -> list[Chunk]:
+    def longest_run(self, pairs: int) -> int:
+        return max(_BLOCK_KV, self.scores // (pairs * self.groups * self.tile_q) // _BLOCK_KV * _BLOCK_KV)
+
+
+def plan_chunks(operands: Operands, sequence: Sequence, classes: Tensor | int) -> list[Chunk]:
     """The pieces of one sequence, which must have queries, keys, heads and batch entries.
 
     Args:
@@ -103,13 +112,18 @@ def plan_chunks(operands: Operands, sequence: Sequence, classes: Tensor) -> list
         width=max(key.shape[3], operands.value.shape[3]),
         scores=_SCORES.get(query.device.type, _SCORES_ELSEWHERE),
     )
+    if isinstance(classes, int):
+        return list(_cut_uniform(sizes, classes))
     if sequence.b is not None and classes.shape[0] > 1:
         classes = classes[sequence.b : sequence.b + 1]
     return list(_cut(sizes, classes[:, :, : -(-sizes.q_len // _TILE_Q), : -(-sizes.kv_len // _BLOCK_KV)]))
 
 
-def block_classes(operands: Operands, formula: Formula, of: Items[Sequence]) -> Tensor:
-    """Classes of blocks of 256 queries and 128 keys: int8 [B (or sequences) or 1, Hq or 1, nq, nkv] on the CPU."""
+def block_classes(operands: Operands, formula: Formula, of: Items[Sequence]) -> Tensor | int:
+    """Classes of blocks of 256 queries and 128 keys: int8 [B (or sequences) or 1, Hq or 1, nq, nkv] on the CPU.
+
+    One number where all are known to be alike without looking.
+    """
     mask, query = formula.variant.mask, operands.query
     q_len, kv_len = max((s.q_len for s in of), default=0), max((s.kv_len for s in of), default=0)
     rows, columns = -(-q_len // _TILE_Q), -(-kv_len // _BLOCK_KV)
@@ -118,9 +132,9 @@ def block_classes(operands: Operands, formula: Formula, of: Items[Sequence]) -> 
         edges = (_edges(q_len, _TILE_Q, formula.block_size[0]), _edges(kv_len, _BLOCK_KV, formula.block_size[1]))
         return _pool(operands.blocks.cpu(), edges)
     if mask.op == "const":
-        return torch.full((1, 1, rows, columns), FULL if mask.value else EMPTY, dtype=torch.int8)
+        return FULL if mask.value else EMPTY
     if rows * columns <= 1 or any(torch._C._functorch.is_functorch_wrapped_tensor(c) for c in operands.captures):
-        return torch.full((1, 1, rows, columns), PARTIAL, dtype=torch.int8)
+        return PARTIAL
     dense = formula.layout is Layout.DENSE
     extent = Extent(
         B=query.shape[0] if dense else len(of),
@@ -155,9 +169,23 @@ def _pool(blocks: Tensor, edges: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
     return classes.masked_fill(count(EMPTY) == total, EMPTY).masked_fill(count(FULL) == total, FULL)
 
 
+def _cut_uniform(sizes: _Sizes, kind: int) -> Iterator[Chunk]:
+    b_step, h_step = sizes.steps
+    made: dict[int, tuple[Tile, ...]] = {}
+    for b in range(0, sizes.batch, b_step):
+        for h in range(0, sizes.kv_heads, h_step):
+            b1, h1 = min(b + b_step, sizes.batch), min(h + h_step, sizes.kv_heads)
+            pairs = (b1 - b) * (h1 - h)
+            if pairs not in made:
+                whole = [] if kind == EMPTY else [Run(0, sizes.kv_len, kind == PARTIAL)]
+                runs = tuple(_split(whole, sizes.longest_run(pairs)))
+                starts = range(0, sizes.q_len, sizes.tile_q)
+                made[pairs] = tuple(Tile(start, min(start + sizes.tile_q, sizes.q_len), runs) for start in starts)
+            yield Chunk((b, b1), (h, h1), sizes.groups, made[pairs])
+
+
 def _cut(sizes: _Sizes, classes: Tensor) -> Iterator[Chunk]:
-    pairs = sizes.pairs_at_once
-    b_step, h_step = (pairs // sizes.kv_heads, sizes.kv_heads) if pairs >= sizes.kv_heads else (1, pairs)
+    b_step, h_step = sizes.steps
     if classes.shape[0] > 1 and _pays_apart(sizes, classes, 0, h_step):
         b_step = 1
     if classes.shape[1] > 1 and _pays_apart(sizes, classes, 1, b_step):
@@ -185,7 +213,7 @@ def _pays_apart(sizes: _Sizes, classes: Tensor, dim: int, others: int) -> bool:
 
 
 def _tiles(sizes: _Sizes, classes: Tensor, pairs: int) -> Iterator[Tile]:
-    longest = max(_BLOCK_KV, sizes.scores // (pairs * sizes.groups * sizes.tile_q) // _BLOCK_KV * _BLOCK_KV)
+    longest = sizes.longest_run(pairs)
     for i, row in enumerate(classes):
         start = i * sizes.tile_q
         runs = tuple(_runs(row, sizes.kv_len, longest))
@@ -206,6 +234,10 @@ def _runs(row: Tensor, length: int, longest: int) -> Iterator[Run]:
             else:
                 joined.append(Run(position, stop, kind == PARTIAL))
         position = stop
-    for run in joined:
+    return _split(joined, longest)
+
+
+def _split(runs: Items[Run], longest: int) -> Iterator[Run]:
+    for run in runs:
         for at in range(run.start, run.stop, longest):
             yield Run(at, min(at + longest, run.stop), run.masked)

@@ -41,6 +41,8 @@ class TritonBackend:
         outputs = problem.formula.outputs
         if problem.dtype not in _DTYPES:
             return f"computes in float32; {str(problem.dtype).removeprefix('torch.')} needs more"
+        if problem.dtype == torch.bfloat16 and target.device == "cpu":
+            return "Triton's interpreter has no products of bfloat16"
         if max(problem.head_dim, problem.value_dim) > 512:
             return f"head dims go to 512; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
         if outputs.weights or outputs.column_sums:

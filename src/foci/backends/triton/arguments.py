@@ -22,7 +22,8 @@ class Config(NamedTuple):
     JAGGED: packed sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every
     tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
     within a tile. PLAIN: the score function is the identity. NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
-    overhangs the keys is visited apart. DROPOUT: weights are dropped. PRECISION: of float32 products.
+    overhangs the keys is visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks,
+    and a tile marked FORCED is attended to whatever the mask says. PRECISION: of float32 products.
     """
 
     TILE_Q: Any
@@ -41,6 +42,7 @@ class Config(NamedTuple):
     NEGATIVE: Any
     SPLIT_EDGE: Any
     DROPOUT: Any
+    BLOCKS: Any
     PRECISION: Any
 
 

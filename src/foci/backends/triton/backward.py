@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from foci.backends.triton.tiles import (
+    FORCED,
     LOG2E,
     keep_tile,
     load_tile,
@@ -16,6 +17,7 @@ from foci.backends.triton.tiles import (
     place,
     rows_pointer,
     sequence,
+    start_of,
     stream_tile,
     tile_offsets,
     visited,
@@ -48,7 +50,7 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
 @triton.jit
 def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """(weights, slope of the score function, kept) of a tile; `inside` says which of its places exist."""
-    b, h, q_idx, kv_idx, q_len, kv_len = where
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     inside = (q_idx < q_len) & (kv_idx < kv_len)
     if EDGE:
         q_idx = tl.minimum(q_idx, q_len - 1)
@@ -61,6 +63,8 @@ def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.co
         p = tl.exp2(x * LOG2E - lse2)
     if MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
         if EDGE:
             keep = keep & inside
         p = tl.where(keep, p, 0.0)
@@ -89,13 +93,14 @@ def fold_query_gradient(
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = tile * c.TILE_KV
+        here = start_of(tile, c, c.TILE_KV)
+        current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
         values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
-        where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+        where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
         p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE)
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
@@ -142,7 +147,7 @@ def attention_query_gradient(
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_KV > kv_len), 1, 0)
+        whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
     acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE)
     if not EDGE:
@@ -165,7 +170,8 @@ def fold_key_gradient(
     kv_idx = tl.minimum(kv_first + tl.arange(0, c.TILE_KV), kv_len - 1)[:, None]
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = tile * c.TILE_Q
+        here = start_of(tile, c, c.TILE_Q)
+        current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
         qk = tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
@@ -178,7 +184,7 @@ def fold_key_gradient(
         else:
             col_lse = tl.load(lse2 + head + rows)
             col_delta = tl.load(delta + head + rows)
-        where = (b, h, rows[None, :], kv_idx, q_len, kv_len)
+        where = (b, h, rows[None, :], kv_idx, q_len, kv_len, current)
         p, slope = weights_of(qk, col_lse[None, :], where, numbers, env, c, both, mask, MASKED, EDGE)
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
@@ -229,7 +235,7 @@ def attention_key_gradient(
         whole = part
         if not EDGE:
             last = visited(table, line, part - 1, part_first, before, gap, c)
-            whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_Q > q_len), 1, 0)
+            whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
         run = (line, part_first, before, gap, whole * 0, whole)
         dk_acc, dv_acc = fold_key_gradient(
             dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE

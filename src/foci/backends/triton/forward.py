@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from foci.backends.triton.tiles import (
+    FORCED,
     LN2,
     LOG2E,
     keep_tile,
@@ -17,6 +18,7 @@ from foci.backends.triton.tiles import (
     place,
     rows_pointer,
     sequence,
+    start_of,
     stream_tile,
     tile_offsets,
     visited,
@@ -26,7 +28,7 @@ from foci.backends.triton.tiles import (
 
 @triton.jit
 def scores_of(
-    qk, b, h, q_idx, kv_idx, q_len, kv_len, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
     """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
     x = qk
@@ -37,6 +39,8 @@ def scores_of(
         x = score(qk * numbers.scale, b, h, q_idx, kv_idx, q_len, kv_len, env)
     if MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
         if EDGE:
             keep = keep & inside
         x = tl.where(keep, x, float("-inf"))
@@ -54,12 +58,13 @@ def fold_tiles(
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = tile * c.TILE_KV
+        here = start_of(tile, c, c.TILE_KV)
+        current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, numbers, env, c, score, mask, MASKED, EDGE)
+        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
         p = tl.exp2(x * factor - shift[:, None])
@@ -109,7 +114,7 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & ((last + 1) * c.TILE_KV > kv_len), 1, 0)
+        whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
     acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE)
     if not EDGE:

@@ -187,7 +187,7 @@ class TritonKernel:
             (
                 schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages,
                 "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
-                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, precision,
+                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, precision,
             )
         )  # fmt: skip
 

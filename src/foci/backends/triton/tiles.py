@@ -7,6 +7,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HEAD_GROUP = tl.constexpr(8)
+FORCED = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -136,3 +137,11 @@ def visited(table, row, i, first, before, gap, c):
         return tl.load(table.lists + row * number(table.width) + first + i)
     else:
         return first + i + tl.where(i >= before, gap, 0)
+
+
+@triton.jit
+def start_of(tile, c, TILE: tl.constexpr):
+    """First row of a tile that `visited` gave."""
+    if c.BLOCKS:
+        tile = tile & (FORCED - 1)
+    return tile * TILE

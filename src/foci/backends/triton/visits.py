@@ -9,7 +9,7 @@ tiles run from p0 to p1 except the full ones from f0 to f1.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import number, sequence
+from foci.backends.triton.tiles import FORCED, number, sequence
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -105,7 +105,10 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
             is_full = ((known == FULL) & (at < whole)).to(tl.int32)
             is_part = tl.where(known == EMPTY, 0, 1 - is_full)
             tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, at, mask=is_full == 1)
-            tl.store(out + parts + tl.cumsum(is_part, 0) - 1, at, mask=is_part == 1)
+            entry = at
+            if c.BLOCKS:
+                entry = at + tl.where(known == FULL, FORCED, 0)
+            tl.store(out + parts + tl.cumsum(is_part, 0) - 1, entry, mask=is_part == 1)
             fulls += tl.sum(is_full, 0)
             parts += tl.sum(is_part, 0)
         tl.store(out + parts, 0)

@@ -141,6 +141,11 @@ FOCI_LANES2(fmod, __builtin_fmodf)
 
 FOCI_INLINE float power(float x, float y) { return __builtin_powf(x, y); }
 inline vf power(vf x, vf y) { for (int i = 0; i < WIDTH; ++i) x[i] = __builtin_powf(x[i], y[i]); return x; }
+FOCI_INLINE vi power(vi x, vi y) { for (int i = 0; i < WIDTH; ++i) x[i] = (int32_t)::pow(x[i], y[i]); return x; }
+inline vl power(vl x, vl y) {
+  for (int i = 0; i < WIDTH / 2; ++i) x.lo[i] = (int64_t)::pow((double)x.lo[i], (double)y.lo[i]), x.hi[i] = (int64_t)::pow((double)x.hi[i], (double)y.hi[i]);
+  return x;
+}
 FOCI_INLINE int32_t power(int32_t x, int32_t y) { return (int32_t)::pow(x, y); }
 FOCI_INLINE int64_t power(int64_t x, int64_t y) { return (int64_t)::pow((double)x, (double)y); }
 
@@ -275,17 +280,18 @@ FOCI_INLINE float floor_modulo(float a, float b) {
 }
 FOCI_INLINE vf floor_divide(vf a, vf b) { for (int i = 0; i < WIDTH; ++i) a[i] = floor_divide(a[i], b[i]); return a; }
 FOCI_INLINE vf floor_modulo(vf a, vf b) { for (int i = 0; i < WIDTH; ++i) a[i] = floor_modulo(a[i], b[i]); return a; }
-// 32-bit vectors: a float quotient in [-2^24, 2^24] is off by at most one, which one step each way repairs.
+// Quotients of 32-bit integers are exact in double precision before they are truncated.
+typedef double half_d __attribute__((vector_size(4 * WIDTH)));
 FOCI_INLINE vi floor_divide(vi a, vi b) {
-  bool small = true;
-  for (int i = 0; i < WIDTH; ++i) small &= a[i] > -(1 << 24) && a[i] < 1 << 24 && b[i] > 0;
-  if (!small) {
-    for (int i = 0; i < WIDTH; ++i) a[i] = floor_divide(a[i], b[i]);
-    return a;
-  }
-  vi q = __builtin_convertvector(__builtin_convertvector(a, vf) / __builtin_convertvector(b, vf), vi);
+  half_i parts[2][2], quotient[2];
+  __builtin_memcpy(parts[0], &a, sizeof a);
+  __builtin_memcpy(parts[1], &b, sizeof b);
+  FOCI_UNROLL for (int i = 0; i < 2; ++i)
+    quotient[i] = __builtin_convertvector(__builtin_convertvector(parts[0][i], half_d) / __builtin_convertvector(parts[1][i], half_d), half_i);
+  vi q;
+  __builtin_memcpy(&q, quotient, sizeof q);
   const vi r = a - q * b;
-  return q + (r < 0) - (r >= b);
+  return q + ((r != 0) & ((r ^ b) < 0));
 }
 FOCI_INLINE vi floor_modulo(vi a, vi b) { return a - floor_divide(a, b) * b; }
 FOCI_INLINE vl floor_divide(vl a, vl b) {

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class
 from torch._ops import HigherOrderOperator
 
+from foci.core import run_now
 from foci.prepare import Extras
 from foci.problem import Outputs, Results
 
@@ -44,8 +45,6 @@ class _Attention(HigherOrderOperator):
         self, query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any], rest: tuple[Any, ...], scale: Any, options: dict[str, Any],
         score_inputs: Sequence[Any] = (), mask_inputs: Sequence[Any] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        from foci.core import run_now
-
         *tensors, mask = rest
         extras = Extras(
             scale=scale if options["scaled"] else None,
@@ -69,7 +68,7 @@ _hop_name_to_variable_class["foci_attention"] = FlexAttentionHigherOrderVariable
 
 
 def run_captured(tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras) -> Results:
-    """`foci.core.run` as Dynamo traces it."""
+    """`foci.dispatch.run` as Dynamo traces it."""
     query, key, value = tensors
     given = [t for t in (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths) if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size

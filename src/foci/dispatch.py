@@ -1,0 +1,43 @@
+"""The one road every entry point takes: functions, tensors and extras in; output and auxiliary outputs out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foci.core import Function, Tensors, run_now
+from foci.prepare import Extras
+from foci.problem import Results
+
+__all__ = ["run"]
+
+
+def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+    """Attention of checked or unchecked arguments, eager or under any tracer.
+
+    Args:
+        tensors: query, key, value as `foci.prepare.prepare` takes them.
+        score, mask: functions of (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), or None.
+        extras: everything else.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments.
+        NoViableBackend: if no backend accepts the problem.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from foci.capture import run_captured  # imports Dynamo
+
+        results = run_captured(tensors, score, mask, extras)
+    else:
+        results = run_now(tensors, score, mask, extras)
+    return results if extras.sink is None else _with_sink(results, extras.sink)
+
+
+def _with_sink(results: Results, sink: Tensor) -> Results:
+    """A logit without a value scales its row by sigmoid(lse - sink), and enters the row's logsumexp."""
+    lse = results.lse
+    logit = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logit)
+    out = (results.out * share[..., None]).to(results.out.dtype)
+    weights = None if results.weights is None else (results.weights * share[..., None]).to(results.weights.dtype)
+    return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)

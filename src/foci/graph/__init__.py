@@ -1,1 +1,0 @@
-"""foci inside torch.compile."""
