@@ -118,11 +118,18 @@ def scaled_dot_product_attention(
         raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
         score, mask = _mask_argument(attn_mask, query, key, is_causal=is_causal)
-        return attend_nested((query, key, value), score, mask, Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)).out
+        return attend_nested(
+            (query, key, value), score, mask, Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
+        ).out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
-    if query.dim() == 4 and key.shape[:2] == value.shape[:2] and query.shape[0] == key.shape[0] and (query.shape[1] == key.shape[1] or enable_gqa):
+    if (
+        query.dim() == 4
+        and key.shape[:2] == value.shape[:2]
+        and query.shape[0] == key.shape[0]
+        and (query.shape[1] == key.shape[1] or enable_gqa)
+    ):
         lead, tensors = None, (query, key, value)
     else:
         lead = _leading(query, key, value, enable_gqa=enable_gqa)
@@ -165,7 +172,9 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> 
     shapes = [t.shape[:-2] for t in (query, key, value)]
     if enable_gqa:
         if min(len(s) for s in shapes) < 1:
-            raise ValueError(f"enable_gqa needs a head dimension (-3); got query {describe(query)}, key {describe(key)}, value {describe(value)}")
+            raise ValueError(
+                f"enable_gqa needs a head dimension (-3); got query {describe(query)}, key {describe(key)}, value {describe(value)}"
+            )
         heads = query.shape[-3]
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape[-3] == 0 or heads % tensor.shape[-3]:
@@ -349,7 +358,9 @@ def varlen_attn(
     check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
     check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
     if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}")
+        raise ValueError(
+            f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
+        )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))

@@ -1,0 +1,674 @@
+"""`foci.scaled_dot_product_attention` against torch's math path, forward and backward."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import bias as torch_bias
+
+import foci
+
+BACKENDS = ("reference", "blocked", None)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def rand(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + 7 * len(shape) + sum(shape)))
+
+
+def use(backend):
+    return foci.use(backend) if backend else foci.use(*foci.backends.names())
+
+
+def math_path(*args, **kwargs):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def gradients(function, tensors):
+    """Output and gradients for a fixed cotangent, of the tensors that require them."""
+    leaves = [t.detach().requires_grad_(t.requires_grad) if type(t) is torch.Tensor else t for t in tensors]
+    out = function(*leaves)
+    wanted = [t for t in leaves if type(t) is torch.Tensor and t.requires_grad]
+    grads = torch.autograd.grad(out, wanted, rand(*out.shape, seed=99).to(out.dtype)) if wanted else ()
+    return out, grads
+
+
+def check(query, key, value, mask=None, *, backend=None, expected=math_path, **kwargs):
+    tensors = [*(t.detach().requires_grad_() for t in (query, key, value)), mask]
+    with use(backend):
+        out, grads = gradients(lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m, **kwargs), tensors)
+    wanted, wanted_grads = gradients(lambda q, k, v, m: expected(q, k, v, m, **kwargs), tensors)
+    tolerance = {"atol": TOLERANCE[query.dtype], "rtol": TOLERANCE[query.dtype]}
+    torch.testing.assert_close(out, wanted, **tolerance)
+    for grad, other, tensor in zip(grads, wanted_grads, [t for t in tensors if type(t) is torch.Tensor and t.requires_grad], strict=True):
+        assert grad.shape == tensor.shape
+        torch.testing.assert_close(grad, other, **tolerance)
+
+
+SHAPES = [
+    ((5, 8), (7, 8), (7, 6)),
+    ((3, 5, 8), (3, 7, 8), (3, 7, 8)),
+    ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4)),
+    ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8)),
+    ((1, 2, 1, 2, 3, 4), (1, 2, 1, 2, 5, 4), (1, 2, 1, 2, 5, 4)),
+    # leading dims broadcast
+    ((2, 1, 5, 8), (1, 3, 7, 8), (2, 3, 7, 4)),
+    ((2, 3, 5, 8), (7, 8), (3, 7, 8)),
+    ((5, 8), (2, 3, 7, 8), (3, 7, 8)),
+    ((3, 5, 8), (1, 7, 8), (2, 3, 7, 8)),
+    ((2, 3, 5, 8), (1, 3, 7, 8), (1, 3, 7, 8)),
+    ((2, 1, 3, 5, 8), (4, 1, 7, 8), (1, 1, 1, 7, 8)),
+    ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)),
+    ((2, 4, 5, 8), (4, 2, 8), (4, 2, 8)),
+    ((2, 4, 5, 8), (2, 1, 7, 8), (2, 4, 7, 8)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_dims_and_broadcasting(shapes, backend):  # SDPA-01 SDPA-02
+    check(*(rand(*s, seed=n) for n, s in enumerate(shapes)), backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 9), (9, 5), (1, 6), (6, 1), (300, 260)], ids=str)
+def test_lengths_and_causal(lengths, is_causal, dtype):  # SDPA-01 SDPA-05
+    q, kv = lengths
+    check(rand(1, 2, q, 8, dtype=dtype), rand(1, 2, kv, 8, dtype=dtype, seed=1), rand(1, 2, kv, 8, dtype=dtype, seed=2), is_causal=is_causal)
+
+
+def bool_mask(*shape):
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[..., :1] = True
+    return mask
+
+
+MASK_SHAPES = [(7,), (1,), (5, 7), (5, 1), (1, 7), (3, 5, 7), (3, 1, 7), (1, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7), (1, 3, 5, 7), (2, 1, 5, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bool", "float", "grad"])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_masks(shape, kind, backend):  # SDPA-03 SDPA-04
+    mask = bool_mask(*shape) if kind == "bool" else rand(*shape, seed=5)
+    if kind == "grad":
+        mask.requires_grad_()
+    check(rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), mask, backend=backend)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "grad"])
+@pytest.mark.parametrize(
+    "lead, shape",
+    [((), (5, 7)), ((), (7,)), ((3,), (3, 5, 7)), ((3,), (1, 5, 7)), ((3,), (5, 7)), ((2, 2, 3), (2, 2, 3, 5, 7)), ((2, 2, 3), (2, 1, 1, 5, 7)),
+     ((2, 2, 3), (2, 3, 5, 7)), ((2, 2, 3), (3, 1, 7)), ((2, 4, 3), (4, 1, 5, 7))],
+    ids=str,
+)  # fmt: skip
+def test_masks_of_other_ranks(lead, shape, kind):  # SDPA-02 SDPA-03
+    mask = bool_mask(*shape) if kind == "bool" else rand(*shape, seed=5).requires_grad_(kind == "grad")
+    check(rand(*lead, 5, 8), rand(*lead, 7, 8, seed=1), rand(*lead, 7, 8, seed=2), mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rand(7).expand(2, 3, 5, 7),
+        lambda: rand(2, 1, 1, 7).expand(2, 3, 5, 7),
+        lambda: bool_mask(1, 1, 5, 7).expand(2, 3, 5, 7),
+        lambda: rand(2, 3, 7, 5).mT,
+        lambda: rand(2, 3, 10, 14)[:, :, ::2, ::2],
+        lambda: rand(5, 7, 3, 2).permute(3, 2, 0, 1),
+        lambda: bool_mask(7, 5).T,
+        lambda: rand(2, 3, 5, 20)[..., 3:10],
+    ],
+)
+def test_strided_and_expanded_masks(make, backend):  # SDPA-03
+    check(rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), make(), backend=backend)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 15, 17, 131])
+def test_mask_of_any_length(length):  # SDPA-03
+    check(rand(2, 2, 9, 8), rand(2, 2, length, 8, seed=1), rand(2, 2, length, 8, seed=2), rand(9, length).requires_grad_())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)], ids=str)
+def test_only_the_mask_requires_grad(shape, backend):  # SDPA-04
+    q, k, v = rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2)
+    mask = rand(*shape, seed=5).requires_grad_()
+    with use(backend):
+        _, (grad,) = gradients(lambda m: foci.scaled_dot_product_attention(q, k, v, m), [mask])
+        _, (again,) = gradients(lambda m: foci.scaled_dot_product_attention(q, k, v, m), [mask])
+    _, (wanted,) = gradients(lambda m: math_path(q, k, v, m), [mask])
+    torch.testing.assert_close(grad, wanted, atol=1e-10, rtol=1e-10)
+    assert torch.equal(grad, again)
+
+
+def test_expanded_mask_that_requires_grad():  # SDPA-03 SDPA-04
+    q, k, v = rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2)
+    bias = rand(3, 1, 7).requires_grad_()
+    _, grads = gradients(lambda b: foci.scaled_dot_product_attention(q, k, v, b.expand(2, 3, 5, 7)), [bias])
+    _, wanted = gradients(lambda b: math_path(q, k, v, b.expand(2, 3, 5, 7)), [bias])
+    torch.testing.assert_close(grads, wanted)
+
+
+LENGTHS = [(4, 4), (4, 9), (9, 4)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
+def test_causal_values(corner, lengths, backend):  # SDPA-05
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of NaN; here such rows are zero
+        theirs = getattr(torch_bias, f"causal_{corner}")(*lengths)
+    ours = getattr(foci, f"causal_{corner}")(*lengths)
+    q, k, v = rand(2, 3, lengths[0], 8), rand(2, 3, lengths[1], 8, seed=1), rand(2, 3, lengths[1], 8, seed=2)
+    dense = torch.ones(lengths, dtype=torch.bool).tril(0 if corner == "upper_left" else lengths[1] - lengths[0])
+    assert torch.equal(ours.to_tensor(), dense)
+    for mask in (ours, theirs):
+        check(q, k, v, mask, backend=backend, expected=lambda *args: math_path(*args[:3], attn_mask=dense))
+        with use(backend):
+            torch.testing.assert_close(foci.attention(q, k, v, mask=mask), math_path(q, k, v, dense))
+    torch.testing.assert_close(foci.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], ours), math_path(q[0, 0], k[0, 0], v[0, 0], dense))
+
+
+def test_causal_values_never_become_matrices():  # SDPA-05
+    q = torch.randn(1, 1, 4, 8)
+    k = torch.randn(1, 1, 4096, 8)
+    for mask in (foci.causal_lower_right(4, 4096), torch_bias.causal_lower_right(4, 4096)):
+        with foci.observe() as log:
+            foci.scaled_dot_product_attention(q, k, k, mask)
+        assert log.calls[0].problem.variant.captures == ()
+    assert foci.causal_upper_left(2**40, 2**40).seq_len_q == 2**40
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3), (4, 4)], ids=str)
+@pytest.mark.parametrize("dims", [3, 4, 5])
+def test_grouped_heads(dims, heads, backend):  # SDPA-11
+    lead = {3: (), 4: (2,), 5: (2, 2)}[dims]
+    check(
+        rand(*lead, heads[0], 5, 8), rand(*lead, heads[1], 7, 8, seed=1), rand(*lead, heads[1], 7, 4, seed=2), backend=backend, is_causal=True, enable_gqa=True,
+    )  # fmt: skip
+
+
+def test_grouped_heads_differ_for_key_and_value():  # SDPA-01 SDPA-11
+    check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 2, 7, 8, seed=2), enable_gqa=True)
+    check(rand(2, 6, 5, 8), rand(2, 1, 7, 8, seed=1), rand(2, 6, 7, 8, seed=2), enable_gqa=True)
+
+
+def test_grouped_heads_with_a_mask():  # SDPA-04 SDPA-11
+    check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), rand(2, 6, 5, 7).requires_grad_(), enable_gqa=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [None, 1.0, 0.3, -0.7, 1e-8, 1e4, -1e4, 0.0, 2])
+def test_scale(scale, backend):  # SDPA-07
+    check(rand(1, 2, 5, 8), rand(1, 2, 7, 8, seed=1), rand(1, 2, 7, 8, seed=2), backend=backend, scale=scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("widths", [(1, 1), (3, 5), (7, 1), (1, 9), (33, 64), (129, 17), (512, 257)], ids=str)
+def test_head_dims(widths, backend):  # SDPA-10
+    check(rand(1, 2, 5, widths[0]), rand(1, 2, 7, widths[0], seed=1), rand(1, 2, 7, widths[1], seed=2), backend=backend)
+
+
+def packed():
+    return rand(2, 6, 3, 4, 8).unbind(2)
+
+
+STRIDES = {
+    "last stride not 1": lambda: tuple(rand(2, 4, 8, 6, seed=n).mT for n in range(3)),
+    "packed": lambda: tuple(t.transpose(1, 2) for t in packed()),
+    "every second": lambda: tuple(rand(2, 4, 12, 16, seed=n)[:, :, ::2, ::2] for n in range(3)),
+    "zero strides on key and value": lambda: (rand(2, 4, 6, 8), rand(1, 1, 6, 8, seed=1).expand(2, 4, 6, 8), rand(2, 1, 1, 8, seed=2).expand(2, 4, 6, 8)),
+    "storage offsets": lambda: tuple(rand(3, 5, 7, 9, seed=n)[1:, 1:, 1:, 1:] for n in range(3)),
+    "odd strides of singletons": lambda: tuple(torch.as_strided(rand(48, seed=n), (1, 1, 6, 8), (5, 3, 8, 1)) for n in range(3)),
+    "[B, S, H, D]": lambda: tuple(rand(2, 6, 4, 8, seed=n).transpose(1, 2) for n in range(3)),
+    "flipped": lambda: tuple(rand(2, 4, 6, 8, seed=n).flip(-2) for n in range(3)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides(name, backend):  # SDPA-12
+    tensors = STRIDES[name]()
+    with use(backend):
+        check(*tensors, backend=backend)
+        check(*tensors, backend=backend, is_causal=True)
+        # the very views, not detached copies of them
+        torch.testing.assert_close(foci.scaled_dot_product_attention(*tensors), math_path(*tensors))
+
+
+def test_gradient_of_a_packed_projection():  # SDPA-12
+    x = rand(2, 6, 96).requires_grad_()
+
+    def attend(function):
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in x.chunk(3, dim=-1))
+        return torch.autograd.grad(function(q, k, v, is_causal=True).square().sum(), x)
+
+    torch.testing.assert_close(attend(foci.scaled_dot_product_attention), attend(math_path))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 2, 3, 4, 8, 8), (2, 0, 3, 4, 8, 8), (2, 2, 0, 4, 8, 8), (2, 2, 3, 0, 8, 8), (0, 0, 0, 0, 8, 8), (2, 2, 3, 4, 8, 0)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_empty_sizes(sizes, is_causal, backend):  # SDPA-13
+    b, h, sq, skv, d, dv = sizes
+    q, k, v = (t.requires_grad_() for t in (rand(b, h, sq, d), rand(b, h, skv, d), rand(b, h, skv, dv)))
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        _, aux = foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, row_max=True, column_sums=True))
+    assert out.shape == (b, h, sq, dv)
+    assert not out.any()
+    assert aux.lse.shape == (b, h, sq) and aux.row_max.shape == (b, h, sq) and aux.column_sums.shape == (b, h, skv)
+    if skv == 0:
+        assert bool((aux.lse == -torch.inf).all())
+    out.sum().backward()
+    for tensor in (q, k, v):
+        assert tensor.grad.shape == tensor.shape
+        assert not tensor.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_rows_without_keys(kind, backend):  # SDPA-06
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[1] = mask[4] = False
+    given = mask if kind == "bool" else torch.zeros(5, 7).double().masked_fill(~mask, -torch.inf).requires_grad_()
+    q, k, v = (t.requires_grad_() for t in (rand(2, 3, 5, 8), rand(2, 3, 7, 8), rand(2, 3, 7, 8)))
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, k, v, given)
+        _, aux = foci.attention(
+            q, k, v, mask=given if kind == "bool" else None, bias=None if kind == "bool" else given, return_aux=foci.AuxRequest(lse=True, weights=True)
+        )
+        out.backward(rand(*out.shape))
+    assert not out[:, :, [1, 4]].any()
+    assert not aux.weights[:, :, [1, 4]].any()
+    assert bool((aux.lse[:, :, [1, 4]] == -torch.inf).all())
+    assert not q.grad[:, :, [1, 4]].any()
+    for grad in (q.grad, k.grad, v.grad, *([given.grad] if kind == "float" else [])):
+        assert bool(grad.isfinite().all())
+    keep = mask.any(1)
+    torch.testing.assert_close(out[:, :, keep], math_path(q, k, v, mask)[:, :, keep])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_masked(backend):  # SDPA-06
+    q, k, v = (t.requires_grad_() for t in (rand(2, 3, 5, 8), rand(2, 3, 7, 8), rand(2, 3, 7, 8)))
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, k, v, torch.zeros(5, 7, dtype=torch.bool))
+        out.backward(rand(*out.shape))
+    assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extreme_values(backend):  # SDPA-14
+    q = torch.full((1, 1, 8, 64), 133120.0, dtype=torch.bfloat16, requires_grad=True)
+    v = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, q, v)
+        out.float().sum().backward()
+    assert bool(out.isfinite().all()) and bool(v.grad.isfinite().all())
+    torch.testing.assert_close(out.float(), v.detach().float().mean(2, keepdim=True).expand_as(out), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype, backend):  # SDPA-09 SDPA-20
+    exact = [rand(2, 4, n, 16, seed=n) for n in (33, 40, 40)]
+    q, k, v = (t.to(dtype).requires_grad_() for t in exact)
+    floor = torch.finfo(dtype).eps
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, k, v, is_causal=True)
+        _, aux = foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True))
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert out.dtype == dtype and aux.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    plain = math_path(*inputs, is_causal=True)
+    plain_grads = torch.autograd.grad(plain, inputs, torch.ones_like(plain))
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    truth = math_path(*wide, is_causal=True)
+    truth_grads = torch.autograd.grad(truth, wide, torch.ones_like(truth))
+    half = dtype in (torch.float16, torch.bfloat16)
+    factors = (1.1, 2.5, 4, 4) if half else (10, 10, 10, 10)
+    for factor, got, formula, true in zip(factors, (out, *grads), (plain, *plain_grads), (truth, *truth_grads), strict=True):
+        assert got.dtype == dtype
+        allowed = factor * (formula.double() - true).abs().max() + 4 * floor * true.abs().max()
+        assert (got.double() - true).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.float16, torch.float16), (torch.float32, torch.float32, torch.float64), (torch.bfloat16, torch.float16, torch.bfloat16)],
+    ids=str,
+)
+def test_mixed_dtypes_are_refused(dtypes):  # SDPA-09
+    tensors = [torch.randn(1, 2, 4, 8).to(d) for d in dtypes]
+    names = ".*".join(f"{n} {str(d).removeprefix('torch.')}" for n, d in zip(("query", "key", "value"), dtypes, strict=True))
+    with pytest.raises(ValueError, match=f"one dtype; got {names}"):
+        foci.scaled_dot_product_attention(*tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_repeatable_gradients(strict, backend):  # SDPA-16
+    q, k, v = (torch.randn(2, 4, 65, 16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(4, 1, 65, requires_grad=True)
+
+    def run():
+        with use(backend):
+            out = foci.scaled_dot_product_attention(q, k, v, bias)
+            return out, *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))
+
+    torch.use_deterministic_algorithms(strict)
+    try:
+        first, second = run(), run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Dropout -----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_a_function_of_seed_and_position():  # SDPA-08
+    q, k, v = (rand(2, 4, 70, 8, seed=n).requires_grad_() for n in range(3))
+    found = []
+    for backend in ("reference", "blocked", None):
+        with use(backend):
+            torch.manual_seed(11)
+            out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+            found.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+def test_dropout_mask_can_be_rebuilt():  # SDPA-08
+    from foci.dropout import keep
+
+    q, k, v = (rand(2, 4, 9, 8, seed=n) for n in range(3))
+    torch.manual_seed(5)
+    out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+    torch.manual_seed(5)
+    seed = torch.randint(0, 2**63 - 1, (1,))
+    b, h, i, j = (torch.arange(n).view(shape) for n, shape in ((2, (-1, 1, 1, 1)), (4, (1, -1, 1, 1)), (9, (1, 1, -1, 1)), (9, (1, 1, 1, -1))))
+    weights = (q @ k.mT / math.sqrt(8)).softmax(-1) * keep(seed, 0.4, b, h, i, j) / 0.6
+    torch.testing.assert_close(out, weights @ v)
+
+
+def test_dropout_seeds():  # SDPA-08
+    q = rand(1, 2, 16, 8)
+    torch.manual_seed(0)
+    first, second = (foci.scaled_dot_product_attention(q, q, q, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(0)
+    again = foci.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+def test_dropout_of_nothing_and_of_everything():  # SDPA-08
+    q, k, v = (rand(1, 2, 16, 8, seed=n).requires_grad_() for n in range(3))
+    before = torch.get_rng_state()
+    check(q, k, v, dropout_p=0.0)
+    foci.explain(q, k, v, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)  # neither a call without dropout nor an explanation draws numbers
+    out = foci.scaled_dot_product_attention(q, k, v, dropout_p=1.0)
+    out.sum().backward()
+    assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
+
+
+def test_dropout_keeps_the_mean():  # SDPA-08
+    ones = torch.ones(4, 8, 128, 1)
+    q = torch.randn(4, 8, 128, 4)
+    out = foci.scaled_dot_product_attention(q, q, ones, dropout_p=0.25)
+    assert abs(out.mean().item() - 1) < 0.01
+    assert out.std() > 0.01
+
+
+def test_dropout_leaves_auxiliary_outputs_alone():  # SDPA-08 SDPA-19
+    q = rand(1, 2, 16, 8)
+    asked = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
+    _, without = foci.attention(q, q, q, return_aux=asked)
+    _, dropped = foci.attention(q, q, q, dropout_p=0.5, return_aux=asked)
+    for a, b in zip(without, dropped, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# Auxiliary outputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_auxiliary_outputs(backend):  # SDPA-19
+    q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
+    scores = q @ k.mT / math.sqrt(8)
+    weights = scores.softmax(-1)
+    wanted = (scores.logsumexp(-1), scores.amax(-1), weights.sum(2), weights)
+    with foci.use(backend):
+        out, aux = foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True))
+    assert not aux.row_max.requires_grad
+    for got, want in zip(aux, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    cotangents = [rand(*t.shape, seed=50 + n) for n, t in enumerate((out, aux.lse, aux.column_sums, aux.weights))]
+    got = torch.autograd.grad((out, aux.lse, aux.column_sums, aux.weights), (q, k, v), cotangents)
+    want = torch.autograd.grad((weights @ v, wanted[0], wanted[2], wanted[3]), (q, k, v), cotangents)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sink(backend, dtype):  # SDPA-19
+    q, k, v = (rand(2, 4, n, 8, seed=n, dtype=dtype).requires_grad_() for n in (9, 12, 12))
+    sink = rand(4, dtype=dtype).requires_grad_()
+    scores = q @ k.mT / math.sqrt(8)
+    logits = torch.cat([scores, sink[None, :, None, None].expand(2, 4, 9, 1)], -1)
+    with use(backend):
+        out, aux = foci.attention(q, k, v, sink=sink, return_aux=foci.AuxRequest(lse=True))
+    want = logits.softmax(-1)[..., :-1] @ v
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(aux.lse, logits.logsumexp(-1))
+    cotangent = rand(*out.shape, seed=3, dtype=dtype)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v, sink), cotangent), torch.autograd.grad(want, (q, k, v, sink), cotangent))
+
+
+def test_sink_with_rows_without_keys():  # SDPA-06 SDPA-19
+    q, k, v = (rand(1, 2, 4, 8, seed=n).requires_grad_() for n in range(3))
+    sink = rand(2).requires_grad_()
+    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
+    out, aux = foci.attention(q, k, v, mask=mask, sink=sink, return_aux=foci.AuxRequest(lse=True))
+    (out.sum() + aux.lse.sum()).backward()
+    assert not out[:, :, 0].any()
+    torch.testing.assert_close(aux.lse[:, :, 0], sink.detach()[None])
+    assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, sink))
+
+
+# Switches ----------------------------------------------------------------------------------------------------------
+
+
+def test_torch_switches():  # SDPA-15
+    q = torch.randn(1, 2, 16, 8)
+
+    def ran():
+        with foci.observe() as log:
+            foci.scaled_dot_product_attention(q, q, q)
+        return log.calls[0].backend
+
+    assert ran() == "aten"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert ran() == "reference"
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        assert ran() != "reference"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert ran() != "reference"
+    with sdpa_kernel(SDPBackend.ERROR), pytest.raises(foci.NoViableBackend, match="no backend may be used here") as caught:
+        ran()
+    for name in foci.backends.names():
+        assert name in str(caught.value)
+    with sdpa_kernel(SDPBackend.MATH), foci.use("blocked"), pytest.raises(foci.NoViableBackend):
+        ran()
+    with sdpa_kernel(SDPBackend.MATH), foci.observe() as log:
+        foci.attention(q, q, q)  # foci's own entry point is not torch's
+    assert log.calls[0].backend != "reference"
+
+
+def test_global_flags():  # SDPA-15
+    q = torch.randn(1, 2, 16, 8)
+    switches = torch.backends.cuda
+    kept = (switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.cudnn_sdp_enabled())
+    switches.enable_flash_sdp(False)
+    switches.enable_mem_efficient_sdp(False)
+    switches.enable_cudnn_sdp(False)
+    try:
+        with foci.observe() as log:
+            foci.scaled_dot_product_attention(q, q, q)
+        assert log.calls[0].backend == "reference"
+    finally:
+        switches.enable_flash_sdp(kept[0])
+        switches.enable_mem_efficient_sdp(kept[1])
+        switches.enable_cudnn_sdp(kept[2])
+
+
+def test_observed_calls():  # SDPA-15
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    with foci.observe() as outer:
+        with foci.observe() as inner:
+            foci.scaled_dot_product_attention(q, q, q).sum().backward()
+        foci.attention(q, q, q, mask=foci.masks.window(4))
+    assert len(inner.calls) == 1 and len(inner.backward_calls) == 1
+    assert len(outer.calls) == 2 and len(outer.backward_calls) == 1
+    assert outer.calls[1].problem.variant.text != outer.calls[0].problem.variant.text
+    assert any(r.backend == "aten" and "mask function" in r.reason for r in outer.calls[1].rejections)
+
+
+# Autocast ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):  # SDPA-17
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=dtype):
+        out, wanted = foci.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+        wide = foci.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        mixed = foci.scaled_dot_product_attention(q, k.bfloat16(), v.half())
+    assert out.dtype == wanted.dtype == mixed.dtype == dtype and wide.dtype == torch.float64
+    torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    with torch.autocast("cpu", enabled=False):
+        assert foci.scaled_dot_product_attention(q, k, v).dtype == torch.float32
+
+
+def test_autocast_with_a_mask():  # SDPA-17
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    mask = torch.randn(16, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, wanted = foci.scaled_dot_product_attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(out, wanted, atol=3e-2, rtol=3e-2)
+    out.float().sum().backward()
+    assert mask.grad.dtype == torch.float32
+
+
+# Sizes, state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_batch_entries_and_heads(backend):  # SDPA-13
+    q, k, v = (torch.randn(65537, 1, 2, 2, requires_grad=True) for _ in range(3))
+    with use(backend):
+        out = foci.scaled_dot_product_attention(q, k, v)
+        out.sum().backward()
+    torch.testing.assert_close(out, math_path(q, k, v))
+    q, k, v = (torch.randn(1, 65540, 1, 2) for _ in range(3))
+    with use(backend):
+        torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), v)
+
+
+def test_memory_layout_of_the_result():  # SDPA-12
+    q = torch.randn(2, 4, 6, 8)
+    for backend in BACKENDS:
+        with use(backend):
+            out = foci.scaled_dot_product_attention(q, q, q)
+        assert out.transpose(1, 2).is_contiguous()
+
+
+def test_inputs_are_left_alone():  # SDPA-01
+    tensors = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+    mask = torch.randn(16, 16)
+    copies = [t.clone() for t in (*tensors, mask)]
+    for backend in BACKENDS:
+        with use(backend):
+            foci.scaled_dot_product_attention(*tensors, mask)
+    assert all(torch.equal(a, b) for a, b in zip((*tensors, mask), copies, strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):  # SDPA-01
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    with mode():
+        out = foci.scaled_dot_product_attention(q, q, q)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, math_path(q, q, q).detach())
+
+
+def test_ordinary_use_warns_of_nothing():  # SDPA-01
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        foci.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend):  # SDPA-20
+    q, k, v = (rand(1, 2, n, 3, seed=n).requires_grad_() for n in (3, 4, 4))
+    bias = rand(2, 1, 4).requires_grad_()
+    with use(backend):
+        assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t), (q, k, v, bias))
+        assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t, is_causal=True), (q, k, v))
+
+
+def test_a_backend_for_another_device(monkeypatch):  # SDPA-18
+    from foci.problem import Target
+
+    class Elsewhere:
+        name = "elsewhere"
+
+        def reject(self, problem, target):
+            return None if target.device == "meta" else "only the made-up device"
+
+        def cost(self, problem, target):
+            return 1e-9
+
+        def compile(self, plan):
+            class Kernel:
+                def forward(self, operands):
+                    from foci.problem import Results, empty_out
+
+                    q = operands.query
+                    return Results(empty_out(q, operands.value), q.new_empty(q.shape[:3]))
+
+                def backward(self, operands, results, cotangents):
+                    raise AssertionError
+
+            return Kernel()
+
+    foci.register_backend(Elsewhere())
+    try:
+        q = torch.randn(1, 2, 16, 8, device="meta")
+        assert foci.explain(q, q, q).backend == "elsewhere"
+        assert foci.scaled_dot_product_attention(q, q, q).device.type == "meta"
+        assert foci.explain(*[torch.randn(1, 2, 16, 8)] * 3).decision.target == foci.planner.target_of(torch.device("cpu"))
+        assert "only the made-up device" in str(foci.explain(*[torch.randn(1, 2, 16, 8)] * 3))
+        assert Target("meta") == foci.explain(q, q, q).decision.target
+    finally:
+        foci.unregister_backend("elsewhere")
+    assert "elsewhere" not in foci.backends.names()
