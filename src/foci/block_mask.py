@@ -334,7 +334,7 @@ def block_classes(block_mask: BlockMask) -> Tensor:
     """int8 [B, Hq, rows, columns]: the class of each block (`foci.blocks.EMPTY`, `PARTIAL`, `FULL`).
 
     Example:
-        >>> from foci.mask_mods import create_block_mask
+    >>> from foci.mask_mods import create_block_mask
     >>> block_classes(create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu"))
     tensor([[[[1, 0],
               [2, 1]]]], dtype=torch.int8)
