@@ -18,7 +18,6 @@ from foci.context import observe, use
 from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
 from foci.ir.trace import TraceError
 from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
-from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 from foci.planner import NoViableBackend
 from foci.variant import Mask, Score, kv_len, q_len
 

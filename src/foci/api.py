@@ -88,7 +88,9 @@ def attention(
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
-    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs))
+    extras = Extras(
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
+    )
     results = _attend((query, key, value), score_function, mask_function, extras)
     if return_aux is None:
         return results.out
@@ -109,7 +111,8 @@ class Explanation:
     def __str__(self) -> str:
         p = self.decision.problem
         dtype = str(p.dtype).removeprefix("torch.")
-        head = f"attention on {self.decision.target.device}: {dtype}, {p.q_heads} query heads on {p.kv_heads}, head dim {p.head_dim}, value dim {p.value_dim}"
+        heads = f"{p.q_heads} query heads on {p.kv_heads}, head dim {p.head_dim}, value dim {p.value_dim}"
+        head = f"attention on {self.decision.target.device}: {dtype}, {heads}"
         sizes = f"{p.formula.layout.value}, batch <= {p.batch}, queries <= {p.q_len}, keys <= {p.kv_len}"
         return f"{head}\n{sizes}\nscore: {p.variant}\n{self.decision.table()}"
 
@@ -145,7 +148,9 @@ def explain(
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
-    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs))
+    extras = Extras(
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
+    )
     if is_nested(query, key, value):
         return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))
     return Explanation(decision((query, key, value), score_function, mask_function, extras))

@@ -64,7 +64,8 @@ def mask_parts(mask: MaskLike, query: Tensor, key: Tensor) -> tuple[Function, Te
     if callable(mask):
         return mask, None, None
     raise TypeError(
-        f"mask must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; got {type(mask).__name__}"
+        "mask must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; "
+        f"got {type(mask).__name__}"
     )
 
 

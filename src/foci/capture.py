@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class
 from torch._ops import HigherOrderOperator
@@ -42,8 +41,8 @@ class _Attention(HigherOrderOperator):
         super().__init__("foci_attention")  # type: ignore[no-untyped-call]
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any], rest: tuple[Any, ...], scale: Any, options: dict[str, Any],
-        score_inputs: Sequence[Any] = (), mask_inputs: Sequence[Any] = (),
+        self, query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any], rest: tuple[Any, ...], scale: Any,
+        options: dict[str, Any], score_inputs: Sequence[Any] = (), mask_inputs: Sequence[Any] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
         *tensors, mask = rest
         extras = Extras(
@@ -59,7 +58,10 @@ class _Attention(HigherOrderOperator):
         score_function = (lambda *symbols: score(*symbols, *score_inputs)) if options["score"] else None
         mask_function = (lambda *symbols: mask(*symbols, *mask_inputs)) if options["mask"] else None
         results = run_now((query, key, value), score_function, mask_function, extras)
-        return tuple(results.out.new_empty(0) if t is None else t for t in (results.out, results.lse, results.row_max, results.column_sums, results.weights))
+        return tuple(
+            results.out.new_empty(0) if t is None else t
+            for t in (results.out, results.lse, results.row_max, results.column_sums, results.weights)
+        )
 
 
 _attention = _Attention()
@@ -67,16 +69,20 @@ _attention = _Attention()
 _hop_name_to_variable_class["foci_attention"] = FlexAttentionHigherOrderVariable
 
 
-def run_captured(tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras) -> Results:
+def run_captured(
+    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras
+) -> Results:
     """`foci.dispatch.run` as Dynamo traces it."""
     query, key, value = tensors
     given = [t for t in (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths) if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
     outputs = extras.outputs
     options = {
-        "score": score is not None, "mask": mask is not None, "scaled": extras.scale is not None, "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
+        "score": score is not None, "mask": mask is not None, "scaled": extras.scale is not None,
+        "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
         "lse": outputs.lse, "row_max": outputs.row_max, "column_sums": outputs.column_sums, "weights": outputs.weights,
-        "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv, "honour_sdp_flags": extras.honour_sdp_flags,
+        "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv,
+        "honour_sdp_flags": extras.honour_sdp_flags,
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,
     }  # fmt: skip

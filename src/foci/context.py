@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,15 @@ class Log:
 
 # Logs are process-wide: the autograd engine and compiled code run kernels on threads of their own.
 _logs: list[Log] = []
-_allowed: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("foci_allowed_backends", default=None)
+
+
+class _Local(threading.local):
+    """State of each thread. A context variable would do as well, but torch.compile neither reads nor guards one."""
+
+    allowed: tuple[str, ...] | None = None
+
+
+_local = _Local()
 
 
 def observers() -> list[Log]:
@@ -59,7 +67,7 @@ def observers() -> list[Log]:
 
 def allowed_backends() -> tuple[str, ...] | None:
     """Names that `use` allows here, or None for all."""
-    return _allowed.get()
+    return _local.allowed
 
 
 @contextlib.contextmanager
@@ -88,7 +96,7 @@ def observe() -> Iterator[Log]:
 
 @contextlib.contextmanager
 def use(*names: str) -> Iterator[None]:
-    """Restricts calls made inside to the named backends; their backward passes are bound by it wherever they run.
+    """Restricts calls that this thread makes inside to the named backends; their backward passes are bound by it wherever they run.
 
     Args:
         names: of backends; a call that none of them accepts raises `NoViableBackend`.
@@ -103,9 +111,11 @@ def use(*names: str) -> Iterator[None]:
         ...     out = foci.attention(q, q, q)
     """
     for name in names:
-        backends.load(name)
-    token = _allowed.set(names)
+        if name not in backends.names():
+            raise ValueError(f"no backend {name!r}; there are {', '.join(backends.names())}")
+    before = _local.allowed
+    _local.allowed = names
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _local.allowed = before

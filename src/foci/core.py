@@ -15,16 +15,16 @@ from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
 
-__all__ = ["Function", "Tensors", "decision", "run_now"]
+__all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now"]
 
 Function = Callable[..., Any] | None
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
     """Attention without its sink, eagerly or while a graph is made of tensor operations. Arguments as `foci.dispatch.run`."""
     formula, operands = prepare(tensors, score, mask, extras)
-    return attend(formula, operands, _allowed(extras))
+    return attend(formula, operands, allowed)
 
 
 def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:
@@ -33,10 +33,11 @@ def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) 
         formula, operands = prepare(tensors, score, mask, extras)
     grad = torch.is_grad_enabled()
     flags = [grad and t.requires_grad for t in (operands.query, operands.key, operands.value, *operands.captures)]
-    return decide(formula, operands, (flags[0], flags[1], flags[2], tuple(flags[3:])), _allowed(extras))
+    return decide(formula, operands, (flags[0], flags[1], flags[2], tuple(flags[3:])), allowed_for(extras))
 
 
-def _allowed(extras: Extras) -> Allowed:
+def allowed_for(extras: Extras) -> Allowed:
+    """The backends that `foci.use` and, for torch's entry point, torch's switches leave; None for all."""
     allowed = allowed_backends()
     if extras.honour_sdp_flags:
         by_torch = _allowed_by_torch()
@@ -52,9 +53,8 @@ def _allowed_by_torch() -> Allowed:
     """
     from foci import backends
 
-    switches = torch.backends.cuda
-    fused = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.cudnn_sdp_enabled()
-    math = switches.math_sdp_enabled()
-    if fused:
+    c = torch._C
+    math = c._get_math_sdp_enabled()
+    if c._get_flash_sdp_enabled() or c._get_mem_efficient_sdp_enabled() or c._get_cudnn_sdp_enabled():
         return None if math else tuple(name for name in backends.names() if name != "reference")
     return ("reference",) if math else ()

@@ -109,7 +109,9 @@ def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: All
     return kernel.forward(operands)
 
 
-def run_backward(formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed) -> Gradients:
+def run_backward(
+    formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed
+) -> Gradients:
     """Gradients of the operands that `needs` asks for.
 
     Raises:
@@ -131,13 +133,13 @@ def _empty_results(formula: Formula, operands: Operands) -> Results:
     """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum (SDPA-06, SDPA-13)."""
     query, key = operands.query, operands.key
     rows = query.shape[:3]
-    acc = {"dtype": accumulation_dtype(query.dtype), "device": query.device}
-    lse = torch.full(rows, -torch.inf, **acc)
+    acc = accumulation_dtype(query.dtype)
+    lse = query.new_full(rows, -torch.inf, dtype=acc)
     return Results(
         out=empty_out(query, operands.value).zero_(),
         lse=lse,
         row_max=torch.full_like(lse, -torch.inf) if formula.outputs.row_max else None,
-        column_sums=torch.zeros((query.shape[0], query.shape[1], key.shape[2]), **acc) if formula.outputs.column_sums else None,
+        column_sums=query.new_zeros((query.shape[0], query.shape[1], key.shape[2]), dtype=acc) if formula.outputs.column_sums else None,
         weights=query.new_zeros((*rows, key.shape[2])) if formula.outputs.weights else None,
     )
 

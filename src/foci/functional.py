@@ -181,10 +181,11 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> 
                 raise ValueError(f"query heads must be a multiple of {name} heads; got {heads} and {tensor.shape[-3]}")
         shapes = [(*s[:-1], heads) for s in shapes]  # type: ignore[misc]
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
+        got = ", ".join(str(list(t.shape[:-2])) for t in (query, key, value))
         raise ValueError(
-            f"the leading dimensions of query, key and value must broadcast; got {', '.join(str(list(t.shape[:-2])) for t in (query, key, value))}"
+            f"the leading dimensions of query, key and value must broadcast; got {got}"
             + ("" if enable_gqa else "; grouped heads need enable_gqa=True")
         ) from None
 
@@ -365,8 +366,8 @@ def varlen_attn(
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))
     extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k, max_q=_checked_length("max_q", max_q),
-        max_kv=_checked_length("max_k", max_k),
+        outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
+        max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
     tensors = tuple(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     results = run(tensors, score_parts(score, None), _varlen_mask(window_size, mask, query, key), extras)  # type: ignore[arg-type]

@@ -129,8 +129,8 @@ def _as_query(results: Results, query: Tensor, key: Tensor, batch: int) -> Resul
             return None
         if like.is_nested:
             return _unpack(values, like)
-        per_entry = values.squeeze(0).unflatten(1, (batch, -1))
-        return per_entry.transpose(0, 1)
+        heads = values.squeeze(0)
+        return heads.view(heads.shape[0], batch, -1, *heads.shape[2:]).transpose(0, 1)
 
     out = restore(results.out, query)
     lse = restore(results.lse, query)

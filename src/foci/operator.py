@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -55,7 +56,9 @@ def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
 
 def _has_forward_gradient(tensors: Sequence[Tensor]) -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors if t.is_floating_point()
+        torch.autograd.forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+        for t in tensors
+        if t.is_floating_point()
     )
 
 
@@ -100,17 +103,9 @@ def _flatten(formula: Formula, operands: Operands, allowed: Allowed) -> tuple[An
 
 def _unflatten(args: Sequence[Any]) -> tuple[Formula, Operands, Allowed]:
     query, key, value, captures, *optional, ints, floats, scale, dropout_p, max_q, max_kv, formula, allowed = args
-    operands = Operands(
-        query, key, value, tuple(captures), tuple(ints), tuple(floats), scale, dropout_p,
-        **dict(zip(_OPTIONAL, optional, strict=True)), max_q=max_q, max_kv=max_kv,
-    )  # fmt: skip
-    return Formula.parse(formula), operands, None if allowed == "*" else tuple(allowed.split(","))
-
-
-def _with_tensors(operands: Operands, tensors: Sequence[Tensor]) -> Operands:
-    """The operands with other query, key, value and captures."""
-    rest = {name: getattr(operands, name) for name in (*_OPTIONAL, "ints", "floats", "scale", "dropout_p", "max_q", "max_kv")}
-    return Operands(tensors[0], tensors[1], tensors[2], tuple(tensors[3:]), **rest)
+    numbers = (tuple(ints), tuple(floats), scale, dropout_p)
+    operands = Operands(query, key, value, tuple(captures), *numbers, *optional, max_q, max_kv)  # type: ignore[call-arg]
+    return Formula.parse(formula), operands, None if allowed == "*" else tuple(name for name in allowed.split(",") if name)
 
 
 @torch.library.custom_op("foci::attention", mutates_args=())
@@ -119,7 +114,7 @@ def _attention_op(
     cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int], floats: Sequence[float], scale: float,
     dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    args = (query, key, value, captures, seed, blocks, cu_q, cu_kv, q_lengths, kv_lengths, ints, floats, scale, dropout_p, max_q, max_kv, formula, allowed)
+    args = list(locals().values())
     plan_formula, operands, names = _unflatten(args)
     return _own(run_forward(plan_formula, operands, (*_NO_NEEDS, (False,) * len(captures)), names))
 
@@ -189,7 +184,9 @@ def _cotangents(grads: Sequence[Tensor | None], out: Tensor) -> Cotangents:
     return Cotangents(torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, grad_columns, grad_weights)
 
 
-def _call_backward(formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed) -> Gradients:
+def _call_backward(
+    formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed
+) -> Gradients:
     c = cotangents
     text = "".join(str(int(n)) for n in (*needs[:3], *needs[3]))
     flat = _flatten(formula, operands, allowed)
@@ -203,12 +200,12 @@ def _gradients(grads: Sequence[Tensor | None]) -> Gradients:
 
 @torch.library.custom_op("foci::attention_backward", mutates_args=())
 def _backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor, needs: str,
-    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int], floats: Sequence[float], scale: float,
-    dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
+    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
+    needs: str, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None,
+    cu_q: Tensor | None, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int],
+    floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
 ) -> list[Tensor]:  # fmt: skip
-    args = (query, key, value, captures, seed, blocks, cu_q, cu_kv, q_lengths, kv_lengths, ints, floats, scale, dropout_p, max_q, max_kv, formula, allowed)
+    args = list(locals().values())[7:]
     plan_formula, operands, names = _unflatten(args)
     wanted = [flag == "1" for flag in needs]
     cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
@@ -236,7 +233,7 @@ def _setup_double(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Second derivatives: differentiates the gradient of the plain formula, which saves what torch operations save."""
-    *saved, grad_out, lse = ctx.saved_tensors
+    *saved, grad_out, _ = ctx.saved_tensors
     count = 3 + ctx.captured
     rest = iter(saved[count:])
     optional = [next(rest) if present else None for present in ctx.present]
@@ -254,7 +251,9 @@ def _second_order(
     with torch.enable_grad():
         tensors = [_leaf(t, create_graph) for t in (operands.query, operands.key, operands.value, *operands.captures)]
         flowing = [None if c is None else _leaf(c, create_graph) for c in cotangents]
-        results = _formula_kernel(formula, _with_tensors(operands, tensors))
+        results = _formula_kernel(
+            formula, replace(operands, query=tensors[0], key=tensors[1], value=tensors[2], captures=tuple(tensors[3:]))
+        )
         outputs = (results.out, results.lse, results.column_sums, results.weights)
         used = [(o, c) for o, c in zip(outputs, flowing, strict=True) if o is not None and c is not None and o.requires_grad]
         inputs = [t for t, need in zip(tensors, needs, strict=True) if need]
@@ -287,7 +286,8 @@ class _Attention(torch.autograd.Function):
         outputs = _outputs(run_forward(formula, operands, needs, allowed))
         optional = [getattr(operands, name) for name in _OPTIONAL]
         ctx.call = (formula, needs, allowed, [o is not None for o in optional])
-        ctx.numbers = (operands.ints, operands.floats, operands.scale, operands.dropout_p, operands.max_q, operands.max_kv)
+        ctx.numbers = (operands.ints, operands.floats, operands.scale, operands.dropout_p)
+        ctx.longest = (operands.max_q, operands.max_kv)
         ctx.save_for_backward(*tensors, *(o for o in optional if o is not None), outputs[0], outputs[1])
         ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -298,9 +298,8 @@ class _Attention(torch.autograd.Function):
         *saved, out, lse = ctx.saved_tensors
         count = 3 + len(needs[3])
         rest = iter(saved[count:])
-        optional = dict(zip(_OPTIONAL, (next(rest) if p else None for p in present), strict=True))
-        ints, floats, scale, dropout_p, max_q, max_kv = ctx.numbers
-        operands = Operands(*saved[:3], tuple(saved[3:count]), ints, floats, scale, dropout_p, **optional, max_q=max_q, max_kv=max_kv)
+        optional = (next(rest) if p else None for p in present)
+        operands = Operands(*saved[:3], tuple(saved[3:count]), *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
         run = _call_backward if torch.is_grad_enabled() else run_backward
         g = run(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
         return (None, None, None, None, g.query, g.key, g.value, *g.captures)

@@ -17,6 +17,8 @@ from foci.variant import Bound, Variant, bind
 
 __all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "prepare"]
 
+_SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
+_NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -105,7 +107,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         what = "dtype" if not query.dtype == key.dtype == value.dtype else "device"
         raise ValueError(f"query, key and value must have one {what}; got {_three(query, key, value)}")
     if query.dtype not in _DTYPES:
-        raise TypeError(f"query, key and value must be float16, bfloat16, float32 or float64; got {str(query.dtype).removeprefix('torch.')}")
+        raise TypeError(
+            f"query, key and value must be float16, bfloat16, float32 or float64; got {str(query.dtype).removeprefix('torch.')}"
+        )
     if q[3] != k[3]:
         raise ValueError(f"query and key must have one head dim; got {q[3]} and {k[3]} ({_three(query, key, value)})")
     if k[2] != v[2]:
@@ -132,22 +136,28 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return tuple(t.expand(batch, *t.shape[1:]) for t in (query, key, value))  # type: ignore[return-value]
 
 
-def _checked_dropout(dropout_p: float) -> float:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat)):
+def _checked_dropout(dropout_p: Any) -> float:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"dropout_p must be a number from 0 to 1; got {type(dropout_p).__name__}")
-    if not 0.0 <= dropout_p <= 1.0:
+    probability = _number(dropout_p)
+    if not 0.0 <= probability <= 1.0:
         raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
-    return dropout_p if isinstance(dropout_p, torch.SymFloat) else float(dropout_p)
+    return probability
 
 
 def _checked_scale(scale: Any, query: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(query.shape[-1])
-    if isinstance(scale, bool) or not isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+    if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise TypeError(f"scale must be a number or None (1 / sqrt(head dim)); got {type(scale).__name__}")
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+    if not isinstance(scale, _SYMBOLIC) and not math.isfinite(scale):
         raise ValueError(f"scale must be finite; got {scale}")
-    return scale if isinstance(scale, torch.SymFloat) else float(scale)  # type: ignore[return-value]
+    return _number(scale)
+
+
+def _number(value: Any) -> float:
+    """A float; a symbolic one stays symbolic."""
+    return value if isinstance(value, torch.SymFloat) else float(value)  # type: ignore[return-value]
 
 
 def _draw_seed(device: torch.device) -> Tensor:
@@ -174,8 +184,8 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
         size = bound.captures[slot].shape[dim]
         if isinstance(size, int) and isinstance(lengths.get(name), int) and size < lengths[name]:
             raise ValueError(
-                f"captured tensor {slot}, {describe(bound.captures[slot])}, is indexed by {name} in dimension {dim}, which runs to {lengths[name]}: "
-                f"that dimension must have at least {lengths[name]} entries"
+                f"captured tensor {slot}, {describe(bound.captures[slot])}, is indexed by {name} in dimension {dim}: "
+                f"{name} runs to {lengths[name]}, so that dimension must have at least {lengths[name]} entries"
             )
 
 
@@ -213,4 +223,6 @@ def check_offsets(name: str, offsets: Any, tokens: int) -> None:
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64; got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens} tokens")
+        raise ValueError(
+            f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens} tokens"
+        )

@@ -11,7 +11,20 @@ from torch import Tensor
 
 from foci.variant import Variant
 
-__all__ = ["Cotangents", "Formula", "Gradients", "Layout", "Operands", "Outputs", "Problem", "Results", "Target", "accumulation_dtype", "bucket", "empty_out"]
+__all__ = [
+    "Cotangents",
+    "Formula",
+    "Gradients",
+    "Layout",
+    "Operands",
+    "Outputs",
+    "Problem",
+    "Results",
+    "Target",
+    "accumulation_dtype",
+    "bucket",
+    "empty_out",
+]
 
 
 class Layout(Enum):

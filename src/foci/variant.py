@@ -28,7 +28,7 @@ MASK_VARIABLES = ("b", "h", "q_idx", "kv_idx")
 SCORE_VARIABLES = ("score", "b", "h", "q_idx", "kv_idx")
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def q_len() -> Any:
     """Number of queries of the sequence at hand. For use inside a score or mask function.
 
@@ -39,7 +39,7 @@ def q_len() -> Any:
     return length_symbol("q_len")
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def kv_len() -> Any:
     """Number of keys of the sequence at hand. For use inside a score or mask function.
 
@@ -119,7 +119,9 @@ class Score:
 
     def __rshift__(self, other: Callable[..., Any]) -> Score:
         first, then = self.function, _score_function(other)
-        return Score(lambda score, b, h, q_idx, kv_idx: then(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx), name=_joined(self, ">>", other))
+        return Score(
+            lambda score, b, h, q_idx, kv_idx: then(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx), name=_joined(self, ">>", other)
+        )
 
     def __rrshift__(self, other: Callable[..., Any]) -> Score:
         return Score(_score_function(other)) >> self

@@ -67,6 +67,17 @@ class Axis:
     length: int
 
 
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    """The method of a Python operator: a word of the vocabulary."""
+
+    def method(self: Symbol, *others: Any) -> Any:
+        from foci.ir.vocabulary import WORDS
+
+        return WORDS[name](*others, self) if reflected else WORDS[name](self, *others)
+
+    return method
+
+
 class Symbol:
     """What a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one."""
 
@@ -79,7 +90,9 @@ class Symbol:
         self.axes = axes
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -93,6 +106,30 @@ class Symbol:
 
     def __getitem__(self, index: Any) -> Symbol:
         return self.tracer.index(self, index)
+
+    __add__, __radd__ = _operator("add"), _operator("add", reflected=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", reflected=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", reflected=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", reflected=True)
+    __floordiv__, __rfloordiv__ = _operator("floor_divide"), _operator("floor_divide", reflected=True)
+    __mod__, __rmod__ = _operator("remainder"), _operator("remainder", reflected=True)
+    __pow__, __rpow__ = _operator("pow"), _operator("pow", reflected=True)
+    __and__, __rand__ = _operator("bitwise_and"), _operator("bitwise_and", reflected=True)
+    __or__, __ror__ = _operator("bitwise_or"), _operator("bitwise_or", reflected=True)
+    __xor__, __rxor__ = _operator("bitwise_xor"), _operator("bitwise_xor", reflected=True)
+    __lshift__, __rlshift__ = _operator("bitwise_left_shift"), _operator("bitwise_left_shift", reflected=True)
+    __rshift__, __rrshift__ = _operator("bitwise_right_shift"), _operator("bitwise_right_shift", reflected=True)
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", reflected=True)
+    __eq__ = _operator("eq")
+    __ne__ = _operator("ne")
+    __lt__ = _operator("lt")
+    __le__ = _operator("le")
+    __gt__ = _operator("gt")
+    __ge__ = _operator("ge")
+    __neg__ = _operator("neg")
+    __abs__ = _operator("abs")
+    __invert__ = _operator("bitwise_not")
+    __pos__ = _operator("clone")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +158,9 @@ class Symbol:
         return self.shape if dim is None else self.shape[dim]
 
     def __bool__(self) -> bool:
-        raise TraceError(_complaint("a Python `if`, `and`, `or`, `not`, `min` or `max`", "use torch.where, &, |, ~, torch.minimum, torch.maximum"))
+        raise TraceError(
+            _complaint("a Python `if`, `and`, `or`, `not`, `min` or `max`", "use torch.where, &, |, ~, torch.minimum, torch.maximum")
+        )
 
     def __iter__(self) -> Any:
         raise TraceError(_complaint("iteration"))
@@ -138,26 +177,6 @@ class Symbol:
         return f"Symbol({self.expr!r}{', shape=' + str(list(self.shape)) if self.axes else ''})"
 
 
-def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
-    def method(self: Symbol, *others: Any) -> Any:
-        from foci.ir.vocabulary import WORDS
-
-        return WORDS[name](*others, self) if reflected else WORDS[name](self, *others)
-
-    return method
-
-
-_BINARY: Final = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pow": "pow",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "matmul": "matmul",
-}  # fmt: skip
-for _dunder, _word in _BINARY.items():
-    setattr(Symbol, f"__{_dunder}__", _operator(_word))
-    setattr(Symbol, f"__r{_dunder}__", _operator(_word, reflected=True))
-for _dunder, _word in {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg", "abs": "abs", "invert": "bitwise_not", "pos": "clone"}.items():
-    setattr(Symbol, f"__{_dunder}__", _operator(_word))
-
-
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _leaves(item)]
@@ -169,7 +188,7 @@ def _leaves(value: Any) -> list[Any]:
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from foci.ir.vocabulary import WORDS
 
-    name = getattr(func, "_opname", None) or getattr(func, "__name__", str(func))
+    name = str(getattr(func, "_opname", None) or getattr(func, "__name__", func))
     packet = getattr(func, "overloadpacket", None)
     if packet is not None:
         name = packet.__name__
@@ -185,7 +204,9 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 class _Record(TorchFunctionMode):
     """Sees every torch call while a function is traced, so that indexing an ordinary tensor with a symbol works."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(leaf, Symbol) for leaf in _leaves(args) + _leaves(list(kwargs.values()))):
             return _dispatch(func, args, kwargs)
@@ -239,7 +260,9 @@ class Tracer:
         finally:
             _active.pop()
         if symbol.axes:
-            raise TraceError(f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions")
+            raise TraceError(
+                f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions"
+            )
         return symbol.expr
 
     def symbol(self, value: Any) -> Symbol:
@@ -284,14 +307,26 @@ class Tracer:
 
 def _is_plain_number(tensor: Tensor) -> bool:
     # Read on the host at once: a scalar the function itself made, or a constant. Never a traced or learned one.
-    return type(tensor) is Tensor and tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and torch._guards.detect_fake_mode() is None
+    return (
+        type(tensor) is Tensor
+        and tensor.dim() == 0
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and torch._guards.detect_fake_mode() is None
+    )
 
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-_SKIP: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<eval_with_key>", "<string>")
+_SKIP: Final = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    "<eval_with_key>",
+    "<string>",
+)
 
 
 def _user_frame() -> FrameType | None:
@@ -304,7 +339,11 @@ def _user_frame() -> FrameType | None:
 def _complaint(what: str, instead: str = "") -> str:
     frame = _user_frame()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
-    hint = f"; {instead}" if instead else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
+    hint = (
+        f"; {instead}"
+        if instead
+        else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
+    )
     return f"{where}{what} is outside what a score or mask function can do{hint}"
 
 

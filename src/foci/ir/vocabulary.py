@@ -143,6 +143,10 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Symbol:
     return x  # type: ignore[no-any-return]
 
 
+def _round(x: Any, *, decimals: int = 0) -> Symbol:
+    return pointwise("round", x) if not decimals else pointwise("div", pointwise("round", x * 10.0**decimals), 10.0**decimals)
+
+
 def _relu(x: Any, inplace: bool = False) -> Symbol:
     return _where(pointwise("le", x, 0), 0, x)
 
@@ -165,7 +169,7 @@ def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Symbol:
 
 def _logsigmoid(x: Any) -> Symbol:
     # log(sigmoid(x)) = min(x, 0) - log1p(exp(-|x|)), which never overflows.
-    return _where(pointwise("lt", x, 0), x, 0.0) - pointwise("log1p", pointwise("exp", -pointwise("abs", x)))
+    return _where(pointwise("lt", x, 0), x, 0.0) - pointwise("log1p", pointwise("exp", -pointwise("abs", x)))  # type: ignore[no-any-return]
 
 
 def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Symbol:
@@ -310,7 +314,9 @@ def _matmul(a: Any, b: Any) -> Symbol:
         return _dot(x, y)
     if (x.ndim, y.ndim) == (1, 2):
         return _dot(Symbol(tracer, y.expr, (y.axes[1], y.axes[0])), x)
-    raise TraceError(_complaint(f"a product of rows of shapes {list(x.shape)} and {list(y.shape)}", "use vectors, or a matrix and a vector"))
+    raise TraceError(
+        _complaint(f"a product of rows of shapes {list(x.shape)} and {list(y.shape)}", "use vectors, or a matrix and a vector")
+    )
 
 
 def _norm(x: Symbol, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Symbol:
@@ -327,7 +333,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     found = row == x
     for _ in range(row.ndim):
         found = _reduction("any")(found, -1)
-    return _bitwise_not(found) if invert else found  # type: ignore[no-any-return]
+    return _bitwise_not(found) if invert else found
 
 
 def _bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Symbol:
@@ -361,14 +367,15 @@ def _unary(names: str) -> dict[str, Word]:
 
 
 WORDS: Final[dict[str, Word]] = {
-    **_unary("neg abs sign floor ceil trunc exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh sigmoid erf isnan isinf"),
-    **_unary("eq ne lt le fmod atan2 min max"),
+    **_unary("neg abs sign floor ceil trunc exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh"),
+    **_unary("sigmoid erf isnan isinf eq ne lt le fmod atan2"),
     "negative": _op("neg"), "absolute": _op("abs"), "fix": _op("trunc"), "sgn": _op("sign"), "expit": _op("sigmoid"),
     "arcsin": _op("asin"), "arccos": _op("acos"), "arctan": _op("atan"), "arctan2": _op("atan2"),
-    "round": lambda x, *, decimals=0: pointwise("round", x) if not decimals else pointwise("div", pointwise("round", x * 10.0**decimals), 10.0**decimals),
+    "round": _round,
     "add": _add, "radd": _add, "sub": _sub, "subtract": _sub, "rsub": lambda a, b, *, alpha=1: _sub(b, a, alpha=alpha),
     "mul": lambda a, b: _arithmetic("mul", a, b), "multiply": lambda a, b: _arithmetic("mul", a, b),
-    "div": _div, "divide": _div, "true_divide": _div, "truediv": _div, "rdiv": lambda a, b: _div(b, a), "rtruediv": lambda a, b: _div(b, a),
+    "div": _div, "divide": _div, "true_divide": _div, "truediv": _div, "rdiv": lambda a, b: _div(b, a),
+    "rtruediv": lambda a, b: _div(b, a),
     "floor_divide": _op("floordiv"), "floordiv": _op("floordiv"), "rfloordiv": _flip("floordiv"),
     "remainder": _op("mod"), "mod": _op("mod"), "rmod": _flip("mod"),
     "pow": _pow, "rpow": lambda a, b: _pow(b, a), "float_power": lambda a, b: pointwise("pow", a, b),
@@ -376,7 +383,8 @@ WORDS: Final[dict[str, Word]] = {
     "addcmul": lambda x, a, b, *, value=1: x + value * (a * b), "addcdiv": lambda x, a, b, *, value=1: x + value * (a / b),
     "lerp": lambda a, b, weight: a + weight * (b - a), "hypot": lambda a, b: pointwise("sqrt", a * a + b * b),
     "log10": lambda x: pointwise("log", x) / math.log(10), "logaddexp": _logaddexp,
-    "gt": _flip("lt"), "ge": _flip("le"), "greater": _flip("lt"), "greater_equal": _flip("le"), "less": _op("lt"), "less_equal": _op("le"),
+    "gt": _flip("lt"), "ge": _flip("le"), "greater": _flip("lt"), "greater_equal": _flip("le"), "less": _op("lt"),
+    "less_equal": _op("le"),
     "not_equal": _op("ne"), "isfinite": lambda x: _bitwise_not(pointwise("isnan", x) | pointwise("isinf", x)),
     "maximum": _op("max"), "minimum": _op("min"), "fmax": _op("max"), "fmin": _op("min"),
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"), "logical_not": _logical("not"),
@@ -385,20 +393,25 @@ WORDS: Final[dict[str, Word]] = {
     "bitwise_left_shift": _op("shl"), "bitwise_right_shift": _op("shr"), "lshift": _op("shl"), "rshift": _op("shr"),
     "where": _where, "masked_fill": _masked_fill, "clamp": _clamp, "clip": _clamp,
     "clamp_min": lambda x, min: _clamp(x, min), "clamp_max": lambda x, max: _clamp(x, None, max),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val), "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
+    "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
     "relu": _relu, "silu": _silu, "gelu": _gelu, "softplus": _softplus, "logsigmoid": _logsigmoid, "log_sigmoid": _logsigmoid,
-    "leaky_relu": _leaky_relu, "elu": _elu, "softsign": lambda x: x / (1.0 + pointwise("abs", x)), "tanhshrink": lambda x: x - pointwise("tanh", x),
+    "leaky_relu": _leaky_relu, "elu": _elu, "softsign": lambda x: x / (1.0 + pointwise("abs", x)),
+    "tanhshrink": lambda x: x - pointwise("tanh", x),
     "erfc": lambda x: 1.0 - pointwise("erf", x), "deg2rad": lambda x: x * (math.pi / 180), "rad2deg": lambda x: x * (180 / math.pi),
     "to": _to, "_to_copy": _to, "convert_element_type": _to, "type": _to, "type_as": _type_as,
     "float": _as(torch.float32), "double": _as(torch.float64), "half": _as(torch.float16), "bfloat16": _as(torch.bfloat16),
     "int": _as(torch.int32), "long": _as(torch.int64), "bool": _as(torch.bool),
     "clone": _same, "contiguous": _same, "pos": _same, "positive": _same, "cpu": _same, "cuda": _same, "alias": _same,
-    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _like(None), "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new(None),
+    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _like(None), "new_zeros": _new(0), "new_ones": _new(1),
+    "new_full": _new(None),
     "new_tensor": _new_tensor, "scalar_tensor": lambda x, **kwargs: x,
-    "getitem": _getitem, "index": _index, "mod_index": _index, "apply": _index, "select": _select, "index_select": _index_select, "embedding": _embedding,
+    "getitem": _getitem, "index": _index, "mod_index": _index, "apply": _index, "select": _select, "index_select": _index_select,
+    "embedding": _embedding,
     "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"), "any": _reduction("any"), "all": _reduction("all"),
     "mean": _mean, "max": _extremum("max"), "min": _extremum("min"),
-    "dot": _dot, "vdot": _dot, "inner": _dot, "vecdot": _dot, "linalg_vecdot": _dot, "matmul": _matmul, "mv": _matmul, "rmatmul": lambda a, b: _matmul(b, a),
+    "dot": _dot, "vdot": _dot, "inner": _dot, "vecdot": _dot, "linalg_vecdot": _dot, "matmul": _matmul, "mv": _matmul,
+    "rmatmul": lambda a, b: _matmul(b, a),
     "norm": _norm, "vector_norm": _norm, "linalg_vector_norm": _norm, "isin": _isin,
     "bucketize": _bucketize, "searchsorted": lambda edges, values, *, out_int32=False, right=False, side=None, sorter=None: _bucketize(
         values, edges, out_int32=out_int32, right=right or side == "right"),
