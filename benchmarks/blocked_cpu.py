@@ -1,0 +1,115 @@
+"""The blocked backend on the CPU beside torch's paths: time and peak memory over the length.
+
+python benchmarks/blocked_cpu.py              # every case, a process each for memory
+python benchmarks/blocked_cpu.py --memory IMPLEMENTATION MASK LENGTH DIRECTION
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from measure import facts, interleaved, medians, reset_peak, status, write
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+import foci
+
+HEADS, DIM = 4, 64
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MASKS: dict[str, foci.Mask | None] = {"none": None, "causal": foci.masks.causal(), "window 512": foci.masks.window(512)}
+# torch's paths that write the S x S scores: beyond this length they take gigabytes.
+LONGEST_DENSE = 4096
+
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+    with foci.use("blocked"):
+        return foci.attention(q, k, v, mask=MASKS[mask])
+
+
+def _dense(mask: str, length: int) -> Tensor | None:
+    named = MASKS[mask]
+    return None if named is None else foci.create_mask(named, None, None, length, length, device="cpu")[0, 0]
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=_dense(mask, q.shape[2]))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+    dense = None if mask == "causal" else _dense(mask, q.shape[2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=mask == "causal")
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+    length = q.shape[2]
+    named = MASKS[mask]
+    block_mask = None
+    if named is not None:
+        block_mask = torch.nn.attention.flex_attention.create_block_mask(named.function, None, None, length, length, device="cpu")
+    return flex_attention(q, k, v, block_mask=block_mask)  # type: ignore[return-value]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, str], Tensor]] = {
+    "foci blocked": _blocked,
+    "torch math": _math,
+    "torch flash": _flash,
+    "flex eager": _flex,
+}
+
+
+def _applies(implementation: str, mask: str, length: int) -> bool:
+    if implementation == "torch flash":
+        return mask in ("none", "causal") or length <= LONGEST_DENSE
+    return implementation == "foci blocked" or length <= LONGEST_DENSE
+
+
+def _call(implementation: str, mask: str, length: int, direction: str) -> Callable[[], object]:
+    grad = direction == "forward+backward"
+    q, k, v = (torch.randn(1, HEADS, length, DIM, requires_grad=grad) for _ in range(3))
+
+    def run() -> object:
+        out = IMPLEMENTATIONS[implementation](q, k, v, mask)
+        return torch.autograd.grad(out.sum(), (q, k, v)) if grad else out
+
+    return run
+
+
+def _memory(implementation: str, mask: str, length: int, direction: str) -> float:
+    """Megabytes over the inputs, in a process of its own."""
+    command = [sys.executable, __file__, "--memory", implementation, mask, str(length), direction]
+    return float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    rows: list[dict[str, object]] = []
+    for length in LENGTHS:
+        for mask in MASKS:
+            for direction in ("forward", "forward+backward"):
+                names = [n for n in IMPLEMENTATIONS if _applies(n, mask, length) and not (n == "flex eager" and direction != "forward")]
+                times = medians(interleaved({n: _call(n, mask, length, direction) for n in names}, seconds=1.0, rounds=3))
+                for name in names:
+                    row = {"benchmark": "blocked", "implementation": name, "mask": mask, "length": length, "direction": direction}
+                    memory = _memory(name, mask, length, direction)
+                    rows.append(
+                        {**row, "ms": round(times[name] * 1e3, 3), "peak_mb": round(memory, 1), "heads": HEADS, "dim": DIM, **facts()}
+                    )
+                    print(json.dumps(rows[-1]), flush=True)
+    write("blocked_cpu", rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--memory"]:
+        case = (sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+        _call(case[0], case[1], 64, case[3])()
+        run = _call(*case)
+        before = reset_peak()
+        run()
+        print(json.dumps(status("VmHWM") - before))
+    else:
+        main()

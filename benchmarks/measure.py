@@ -1,0 +1,85 @@
+"""What every benchmark shares: interleaved timing, peak memory, and the facts that make a number mean something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def facts(device: str = "cpu") -> dict[str, object]:
+    """Machine, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "foci": importlib.metadata.version("foci"),
+        "commit": commit,
+    }
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo") as info:
+        line = next((line for line in info if line.startswith("model name")), ": unknown")
+    return f"{line.split(':')[1].strip()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def interleaved(functions: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds of each call, round robin, so that a slow moment of the machine falls on every function alike.
+
+    At least `rounds` rounds after a warm-up, more until `seconds` have passed.
+    """
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+    while len(next(iter(times.values()))) < rounds or time.perf_counter() - start < seconds:
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def ratio(times: Mapping[str, list[float]], peer: str, ours: str) -> float:
+    """Median over the rounds of peer / ours: how many times faster ours is."""
+    return statistics.median(p / o for p, o in zip(times[peer], times[ours], strict=True))
+
+
+def reset_peak() -> float:
+    """Resident megabytes now; the peak counts from here (Linux)."""
+    with open("/proc/self/clear_refs", "w") as clear_refs:
+        clear_refs.write("5")
+    return status("VmRSS")
+
+
+def status(field: str) -> float:
+    """Megabytes of a field of /proc/self/status: VmRSS is the resident set, VmHWM the largest since the last reset."""
+    with open("/proc/self/status") as lines:
+        line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def write(name: str, rows: list[dict[str, object]]) -> None:
+    """Prints the rows and keeps them as benchmarks/results/NAME.jsonl, in place of an earlier run's."""
+    RESULTS.mkdir(exist_ok=True)
+    lines = [json.dumps(row) for row in rows]
+    (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
