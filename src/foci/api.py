@@ -87,7 +87,7 @@ def attention(
     """
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
+    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
     )
@@ -147,7 +147,7 @@ def explain(
     """
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux)
+    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -102,17 +103,17 @@ def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> N
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
 
 
-def checked_outputs(return_aux: Any) -> Outputs:
-    """The auxiliary outputs asked for.
+def checked_outputs(return_aux: Any, sink: Any) -> Outputs:
+    """The auxiliary outputs that a call needs: those asked for, and the logsumexp for a sink, which is differentiated.
 
     Raises:
         TypeError: for anything but an AuxRequest or None.
     """
     if return_aux is None:
-        return Outputs()
+        return Outputs(lse=sink is not None)
     if not isinstance(return_aux, Outputs):
         raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
-    return return_aux
+    return return_aux if sink is None else replace(return_aux, lse=True)
 
 
 def checked_sink(sink: Any, query: Tensor, outputs: Outputs) -> Tensor | None:

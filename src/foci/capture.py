@@ -17,6 +17,7 @@ from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVar
 from torch._ops import HigherOrderOperator
 
 from foci.core import run_now
+from foci.execution import Allowed
 from foci.prepare import Extras
 from foci.problem import Outputs, Results
 
@@ -52,12 +53,12 @@ class _Attention(HigherOrderOperator):
             block_size=(options["block_q"], options["block_kv"]) if options["blocks"] else None,
             max_q=options["max_q"],
             max_kv=options["max_kv"],
-            honour_sdp_flags=options["honour_sdp_flags"],
             **dict(zip((name for name in _TENSORS if options[name]), tensors, strict=True)),
         )
         score_function = (lambda *symbols: score(*symbols, *score_inputs)) if options["score"] else None
         mask_function = (lambda *symbols: mask(*symbols, *mask_inputs)) if options["mask"] else None
-        results = run_now((query, key, value), score_function, mask_function, extras)
+        allowed = tuple(options["allowed"].split(",")) if options["restricted"] else None
+        results = run_now((query, key, value), score_function, mask_function, extras, allowed)
         return tuple(
             results.out.new_empty(0) if t is None else t
             for t in (results.out, results.lse, results.row_max, results.column_sums, results.weights)
@@ -70,9 +71,9 @@ _hop_name_to_variable_class["foci_attention"] = FlexAttentionHigherOrderVariable
 
 
 def run_captured(
-    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras
+    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras, allowed: Allowed
 ) -> Results:
-    """`foci.dispatch.run` as Dynamo traces it."""
+    """`foci.dispatch.run` as Dynamo traces it. The backends allowed are a constant of the graph, which Dynamo guards."""
     query, key, value = tensors
     given = [t for t in (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths) if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
@@ -82,7 +83,7 @@ def run_captured(
         "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
         "lse": outputs.lse, "row_max": outputs.row_max, "column_sums": outputs.column_sums, "weights": outputs.weights,
         "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv,
-        "honour_sdp_flags": extras.honour_sdp_flags,
+        "restricted": allowed is not None, "allowed": ",".join(allowed or ()),
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,
     }  # fmt: skip

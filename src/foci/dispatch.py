@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.core import Function, Tensors, run_now
+from foci.core import Function, Tensors, allowed_for, run_now
 from foci.prepare import Extras
 from foci.problem import Results
 
@@ -24,12 +24,13 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
         TypeError, ValueError: for wrong arguments.
         NoViableBackend: if no backend accepts the problem.
     """
+    allowed = allowed_for(extras)
     if torch.compiler.is_dynamo_compiling():
         from foci.capture import run_captured  # imports Dynamo
 
-        results = run_captured(tensors, score, mask, extras)
+        results = run_captured(tensors, score, mask, extras, allowed)
     else:
-        results = run_now(tensors, score, mask, extras)
+        results = run_now(tensors, score, mask, extras, allowed)
     return results if extras.sink is None else _with_sink(results, extras.sink)
 
 

@@ -672,3 +672,13 @@ def test_a_backend_for_another_device(monkeypatch):  # SDPA-18
     finally:
         foci.unregister_backend("elsewhere")
     assert "elsewhere" not in foci.backends.names()
+
+
+def test_sink_alone():  # SDPA-19
+    q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
+    sink = rand(4).requires_grad_()
+    logits = torch.cat([q @ k.mT / math.sqrt(8), sink[None, :, None, None].expand(2, 4, 9, 1)], -1)
+    want = logits.softmax(-1)[..., :-1] @ v
+    out = foci.attention(q, k, v, sink=sink)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v, sink)), torch.autograd.grad(want.square().sum(), (q, k, v, sink)))
