@@ -137,7 +137,12 @@ def _backward_tile(call: _Call, scores: Scores, columns: _Columns, chunk: Chunk,
 
 
 def _weights(scores: Scores, rows: _Rows, columns: _Columns, at: tuple[Chunk, Tile, Run]) -> Tensor:
-    return scores.masked(rows.query, columns.key, at).sub_(rows.lse).exp_()
+    return _weights_of(scores.masked(rows.query, columns.key, at), rows)
+
+
+def _weights_of(score: Tensor, rows: _Rows) -> Tensor:
+    # At scores beyond 1e8 rounding alone could lift a score above lse, and its weight to infinity.
+    return score.sub_(rows.lse).clamp_(max=0.0).exp_()
 
 
 def _direct(call: _Call, scores: Scores, weights: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
@@ -161,7 +166,7 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
     score = raw
     if run.masked or not scores.is_identity:
         score, values = scores.functions(scores.by_head(raw, *at[:2]), at, more)
-    weights = score.view(raw.shape).sub_(rows.lse).exp_()
+    weights = _weights_of(score.view(raw.shape), rows)
     if columns.value_sum is not None:
         kept = scores.dropped(weights, at) if scores.formula.dropout else weights
         columns.value_sum[:, run.start : run.stop].baddbmm_(kept.mT, rows.grad_out)

@@ -33,7 +33,7 @@ def forward_single(operands: Operands, formula: Formula) -> Results:
         query, key, value = query.to(acc), key.to(acc), value.to(acc)
     groups, kv_len = heads // key.shape[1], key.shape[2]
     query, key, value = query.reshape(batch * key.shape[1], groups * q_len, -1), key.flatten(0, 1), value.flatten(0, 1)
-    score = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=operands.scale)
+    score = torch.bmm(query * operands.scale, key.mT)
     is_plain = formula.variant.is_plain
     if not is_plain:
         run = Run(0, kv_len, formula.variant.mask.op != "const")

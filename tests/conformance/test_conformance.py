@@ -1,0 +1,132 @@
+"""Every backend on every problem it claims: forward and all gradients, against the formula in float64.
+
+A new backend joins by its row in `foci.backends`; a new example by its entry in `foci.masks` or `foci.scores`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from budget import check, plain
+from cases import Case, all_cases, cotangents, operands, problem
+
+from foci import backends
+from foci.backends.contract import Plan
+from foci.backends.reference import formula as exact_formula
+from foci.planner import target_of
+from foci.problem import Cotangents, Gradients, Operands, Results
+
+CASES = all_cases()
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def claimed() -> list:
+    """Backend, case and device of everything that a backend claims."""
+    found = []
+    for device in DEVICES:
+        target = target_of(torch.device(device))
+        marks = [pytest.mark.gpu] if device == "cuda" else []
+        for case in CASES:
+            asked = problem(case, device)
+            for name in backends.names():
+                if backends.load(name).reject(asked, target) is None:
+                    found.append(pytest.param(name, case, device, id=f"{name}-{case.id}-{device}", marks=marks))
+    return found
+
+
+def in_float64(given: Operands) -> Operands:
+    def wide(t):
+        return t.double() if t.is_floating_point() else t
+
+    return replace(given, query=wide(given.query), key=wide(given.key), value=wide(given.value), captures=tuple(map(wide, given.captures)))
+
+
+def differentiate(function, given: Operands, asked, case: Case) -> tuple[Results, Gradients]:
+    """Results of a differentiable formula, and its gradients by autograd."""
+    wanted = (asked.query_grad, asked.key_grad, asked.value_grad, *asked.capture_grads)
+    inputs = [t.detach().requires_grad_(on) for t, on in zip((given.query, given.key, given.value, *given.captures), wanted)]
+    results = function(replace(given, query=inputs[0], key=inputs[1], value=inputs[2], captures=tuple(inputs[3:])), asked.formula)
+    flowing = cotangents(case, results)
+    pairs = [(getattr(results, f.name), getattr(flowing, f.name)) for f in fields(Cotangents)]
+    pairs = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
+    leaves = [t for t in inputs if t.requires_grad]
+    if pairs:
+        grads = iter(torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True))
+    else:
+        grads = iter([torch.zeros_like(leaf) for leaf in leaves])
+    gradients = [next(grads) if t.requires_grad else None for t in inputs]
+    return detached(results), Gradients(*gradients[:3], tuple(gradients[3:]))
+
+
+def detached(results: Results) -> Results:
+    return Results(*(None if t is None else t.detach() for t in vars(results).values()))
+
+
+@functools.lru_cache(maxsize=2)
+def expected(case: Case, device: str):
+    """Plain and exact results and gradients of a case."""
+    asked, given = problem(case, device), operands(case, device)
+    return differentiate(plain, given, asked, case), differentiate(exact_formula, in_float64(given), asked, case)
+
+
+def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
+    asked, given = problem(case, device), operands(case, device)
+    kernel = backends.load(name).compile(Plan(name, asked, target_of(torch.device(device))))
+    results = kernel.forward(given)
+    if not asked.needs_backward:
+        return results, Gradients(None, None, None)
+    return results, kernel.backward(given, Results(results.out, results.lse), cotangents(case, results))
+
+
+# SDPA-06 to SDPA-14, SDPA-19, SDPA-20, FLEX-02 to FLEX-08, JAG-03 to JAG-06
+@pytest.mark.parametrize("name, case, device", claimed())
+def test_forward_and_gradients(name, case, device):
+    given, outputs = operands(case, device), case.outputs
+    results, gradients = ran(name, case, device)
+    (plain_results, plain_gradients), (exact_results, exact_gradients) = expected(case, device)
+
+    assert results.out.dtype == case.dtype
+    assert results.out.transpose(1, 2).is_contiguous()
+    assert results.lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    for field in fields(Results):
+        found = getattr(results, field.name)
+        if field.name in ("out", "lse") or getattr(outputs, field.name):
+            check(field.name, case.dtype, found, getattr(plain_results, field.name), getattr(exact_results, field.name))
+        else:
+            assert found is None
+    for part in ("query", "key", "value"):
+        found, exact = getattr(gradients, part), getattr(exact_gradients, part)
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            assert found.dtype == getattr(given, part).dtype
+            check(part, case.dtype, found, getattr(plain_gradients, part), exact)
+    for found, unfused, exact in zip(gradients.captures, plain_gradients.captures, exact_gradients.captures, strict=False):
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            check("captures", case.dtype, found, unfused, exact)
+
+
+# SDPA-16, FLEX-04
+@pytest.mark.parametrize("name, case, device", [p for p in claimed() if "large" in p.id or "jagged" in p.id])
+def test_repeats_bit_for_bit(name, case, device):
+    if case.dtype == torch.float64:
+        pytest.skip("the same code as float32")
+    (first, gradients), (second, again) = ran(name, case, device), ran(name, case, device)
+    pairs = [*zip(vars(first).values(), vars(second).values()), (gradients.query, again.query), (gradients.key, again.key)]
+    for a, b in [*pairs, (gradients.value, again.value), *zip(gradients.captures, again.captures)]:
+        assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["reference", "blocked"])
+def test_takes_every_case(name):
+    refused = [case.id for case in CASES if backends.load(name).reject(problem(case, "cpu"), target_of(torch.device("cpu"))) is not None]
+    assert refused == []
+
+
+def test_aten_takes_plain_and_causal():
+    taken = {case.name for case in CASES if backends.load("aten").reject(problem(case, "cpu"), target_of(torch.device("cpu"))) is None}
+    assert {"plain-square", "causal-wide", "causal-large", "memory-transposed", "no-keys"} <= taken
+    assert not any(name.startswith(("captured", "dropout", "blocks", "empty")) for name in taken)
