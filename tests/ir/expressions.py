@@ -17,6 +17,10 @@ from foci.ir.rewrite import canonical_levels
 B, H, Q, K, R = 2, 3, 6, 5, 4
 SCORE, BATCH, HEAD, ROW, COLUMN = (variable(name) for name in ("score", "b", "h", "q_idx", "kv_idx"))
 
+OWN = 900  # above every level inside
+FLOAT_ROW = load(4, (COLUMN, axis(OWN)), DType.FLOAT)
+INT_ROW = load(5, (BATCH, axis(OWN)), DType.INT64)
+
 UNARY_FLOAT = ("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "sin", "cos", "atan", "tanh", "sigmoid", "erf")
 BINARY_FLOAT = ("add", "sub", "mul", "min", "max")
 BINARY_INT = ("add", "sub", "min", "max", "and", "or", "xor")
@@ -82,7 +86,7 @@ def floats(depth: int = 3) -> st.SearchStrategy[Expr]:
         st.builds(apply, st.just("where"), t, f, f),
         st.builds(lambda a: cast(a, DType.FLOAT), st.one_of(i, t)),
         st.builds(lambda a: round_to(a, torch.float16), f),
-        st.builds(lambda kind, a: row_reduction(kind, apply("mul", a, load(4, (COLUMN, axis(0)), DType.FLOAT))), st.sampled_from(["sum", "max", "min"]), f),
+        st.builds(lambda kind, a: row_reduction(kind, apply("mul", a, FLOAT_ROW)), st.sampled_from(["sum", "max", "min"]), f),
     )  # fmt: skip
 
 
@@ -117,22 +121,13 @@ def bools(depth: int = 3) -> st.SearchStrategy[Expr]:
         st.builds(apply, st.just("not"), t),
         st.builds(apply, st.just("where"), t, t, t),
         st.builds(lambda a: cast(a, DType.BOOL), st.one_of(i, t)),
-        st.builds(lambda kind, a: row_reduction(kind, apply("eq", a, load(5, (BATCH, axis(0)), DType.INT64))), st.sampled_from(["any", "all"]), i),
+        st.builds(lambda kind, a: row_reduction(kind, apply("eq", a, INT_ROW)), st.sampled_from(["any", "all"]), i),
     )  # fmt: skip
 
 
 def row_reduction(kind: str, body: Expr) -> Expr:
-    """The reduction of `body`, whose own axis is 0 and which may hold reductions already, over R."""
-    # the reductions in the other operand come first, the axis of this one moves above them
-    own = axis(900)
-    free = [e for e in body.walk() if e.op == "axis" and e in body.args[1].args]
-    body = apply(body.op, *(_with_axis(arg, own) if any(e in arg.args for e in free) else arg for arg in body.args))
-    return canonical_levels(reduce(kind, 900, body, size(4, 1)))
-
-
-def _with_axis(e: Expr, own: Expr) -> Expr:
-    assert isinstance(e.value, int)
-    return load(e.value, tuple(own if arg.op == "axis" else arg for arg in e.args), e.dtype)
+    """The reduction of `body` over R, where body may hold reductions already; the axis is `OWN` in `body`."""
+    return canonical_levels(reduce(kind, OWN, body, size(4, 1)))
 
 
 def anything(depth: int = 3) -> st.SearchStrategy[Expr]:

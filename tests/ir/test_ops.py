@@ -87,7 +87,9 @@ def test_folding_special_numbers_is_what_torch_computes(name):
     # where Python raises (1 / 0, log(-1)) nothing folds: the device's own answer stands
     arity = OPS[name].arity
     rest = (2.0, -0.5, 0.0, math.inf, math.nan)
-    cases = [(x, *pair) for x in SPECIAL for pair in ((), *((y,) for y in rest), *((y, z) for y in rest for z in rest)) if len(pair) == arity - 1]
+    cases = [
+        (x, *pair) for x in SPECIAL for pair in ((), *((y,) for y in rest), *((y, z) for y in rest for z in rest)) if len(pair) == arity - 1
+    ]
     for numbers in cases:
         given = [bool(numbers[0]), *numbers[1:]] if name == "where" else list(numbers)
         folded = apply(name, *given)

@@ -1,8 +1,10 @@
-"""Simplification keeps every value, and brings equal functions to one form. # FLEX-02 FLEX-10"""
+"""Simplification keeps every value, and brings equal functions to one form. # FLEX-02 FLEX-10
+
+Run this file as a program to write the golden file anew.
+"""
 
 import math
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from expressions import BATCH, COLUMN, HEAD, LOADS, ROW, SCORE, anything, enviro
 from hypothesis import given, settings
 
 from foci.ir.eager import evaluate
-from foci.ir.expr import DType, axis, const, load, param, reduce, size
+from foci.ir.expr import DType, axis, const, load, param, reduce
 from foci.ir.ops import apply, cast
+from foci.ir.rewrite import rebuild
 from foci.ir.simplify import lift_mask, simplify
 from foci.ir.text import to_infix, to_text
 from foci.ir.verify import verify
@@ -25,7 +28,7 @@ def same(a, b):
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(anything(4))
 def test_values_are_kept(expr):
     env = environment()
@@ -36,7 +39,7 @@ def test_values_are_kept(expr):
     assert same(before, after), f"{to_infix(expr)}  ->  {to_infix(simple)}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(anything(4))
 def test_is_idempotent(expr):
     once = simplify(expr)
@@ -50,12 +53,10 @@ def _mirrored(expr):
     args = tuple(_mirrored(arg) for arg in expr.args)
     if expr.op in ("add", "mul", "min", "max", "and", "or", "xor", "eq", "ne"):
         args = args[::-1]
-    from foci.ir.rewrite import rebuild
-
     return rebuild(expr, args)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(anything(3))
 def test_commuted_operands_are_one_form(expr):
     assert to_text([simplify(expr)]) == to_text([simplify(_mirrored(expr))])
@@ -119,21 +120,16 @@ def test_operand_order_depends_on_neither_constants_nor_slots():
     assert len(shapes) == 1
 
 
-def test_form_does_not_depend_on_the_process():
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_simplify import EQUAL\n"
-        "from foci.ir.simplify import simplify; from foci.ir.text import to_text\n"
-        "print(to_text([simplify(a) for a, _ in EQUAL]))"
-    )
-    here = __file__.rsplit("/", 1)[0]
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", program, here], env={**__import__("os").environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert texts == {to_text([simplify(a) for a, _ in EQUAL]) + "\n"}
+GOLDEN = Path(__file__).parent / "golden" / "simplified.txt"
+
+
+def simplified():
+    return "\n\n".join(f"# {to_infix(expr)}\n{to_text([simplify(expr)])}" for expr, _ in EQUAL) + "\n"
+
+
+def test_form_is_the_golden_file_in_every_process():
+    # hash seeds and addresses differ from run to run
+    assert simplified() == GOLDEN.read_text(), "run this file as a program if the change is meant"
 
 
 # Masks hidden in scores -------------------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ def test_what_is_no_mask_stays(score):
     assert rest is simplify(score)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(floats(2), floats(2))
 def test_lifting_keeps_values(x, y):
     score = apply("add", apply("where", apply("lt", BATCH, apply("sub", q, kv)), x, LOWEST), y)
@@ -187,3 +183,8 @@ def test_lifting_keeps_values(x, y):
     rest, mask = lift_mask(score)
     before, rest_value, mask_value = evaluate((score, rest, mask), env)
     assert same(before, torch.where(mask_value, rest_value, -torch.inf))
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(simplified())

@@ -6,7 +6,7 @@ not depend on the index of a reduction is computed outside its loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foci.ir.decompose import DECOMPOSITIONS
@@ -103,20 +103,25 @@ def emit(exprs: Sequence[Expr], spelling: Spelling) -> Emitted:
     return Emitted(tuple(emitter.top.lines), results)
 
 
-def decompose(expr: Expr, ops: Mapping[str, object]) -> Expr:
-    """`expr` with every operation that is not a key of `ops` written by others.
+def decompose(expr: Expr, ops: Collection[str]) -> Expr:
+    """`expr` with every operation that is not one of `ops` written by others.
 
     Raises:
         UnsupportedOperation: naming the operation.
     """
+    return _decompose(expr, ops, ())
+
+
+def _decompose(expr: Expr, ops: Collection[str], within: tuple[str, ...]) -> Expr:
     done: dict[Expr, Expr] = {}
     for e in expr.walk():
         here = rebuild(e, tuple(done[arg] for arg in e.args))
         if here.op in OPS and here.op not in ops:
             rule = DECOMPOSITIONS.get(here.op)
-            if rule is None:
-                raise UnsupportedOperation(f"operation {here.op!r} has neither a spelling in this language nor a decomposition")
-            here = decompose(rule(*here.args), {name: None for name in ops if name != e.op})
+            if rule is None or here.op in within:  # exp by exp2 by exp
+                wanted = (*within, here.op)[0]
+                raise UnsupportedOperation(f"operation {wanted!r} has neither a spelling in this language nor a decomposition")
+            here = _decompose(rule(*here.args), ops, (*within, here.op))
         done[e] = here
     return canonical_levels(done[expr])
 

@@ -80,8 +80,10 @@ class _Analysis:
         self.grid = grid
         self.free = free_axes(root)
         self.integral = _integral(root)
+        self.depth: dict[Expr, int] = {}
         self.uses: dict[Expr, int] = {root: 1}
         for e in root.walk():
+            self.depth[e] = 1 + max((self.depth[arg] for arg in e.args), default=0)
             for arg in e.args:
                 # what a reduction reads is read again on every pass
                 again = 1 << 30 if e.op == "reduce" or self.free[e] else 1
@@ -100,7 +102,8 @@ class _Analysis:
             operands = e.args[1:] if e.op == "reduce" else e.args
             missing = [arg for arg in operands if arg not in self._frames_of(arg, own)[-1].known]
             if missing:
-                stack.extend(reversed(missing))
+                # the deepest first, so that little is held meanwhile
+                stack.extend(sorted(missing, key=self.depth.__getitem__))
                 continue
             own[-1].known[e] = self._node(e, [self._read(arg, own) for arg in operands], own)
             stack.pop()

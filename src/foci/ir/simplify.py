@@ -66,18 +66,25 @@ def _key(expr: Expr) -> _Key:
     Ties are broken by a digest of the shape, which leaves out the numbers of slots and the constants that will be lifted,
     so that neither new constants nor other captures change an order; then by a digest of everything.
     """
-    found = _keys.get(expr)
-    if found is not None:
-        return found
-    for e in expr.walk():
-        if e not in _keys:
-            kind = {"var": 0, "param": 2, "size": 2, "const": 3}.get(e.op, 1)
-            depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
-            shapes = (arg.dtype.value if is_lifted(e.op, i, arg) else _keys[arg][2].hex() for i, arg in enumerate(e.args))
-            shape = _digest(e.op, e.dtype.value, _shape_of(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
-            whole = _digest(e.op, e.dtype.value, repr(e.value), *(_keys[arg][3].hex() for arg in e.args))
-            _keys[e] = (kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, shape, whole)
+    stack = [expr]
+    while expr not in _keys:
+        e = stack[-1]
+        missing = [arg for arg in e.args if arg not in _keys]
+        if missing:
+            stack += missing
+        else:
+            _keys[e] = _new_key(e)
+            stack.pop()
     return _keys[expr]
+
+
+def _new_key(e: Expr) -> _Key:
+    kind = {"var": 0, "param": 2, "size": 2, "const": 3}.get(e.op, 1)
+    depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
+    shapes = (arg.dtype.value if is_lifted(e.op, i, arg) else _keys[arg][2].hex() for i, arg in enumerate(e.args))
+    shape = _digest(e.op, e.dtype.value, _shape_of(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
+    whole = _digest(e.op, e.dtype.value, repr(e.value), *(_keys[arg][3].hex() for arg in e.args))
+    return kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, shape, whole
 
 
 _SLOTTED: Final = ("load", "param", "size")
