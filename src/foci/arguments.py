@@ -89,7 +89,7 @@ def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
     if not (hasattr(mask, "variant") and hasattr(mask, "seq_len_q")):
         return None
     got, wanted = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
-    if got != wanted:
+    if not is_nested(query, key) and got != wanted:
         raise ValueError(f"the causal bias is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
     return masks.causal() if mask.variant.name == "UPPER_LEFT" else masks.causal_lower_right()
 

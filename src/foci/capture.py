@@ -53,6 +53,7 @@ class _Attention(HigherOrderOperator):
             block_size=(options["block_q"], options["block_kv"]) if options["blocks"] else None,
             max_q=options["max_q"],
             max_kv=options["max_kv"],
+            exact_lengths=options["exact_lengths"],
             **dict(zip((name for name in _TENSORS if options[name]), tensors, strict=True)),
         )
         score_function = (lambda *symbols: score(*symbols, *score_inputs)) if options["score"] else None
@@ -83,6 +84,7 @@ def run_captured(
         "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
         "lse": outputs.lse, "row_max": outputs.row_max, "column_sums": outputs.column_sums, "weights": outputs.weights,
         "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv,
+        "exact_lengths": extras.exact_lengths,
         "restricted": allowed is not None, "allowed": ",".join(allowed or ()),
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,

@@ -1,8 +1,9 @@
-"""Jagged batches: torch NestedTensors, and packed tensors with cumulative lengths."""
+"""Jagged batches: torch NestedTensors, packed into tokens and cumulative lengths on the way in, nested again on the way out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,53 +30,73 @@ class Packed:
         values: [1, H, T, D].
         offsets: [B + 1], first token of each sequence, and the end of the last.
         lengths: [B], when sequences do not fill their span, else None.
-        longest: length of the longest sequence, or a bound on it.
+        longest, shortest: lengths of the longest and shortest sequence, None where only the device knows.
     """
 
     values: Tensor
     offsets: Tensor
     lengths: Tensor | None
-    longest: int
+    longest: int | None
+    shortest: int | None
 
 
 def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    """Checks in torch's words (JAG-02)."""
+    named = (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
         if tensor.is_nested and tensor.layout != torch.jagged:
-            raise ValueError(f"{name} must be a NestedTensor of jagged layout; got layout {tensor.layout}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, ragged length, head dim]; got {tensor.dim()}")
-    if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
-        raise ValueError(
-            "query, key and value must have one dtype and one device; got "
-            + ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in (("query", query), ("key", key), ("value", value)))
-        )
-    nested = [t for t in (query, key, value) if t.is_nested]
-    if any(t._ragged_idx != 2 for t in nested):  # type: ignore[attr-defined]
-        raise ValueError(f"NestedTensors must be ragged in dimension 2, the length; got {[t._ragged_idx for t in nested]}")  # type: ignore[attr-defined]
+            raise ValueError(f"{name} must be a NestedTensor of jagged layout, layout=torch.jagged; got layout {tensor.layout}")
+    for what in ("dtype", "device"):
+        if not getattr(query, what) == getattr(key, what) == getattr(value, what):
+            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in named)
+            raise ValueError(f"Expected query, key, and value to have the same {what}; got {got}")
     if key.is_nested != value.is_nested:
-        raise ValueError("key and value must both be NestedTensors, or both dense")
+        nested, dense = ("key", "value") if key.is_nested else ("value", "key")
+        raise ValueError(f"Expected key and value to be nested together; got a nested {nested} and a dense {dense}")
+    dims = (query.dim(), key.dim(), value.dim())
+    if min(dims) < 3:
+        raise ValueError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]} dimensions")
+    if not dims[0] == dims[1] == dims[2]:
+        raise ValueError(f"Expected query, key, and value to have one number of dimensions; got {dims[0]}, {dims[1]} and {dims[2]}")
+    ragged = [_ragged(t) for t in (query, key, value) if t.is_nested]
+    if any(dim != ragged[0] for dim in ragged):
+        raise ValueError(f"Expected query, key, and value to all be ragged on the same dimension; got ragged dims {ragged}")
+    if ragged[0] == dims[0] - 1:
+        raise ValueError("Expected query, key, and value to be ragged in the length or in a dimension before it; they are ragged in the head dim")
+
+
+def _ragged(tensor: Tensor) -> int:
+    return tensor._ragged_idx  # type: ignore[attr-defined, no-any-return]
+
+
+def _extremes(tensor: Tensor) -> tuple[int | None, int | None]:
+    """Longest and shortest sequence of a NestedTensor; computed once for a set of offsets, which keeps them."""
+    nested: Any = tensor
+    if torch.compiler.is_compiling():
+        return nested._maybe_max_seqlen, nested._maybe_min_seqlen
+    return nested._get_max_seqlen(), nested._get_min_seqlen()
 
 
 def _pack(tensor: Tensor, batch: int) -> Packed:
-    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length."""
-    if tensor.is_nested:
-        offsets, lengths = tensor.offsets(), tensor.lengths()  # type: ignore[attr-defined]
-        return Packed(tensor.values().unsqueeze(0), offsets, lengths, tensor._get_max_seqlen())  # type: ignore[attr-defined]
-    heads, length, dim = tensor.shape[1:]
-    tensor = tensor.expand(batch, heads, length, dim)
-    values = tensor.transpose(0, 1).reshape(1, heads, batch * length, dim)
-    return Packed(values, torch.arange(batch + 1, device=tensor.device) * length, None, length)
+    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length; a batch of one repeated."""
+    if not tensor.is_nested:
+        heads, length, dim = tensor.shape[1:]
+        values = tensor.expand(batch, heads, length, dim).transpose(0, 1).reshape(1, heads, batch * length, dim)
+        return Packed(values, torch.arange(batch + 1, device=tensor.device) * length, None, length, length)
+    nested: Any = tensor
+    offsets, lengths, values = nested.offsets(), nested.lengths(), nested.values()
+    if tensor.shape[0] == batch:
+        return Packed(values.unsqueeze(0), offsets, lengths, *_extremes(tensor))
+    heads, tokens, dim = values.shape
+    repeated = values.unsqueeze(1).expand(heads, batch, tokens, dim).reshape(1, heads, batch * tokens, dim)
+    starts = torch.arange(batch + 1, device=tensor.device) * tokens + offsets[0]
+    return Packed(repeated, starts, (lengths if lengths is not None else offsets.diff()).expand(batch), *_extremes(tensor))
 
 
-def _unpack(values: Tensor, like: Tensor) -> Tensor:
-    """[1, H, T, ...] as a NestedTensor [B, H, ragged, ...] with the offsets of `like`."""
-    packed = values.squeeze(0).transpose(0, 1)
+def _unpack(values: Tensor, like: Packed) -> Tensor:
+    """[1, H, T, ...] as a NestedTensor [B, H, ragged, ...] with the offsets and lengths of `like`."""
     nested = torch.nested.nested_tensor_from_jagged(
-        packed,
-        offsets=like.offsets(),  # type: ignore[attr-defined]
-        lengths=like.lengths(),  # type: ignore[attr-defined]
-        min_seqlen=like._get_min_seqlen(),  # type: ignore[attr-defined]
-        max_seqlen=like._get_max_seqlen(),  # type: ignore[attr-defined]
+        values.squeeze(0).transpose(0, 1), offsets=like.offsets, lengths=like.lengths, min_seqlen=like.shortest, max_seqlen=like.longest
     )
     return nested.transpose(1, 2)
 
@@ -84,56 +105,141 @@ def _heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor.expand(tensor.shape[0], heads, *tensor.shape[2:]) if tensor.shape[1] == 1 and heads != 1 else tensor
 
 
-def _packed_call(tensors: Tensors, extras: Extras) -> tuple[Tensors, Extras, int]:
-    """Query, key and value packed, the extras that say where sequences lie, and the batch size."""
-    query, key, value = tensors
-    _check_nested(query, key, value)
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call with everything packed: what `run` takes, and what the results need to be nested again."""
+
+    tensors: Tensors
+    extras: Extras
+    batch: int
+    query: Packed | None
+    key: Packed | None
+
+
+def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     if extras.blocks is not None:
         raise ValueError("a block mask is made for one length; give nested tensors a mask function")
     if extras.outputs.weights:
         raise ValueError("weights of nested tensors are ragged in two dimensions; ask for column_sums or row_max")
+    query, key, value = tensors
     batch = max(t.shape[0] for t in tensors)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.shape[0] not in (1, batch) or (tensor.is_nested and tensor.shape[0] != batch):
-            raise ValueError(f"{name} has batch size {tensor.shape[0]}; it must be {batch}" + ("" if tensor.is_nested else " or 1"))
+        if tensor.shape[0] not in (1, batch):
+            raise ValueError(f"{name} has batch size {tensor.shape[0]}; it must be {batch} or 1")
     q, k, v = (_pack(t, batch) for t in tensors)
     if k.values.shape[2] != v.values.shape[2]:
         raise ValueError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
     heads = max(k.values.shape[1], v.values.shape[1])
-    where = replace(extras, cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=q.longest, max_kv=k.longest)
-    return (q.values, _heads(k.values, heads), _heads(v.values, heads)), where, batch
+    where = replace(
+        extras, cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=_bound(q), max_kv=_bound(k),
+        exact_lengths=q.longest is not None and k.longest is not None,
+    )  # fmt: skip
+    packed = (_heads(q.values, heads), _heads(k.values, heads), _heads(v.values, heads))
+    return _Call(packed, where, batch, q if query.is_nested else None, k if key.is_nested else None)
+
+
+def _bound(packed: Packed) -> int:
+    return packed.values.shape[2] if packed.longest is None else packed.longest
 
 
 def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    """Attention where query, or key and value, are NestedTensors [B, H, ragged, D]; the others may be dense (JAG-01, JAG-05).
+    """Attention where query, or key and value, are NestedTensors; the others may be dense (JAG-01, JAG-05).
 
-    The results have the query's layout. Sequences attend within themselves only; indices given to the functions are
-    within the sequence.
+    Ragged in the length, [B, H, ragged, D] or [B, ragged, D]: sequences attend within themselves only, and indices given
+    to the functions are within the sequence. Ragged in a dimension before it, [B, ragged, S, D] or [B, ragged, H, S, D]:
+    every entry of it is an attention of its own, numbered by b through the whole batch (JAG-07). The results have the
+    query's layout.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
-    packed, where, batch = _packed_call(tensors, extras)
-    return _as_query(run(packed, score, mask, where), tensors[0], tensors[1], batch)
+    _check_nested(*tensors)
+    if _is_over_entries(tensors):
+        return _nested_entries(run(_entries(tensors), score, mask, extras), tensors[0])
+    if tensors[0].dim() == 3:
+        results = attend_nested(_with_head(tensors), score, mask, extras)
+        return Results(*(_without_head(r) for r in (results.out, results.lse, results.row_max, results.column_sums)))
+    call = _packed_call(_of_four_dims(tensors), extras)
+    return _as_query(run(call.tensors, score, mask, call.extras), call)
 
 
 def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:
     """What the planner would do with a call of `attend_nested`; nothing runs."""
-    packed, where, _ = _packed_call(tensors, extras)
-    return decision(packed, score, mask, where)
+    _check_nested(*tensors)
+    if _is_over_entries(tensors):
+        return decision(_entries(tensors), score, mask, extras)
+    call = _packed_call(_of_four_dims(_with_head(tensors) if tensors[0].dim() == 3 else tensors), extras)
+    return decision(call.tensors, score, mask, call.extras)
 
 
-def _as_query(results: Results, query: Tensor, key: Tensor, batch: int) -> Results:
-    def restore(values: Tensor | None, like: Tensor) -> Tensor | None:
+def _with_head(tensors: Tensors) -> Tensors:
+    query, key, value = (t.unsqueeze(1) for t in tensors)
+    return query, key, value
+
+
+def _without_head(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.transpose(1, 2).squeeze(2) if tensor.is_nested else tensor.squeeze(1)  # NestedTensors squeeze when contiguous
+
+
+def _of_four_dims(tensors: Tensors) -> Tensors:
+    if tensors[0].dim() != 4:
+        raise ValueError(
+            "query, key and value that are ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
+            f"got {tensors[0].dim()}"
+        )
+    return tensors
+
+
+def _is_over_entries(tensors: Tensors) -> bool:
+    return any(t.is_nested and _ragged(t) < t.dim() - 2 for t in tensors)
+
+
+def _entries(tensors: Tensors) -> Tensors:
+    """The values of tensors that are ragged before the length, as [entries, H, S, D]."""
+    if not all(t.is_nested for t in tensors):
+        raise ValueError("query, key and value that are ragged in a dimension before the length must all be nested")
+    if tensors[0].dim() > 5 or any(_ragged(t) != 1 for t in tensors):
+        raise ValueError(
+            "NestedTensors ragged before the length must be [batch, ragged, length, head dim] or [batch, ragged, heads, length, head dim]; "
+            f"got {tensors[0].dim()} dimensions, ragged in {_ragged(tensors[0])}"
+        )
+    values: list[Tensor] = [t.values() for t in tensors]  # type: ignore[attr-defined]
+    if not values[0].shape[0] == values[1].shape[0] == values[2].shape[0]:
+        counts = ", ".join(str(v.shape[0]) for v in values)
+        raise ValueError(f"query, key and value must have the same number of entries in the ragged dimension; got {counts}")
+    query, key, value = (v if v.dim() == 4 else v.unsqueeze(1) for v in values)
+    return query, key, value
+
+
+def _nested_entries(results: Results, query: Tensor) -> Results:
+    source: Any = query
+    longest, shortest = _extremes(query)
+
+    def restore(values: Tensor | None) -> Any:
         if values is None:
             return None
-        if like.is_nested:
+        rows = values if query.dim() == 5 else values.squeeze(1)
+        return torch.nested.nested_tensor_from_jagged(
+            rows, offsets=source.offsets(), lengths=source.lengths(), min_seqlen=shortest, max_seqlen=longest
+        )
+
+    return Results(
+        restore(results.out), restore(results.lse), restore(results.row_max), restore(results.column_sums), restore(results.weights)
+    )
+
+
+def _as_query(results: Results, call: _Call) -> Results:
+    def restore(values: Tensor | None, like: Packed | None) -> Any:
+        if values is None:
+            return None
+        if like is not None:
             return _unpack(values, like)
         heads = values.squeeze(0)
-        return heads.view(heads.shape[0], batch, -1, *heads.shape[2:]).transpose(0, 1)
+        return heads.view(heads.shape[0], call.batch, -1, *heads.shape[2:]).transpose(0, 1)
 
-    out = restore(results.out, query)
-    lse = restore(results.lse, query)
-    assert out is not None
-    assert lse is not None
-    return Results(out, lse, restore(results.row_max, query), restore(results.column_sums, key))
+    return Results(
+        restore(results.out, call.query), restore(results.lse, call.query), restore(results.row_max, call.query),
+        restore(results.column_sums, call.key),
+    )  # fmt: skip

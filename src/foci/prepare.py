@@ -27,7 +27,7 @@ class Extras:
     """The arguments of a call besides query, key, value and the functions.
 
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit
-    per head without a value.
+    per head without a value. `exact_lengths`: max_q and max_kv are lengths, not bounds on them.
     """
 
     outputs: Outputs
@@ -43,6 +43,7 @@ class Extras:
     max_kv: int = 0
     honour_sdp_flags: bool = False
     sink: Tensor | None = None
+    exact_lengths: bool = True
 
 
 def prepare(
@@ -179,7 +180,9 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
     if extras.cu_q is None:
         lengths = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2], "kv_idx": key.shape[2]}
     else:
-        lengths = {"b": extras.cu_q.shape[0] - 1, "h": query.shape[1], "q_idx": extras.max_q, "kv_idx": extras.max_kv}
+        lengths = {"b": extras.cu_q.shape[0] - 1, "h": query.shape[1]}
+        if extras.exact_lengths:
+            lengths |= {"q_idx": extras.max_q, "kv_idx": extras.max_kv}
     for slot, dim, name in _direct_indices(bound.variant):
         size = bound.captures[slot].shape[dim]
         if isinstance(size, int) and isinstance(lengths.get(name), int) and size < lengths[name]:
