@@ -6,6 +6,7 @@ that a comparison is only decided where rounding cannot turn it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -75,19 +76,37 @@ class _Frame:
 _Frames = tuple[_Frame, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What every analysis of an expression needs: axes it leaves free, depths, how often each node is read, whole numbers."""
+
+    free: Mapping[Expr, frozenset[int]]
+    depth: Mapping[Expr, int]
+    uses: Mapping[Expr, int]
+    integral: frozenset[Expr]
+
+
+@functools.lru_cache(maxsize=512)
+def _facts(root: Expr) -> _Facts:
+    free = free_axes(root)
+    depth: dict[Expr, int] = {}
+    uses: dict[Expr, int] = {root: 1}
+    for e in root.walk():
+        depth[e] = 1 + max((depth[arg] for arg in e.args), default=0)
+        for arg in e.args:
+            # what a reduction reads is read again on every pass
+            uses[arg] = uses.get(arg, 0) + (1 << 30 if e.op == "reduce" or free[e] else 1)
+    return _Facts(free, depth, uses, _integral(root))
+
+
 class _Analysis:
     def __init__(self, grid: Grid, root: Expr) -> None:
+        facts = _facts(root)
         self.grid = grid
-        self.free = free_axes(root)
-        self.integral = _integral(root)
-        self.depth: dict[Expr, int] = {}
-        self.uses: dict[Expr, int] = {root: 1}
-        for e in root.walk():
-            self.depth[e] = 1 + max((self.depth[arg] for arg in e.args), default=0)
-            for arg in e.args:
-                # what a reduction reads is read again on every pass
-                again = 1 << 30 if e.op == "reduce" or self.free[e] else 1
-                self.uses[arg] = self.uses.get(arg, 0) + again
+        self.free = facts.free
+        self.depth = facts.depth
+        self.integral = facts.integral
+        self.uses = dict(facts.uses)
         example = next(iter(grid.ranges.values()), None)
         self.device = torch.device("cpu") if example is None else example.lo.device
 
@@ -309,7 +328,7 @@ _INTEGRAL_OPS: Final = frozenset(("neg", "abs", "add", "sub", "mul", "min", "max
 _ROUNDINGS: Final = frozenset(("floor", "ceil", "round", "trunc"))
 
 
-def _integral(root: Expr) -> set[Expr]:
+def _integral(root: Expr) -> frozenset[Expr]:
     """The FLOAT nodes that are whole numbers: sums and products of those do not round while they are small."""
     found: set[Expr] = set()
     for e in root.walk():
@@ -319,7 +338,7 @@ def _integral(root: Expr) -> set[Expr]:
         operands = e.args[1:] if e.op == "where" else e.args
         if whole or (e.op in _INTEGRAL_OPS and all(arg in found for arg in operands)):
             found.add(e)
-    return found
+    return frozenset(found)
 
 
 def _widened(a: Range) -> Range:
