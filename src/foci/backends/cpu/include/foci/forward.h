@@ -24,7 +24,6 @@ template <class P> struct Packing {
   static constexpr int V_PANELS = (P::DV + PANEL - 1) / PANEL;
   static constexpr int V_VECTORS = (P::DV + WIDTH - 1) / WIDTH;
   static constexpr int O_ROW = V_VECTORS * WIDTH;
-  static constexpr int DEGREE = E::PAIR == 2 ? 3 : 5;
 };
 
 // Packed keys and values of one kv head: K as panels of columns [panel][word][PANEL], V as [panel][key / PAIR][PANEL].
@@ -65,7 +64,7 @@ template <class P> struct ForwardTile {
     typedef typename K::T T;
     const int group = (int)(call.q_heads / call.kv_heads);
     rows = count;
-    padded = round_up(count, count <= 1 ? 1 : count <= 2 ? 2 : count <= 4 || MR == 4 ? 4 : MR);
+    padded = round_up(count, count <= 4 ? 4 : MR);
     for (int r = 0; r < padded; ++r) {
       const int64_t i = first + min_int(r, count - 1);
       head[r] = hkv * group + (int)(i / s.q_len);
@@ -87,46 +86,47 @@ template <class P> struct ForwardTile {
     return P::classify(call, r);
   }
 
-  template <int N> FOCI_INLINE void finish_scores(const Call& call, const typename P::Col (&col)[2], vf (&acc)[N][2], int r0, int kv, int at, Class kind) {
-    const bool tail = kv + PANEL > extent.kv_len;
-    const float scale = P::PLAIN_SCORE ? (float)call.scale * LOG2E : (float)call.scale;
-    FOCI_UNROLL for (int r = 0; r < N; ++r)
-      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
-        acc[r][v] = acc[r][v] * scale;
-        if constexpr (!P::PLAIN_SCORE) acc[r][v] = P::score(call, row[r0 + r], col[v], acc[r][v], kv + v * WIDTH) * LOG2E;
-      }
-    const vf none = splat(-__builtin_inff());
-    if constexpr (P::MASKED)
-      if (kind == PARTIAL)
-        FOCI_UNROLL for (int r = 0; r < N; ++r)
-          FOCI_UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = select(P::mask(call, row[r0 + r], col[v], kv + v * WIDTH), acc[r][v], none);
-    if (tail)
-      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
-        const vb inside = {iota() + (kv + v * WIDTH) < (int)extent.kv_len};
-        FOCI_UNROLL for (int r = 0; r < N; ++r) acc[r][v] = select(inside, acc[r][v], none);
-      }
+  // N rows of the panel's products, scaled. Where nothing else is to be done to a score, its maximum is taken as well.
+  template <int N> FOCI_INLINE void score_block(const word* panel, int r0, int at, float scale, bool finished) {
+    vf acc[N][2];
+    multiply<E, N, 2, K::Q_ROW, 1>(acc, q + r0 * K::Q_ROW, panel, K::D_WORDS);
     FOCI_UNROLL for (int r = 0; r < N; ++r) {
       float* to = scores + (r0 + r) * S_ROW + at;
+      acc[r][0] *= scale;
+      acc[r][1] *= scale;
       store(to, acc[r][0]);
       store(to + WIDTH, acc[r][1]);
-      peak[r0 + r] = maximum(peak[r0 + r], maximum(acc[r][0], acc[r][1]));
+      if (finished) peak[r0 + r] = maximum(peak[r0 + r], maximum(acc[r][0], acc[r][1]));
     }
   }
 
-  template <int N> FOCI_INLINE void score_block(const Call& call, const typename P::Col (&col)[2], const word* panel, int r0, int kv, int at, Class kind) {
-    vf acc[N][2];
-    multiply<E, N, 2, K::Q_ROW, 1>(acc, q + r0 * K::Q_ROW, panel, K::D_WORDS);
-    finish_scores<N>(call, col, acc, r0, kv, at, kind);
+  // Score function, mask and the end of the keys, in place; the row maxima.
+  void finish_panel(const Call& call, int kv, int at, Class kind) {
+    const typename P::Col col[2] = {P::col(call, extent.b, kv, extent.q_len, extent.kv_len), P::col(call, extent.b, kv + WIDTH, extent.q_len, extent.kv_len)};
+    const vf none = splat(-__builtin_inff());
+    const vb inside[2] = {{iota() + kv < (int)extent.kv_len}, {iota() + (kv + WIDTH) < (int)extent.kv_len}};
+    for (int r = 0; r < padded; ++r) {
+      float* to = scores + r * S_ROW + at;
+      vf s[2] = {load<vf>(to), load<vf>(to + WIDTH)};
+      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
+        if constexpr (!P::PLAIN_SCORE) s[v] = P::score(call, row[r], col[v], s[v], kv + v * WIDTH) * LOG2E;
+        if constexpr (P::MASKED)
+          if (kind == PARTIAL) s[v] = select(P::mask(call, row[r], col[v], kv + v * WIDTH), s[v], none);
+        s[v] = select(inside[v], s[v], none);
+        store(to + v * WIDTH, s[v]);
+        peak[r] = maximum(peak[r], s[v]);
+      }
+    }
   }
 
   // scores[:, at : at + PANEL] = score function of Q K^T for the panel of keys at `kv`.
   void score_panel(const Call& call, const word* panel, int kv, int at, Class kind) {
-    const typename P::Col col[2] = {P::col(call, extent.b, kv, extent.q_len, extent.kv_len), P::col(call, extent.b, kv + WIDTH, extent.q_len, extent.kv_len)};
+    const bool finished = P::PLAIN_SCORE && kind == FULL && kv + PANEL <= extent.kv_len;
+    const float scale = P::PLAIN_SCORE ? (float)call.scale * LOG2E : (float)call.scale;
     int r = 0;
-    for (; r + MR <= padded; r += MR) score_block<MR>(call, col, panel, r, kv, at, kind);
-    if (MR > 4 && r < padded && (padded & 4)) score_block<4>(call, col, panel, r, kv, at, kind), r += 4;
-    if (r < padded && (padded & 2)) score_block<2>(call, col, panel, r, kv, at, kind), r += 2;
-    if (r < padded) score_block<1>(call, col, panel, r, kv, at, kind);
+    for (; r + MR <= padded; r += MR) score_block<MR>(panel, r, at, scale, finished);
+    if (MR > 4 && r < padded) score_block<4>(panel, r, at, scale, finished);
+    if (!finished) finish_panel(call, kv, at, kind);
   }
 
   // Turns a row of scores into weights relative to its running maximum, and rounds them to what the product takes.
@@ -138,7 +138,7 @@ template <class P> struct ForwardTile {
     alignas(64) float keep[P::DROPOUT ? KEYS + 4 * WIDTH : 1];
     if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, keys, keep);
     for (int i = 0; i < keys; i += PANEL) {
-      vf p0 = exp2_negative<K::DEGREE>(load<vf>(s + i) - base), p1 = exp2_negative<K::DEGREE>(load<vf>(s + i + WIDTH) - base);
+      vf p0 = exp2_negative(load<vf>(s + i) - base), p1 = exp2_negative(load<vf>(s + i + WIDTH) - base);
       total += p0 + p1;
       if constexpr (P::DROPOUT) p0 *= load<vf>(keep + i), p1 *= load<vf>(keep + i + WIDTH);
 #ifdef FOCI_PAIRS
@@ -150,7 +150,7 @@ template <class P> struct ForwardTile {
       store(s + i, p0);
       store(s + i + WIDTH, p1);
     }
-    shrink[r] = before == now ? 1.0f : exp2_negative<5>(splat(before - base))[0];
+    shrink[r] = before == now ? 1.0f : exp2_negative(splat(before - base))[0];
     sum[r] = sum[r] * shrink[r] + reduce_sum(total);
     top[r] = now;
   }
@@ -167,9 +167,7 @@ template <class P> struct ForwardTile {
   template <int VECTORS> void add_panel(const word* values, int panel, int at, int depth, bool first) {
     int r = 0;
     for (; r + MR <= padded; r += MR) add_block<MR, VECTORS>(values, r, panel, at, depth, first);
-    if (MR > 4 && r < padded && (padded & 4)) add_block<4, VECTORS>(values, r, panel, at, depth, first), r += 4;
-    if (r < padded && (padded & 2)) add_block<2, VECTORS>(values, r, panel, at, depth, first), r += 2;
-    if (r < padded) add_block<1, VECTORS>(values, r, panel, at, depth, first);
+    if (MR > 4 && r < padded) add_block<4, VECTORS>(values, r, panel, at, depth, first);
   }
 
   // Meets `keys` keys (whole panels, at most KEYS) from `kv` on, whose panels begin at `origin`.

@@ -1,0 +1,72 @@
+"""Any variant on the CPU as native code: hand-written C++ kernels around a small generated score and mask function.
+
+Kernels are compiled by the system's C++ compiler when they are first needed and cached on disk (`foci.backends.cpu.build`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from foci.backends.contract import Plan
+from foci.backends.cpu import build
+from foci.backends.cpu.functor import ELEMENT_TYPES
+from foci.backends.cpu.kernel import CpuKernel
+from foci.backends.cpu.source import forward_source
+from foci.ir.emit import UnsupportedOperation
+from foci.problem import Problem, Target
+
+__all__ = ["BACKEND", "backend_info"]
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_HEAD: Final = 512
+
+
+class _Cpu:
+    name = "cpu"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        if target.device != "cpu":
+            return f"compiles for the CPU; the tensors are on {target.device}"
+        if problem.dtype not in _DTYPES:
+            return f"computes in float32; {problem.dtype} is left to the blocked and reference backends"
+        if problem.formula.outputs.weights:
+            return "never forms the weights; the blocked backend returns them"
+        if max(problem.head_dim, problem.value_dim) > _LARGEST_HEAD:
+            return f"head dimensions up to {_LARGEST_HEAD}; these are {problem.head_dim} and {problem.value_dim}"
+        odd = [c.dtype for c in problem.variant.captures if c.dtype not in ELEMENT_TYPES]
+        if odd:
+            return f"reads captured tensors of real and integer dtypes; one is {odd[0]}"
+        if "cxx" not in target.features:
+            return "no C++ compiler on the target; install g++ 12 or later"
+        return build.obstacle() or _language_gap(problem)
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        rate = 150e9 if problem.dtype is not torch.bfloat16 else 300e9
+        return problem.flops * (3.5 if problem.needs_backward else 1.0) / rate
+
+    def compile(self, plan: Plan, /) -> CpuKernel:
+        return CpuKernel(plan)
+
+
+def _language_gap(problem: Problem) -> str | None:
+    try:
+        forward_source(problem)
+    except UnsupportedOperation as gap:
+        return str(gap)
+    return None
+
+
+def backend_info() -> dict[str, str]:
+    """What `foci env` shows of this backend: compiler, flags, cache."""
+    found = build.toolchain()
+    directory = build.cache_directory()
+    return {
+        "compiler": found if isinstance(found, str) else f"{found.path} ({found.version})",
+        "flags": " ".join(build.flags()),
+        "cache": "a temporary folder of each process" if directory is None else str(directory),
+    }
+
+
+BACKEND = _Cpu()

@@ -1,0 +1,230 @@
+"""The generated part of a kernel: score, derivative, mask and their interval as one small C++ struct.
+
+What depends on the batch entry, head and query alone is computed once per row (`Row`), what depends on the key alone
+once per column of a tile (`Col`), and captured elements that follow the keys are read as contiguous runs (`Span`). Only
+what is left is computed for every score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foci.backends.cpu.spelling import COLUMN_LEAF, INTERVALS, ROW_LEAF, SPAN_LEAF, VALUES, has_free_axis, scalar_type, vector_type
+from foci.ir.emit import emit
+from foci.ir.expr import DType, Expr, const, node, variable
+from foci.ir.rewrite import substitute
+from foci.variant import Capture
+
+__all__ = ["ELEMENT_TYPES", "Functor", "capture_offsets", "key_step"]
+
+ELEMENT_TYPES: Mapping[torch.dtype, str] = {
+    torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "int64_t",
+    torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t", torch.uint8: "uint8_t", torch.bool: "bool",
+}  # fmt: skip
+
+_ROW_ARGUMENTS = "const Call& call, int b, int h, int q, int q_len, int kv_len"
+_ELEMENT_ARGUMENTS = "const Call& call, const Row& row, const Col& col"
+
+
+def capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
+    """Where each captured tensor's entry begins in the launcher's array: address, sizes, strides."""
+    offsets, at = [], 0
+    for capture in captures:
+        offsets.append(at)
+        at += 1 + 2 * max(capture.rank, 1)
+    return tuple(offsets)
+
+
+def key_step(index: Expr) -> int | None:
+    """How an index follows the keys: 1, -1, 0 where it does not read them, None where in no such way."""
+    if not index.variables() & {"kv_idx", "score"}:
+        return 0
+    if index.op == "var":
+        return 1 if index.value == "kv_idx" else None
+    if index.op == "cast" and index.dtype.is_integer and index.args[0].dtype.is_integer:
+        return key_step(index.args[0])
+    if index.op == "neg":
+        step = key_step(index.args[0])
+        return None if step is None else -step
+    if index.op in ("add", "sub") and index.dtype.is_integer:
+        left, right = key_step(index.args[0]), key_step(index.args[1])
+        if left is None or right is None:
+            return None
+        step = left + right if index.op == "add" else left - right
+        return step if step in (1, -1) else None
+    return None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Captured elements that follow the keys: along dimension `dim` from index `start` on, elsewhere at `others`."""
+
+    slot: int
+    dim: int
+    step: int
+    start: Expr
+    others: tuple[Expr, ...]
+    dtype: DType
+
+
+def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
+    """The span that these indices read, if exactly one of them follows the keys."""
+    if any(has_free_axis(index) for index in indices):
+        return None
+    steps = [key_step(index) for index in indices]
+    moving = [dim for dim, step in enumerate(steps) if step != 0]
+    if len(moving) != 1 or steps[moving[0]] is None:
+        return None
+    dim = moving[0]
+    start = substitute(indices[dim], {variable("kv_idx"): const(0)})
+    others = tuple(const(0) if n == dim else index for n, index in enumerate(indices))
+    return Span(slot, dim, steps[dim] or 0, start, others, dtype)
+
+
+@dataclass(eq=False)
+class Functor:
+    """Collects what the functions of one kernel need, then writes the struct's members.
+
+    `captures` are the tensors that expressions load, by slot.
+    """
+
+    captures: tuple[Capture, ...]
+    rows: dict[Expr, int] = field(default_factory=dict)
+    columns: dict[Expr, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)
+    _span_numbers: dict[Expr, int] = field(default_factory=dict)
+
+    # Staging -------------------------------------------------------------------------------------------------------
+
+    def row_value(self, expr: Expr) -> Expr:
+        """A value of the row, as a leaf; constants stay."""
+        if expr.op == "const":
+            return expr
+        number = self.rows.setdefault(expr, len(self.rows))
+        return node("param", (), expr.dtype, ROW_LEAF + number)
+
+    def row_span(self, load: Expr, span: Span) -> Expr:
+        number = self._span_numbers.get(load)
+        if number is None:
+            number = self._span_numbers[load] = len(self.spans)
+            self.spans.append(span)
+        return node("param", (), load.dtype, SPAN_LEAF + number)
+
+    def staged(self, expr: Expr) -> Expr:
+        """`expr` with what does not belong to the innermost loop replaced by leaves."""
+        done: dict[Expr, Expr] = {}
+
+        def place(e: Expr) -> Expr:
+            if e not in done:
+                done[e] = self._placed(e, place)
+            return done[e]
+
+        return place(expr)
+
+    def _placed(self, e: Expr, place: object) -> Expr:
+        assert callable(place)
+        if e.op in ("const", "axis"):
+            return e
+        variables = e.variables()
+        if not has_free_axis(e):
+            if not variables & {"kv_idx", "score"}:
+                return self.row_value(e)
+            if not variables & {"score", "h", "q_idx"} and e.op != "var":
+                number = self.columns.setdefault(e, len(self.columns))
+                return node("param", (), e.dtype, COLUMN_LEAF + number)
+            if e.op == "load":
+                assert isinstance(e.value, int)
+                span = span_of(e.value, e.args, e.dtype)
+                if span is not None:
+                    return self.row_span(e, span)
+        return node(e.op, tuple(place(arg) for arg in e.args), e.dtype, e.value)
+
+    # Writing -------------------------------------------------------------------------------------------------------
+
+    def function(self, signature: str, exprs: Sequence[Expr], result: str) -> None:
+        """Adds a member that computes `exprs` from the row, the column and the score; `result` formats their values."""
+        staged = tuple(self.staged(e) for e in exprs)
+        emitted = emit(staged, VALUES)
+        self.members.append(_member(signature, (*self._prologue(staged), *emitted.lines, result.format(*emitted.results))))
+
+    def _prologue(self, exprs: Sequence[Expr]) -> tuple[str, ...]:
+        """Reads of keys and spans that a function uses."""
+        slots = sorted({e.value for root in exprs for e in root.walk() if e.op == "param" and isinstance(e.value, int) and e.value >= SPAN_LEAF})
+        reads = tuple(
+            f"const {vector_type(self.spans[n].dtype)} span{n} = read<{self.spans[n].step}>(row.s{n}, kv);" for n in (slot - SPAN_LEAF for slot in slots)
+        )
+        return ("const vi keys = iota() + kv;", *reads)
+
+    def interval(self, mask: Expr) -> None:
+        """Adds the member that classifies a rectangle of scores."""
+        emitted = emit((mask,), INTERVALS)
+        self.members.append(
+            _member("static Class classify(const Call& call, const Rectangle& r)", (*emitted.lines, f"return class_of({emitted.results[0]});"))
+        )
+
+    def text(self) -> str:
+        """All members: accessors of captured tensors, `Row`, `Col`, and the functions that were added."""
+        accessors = [
+            f"static FOCI_INLINE const Captured<{ELEMENT_TYPES[c.dtype]}, {c.rank}>& c{n}(const Call& call) {{ "
+            f"return *(const Captured<{ELEMENT_TYPES[c.dtype]}, {c.rank}>*)(call.captures + {offset}); }}"
+            for n, (c, offset) in enumerate(zip(self.captures, capture_offsets(self.captures), strict=True))
+        ]
+        return "\n".join([*accessors, *self._column(), *self._row(), *self.members])
+
+    def _row(self) -> list[str]:
+        fields = [f"{scalar_type(e.dtype)} v{n};" for e, n in self.rows.items()]
+        fields += [f"Span<{ELEMENT_TYPES[self.captures[s.slot].dtype]}> s{n};" for n, s in enumerate(self.spans)]
+        roots = [*self.rows, *(e for s in self.spans for e in (s.start, *s.others))]
+        emitted = emit(roots, VALUES)
+        results = iter(emitted.results)
+        lines = ["Row row;", *emitted.lines, *(f"row.v{n} = {next(results)};" for n in self.rows.values())]
+        for n, s in enumerate(self.spans):
+            start, others = next(results), [next(results) for _ in s.others]
+            lines.append(f"row.s{n} = span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))});")
+        return [_struct("Row", fields), _member(f"static FOCI_INLINE Row row({_ROW_ARGUMENTS})", (*lines, "return row;"))]
+
+    def _column(self) -> list[str]:
+        fields = [f"{vector_type(e.dtype)} v{n};" for e, n in self.columns.items()]
+        spans: list[Span] = []
+        placed = tuple(_column_spans(e, spans) for e in self.columns)
+        scalars = emit([e for s in spans for e in (s.start, *s.others)], VALUES)
+        results = iter(scalars.results)
+        lines = ["Col col;", "const vi keys = iota() + kv;"]
+        reads = []
+        for n, s in enumerate(spans):
+            start, others = next(results), [next(results) for _ in s.others]
+            reads.append(f"const {vector_type(s.dtype)} span{n} = read<{s.step}>(span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))}), kv);")
+        values = emit(placed, VALUES)
+        # the two emissions number their values alike
+        lines += ["struct Reads {", *(f"  {vector_type(s.dtype)} span{n};" for n, s in enumerate(spans)), "} reads;"] if spans else []
+        if spans:
+            lines += ["{", *(f"  {line}" for line in (*scalars.lines, *reads)), *(f"  reads.span{n} = span{n};" for n in range(len(spans))), "}"]
+            lines += [f"const {vector_type(s.dtype)} span{n} = reads.span{n};" for n, s in enumerate(spans)]
+        lines += [*values.lines, *(f"col.v{n} = {text};" for n, text in zip(self.columns.values(), values.results, strict=True)), "return col;"]
+        signature = "static FOCI_INLINE Col col(const Call& call, int b, int kv, int q_len, int kv_len)"
+        return [_struct("Col", fields), _member(signature, lines)]
+
+
+def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
+    """A column's expression with its runs of captured elements replaced by leaves."""
+    replaced: dict[Expr, Expr] = {}
+    for e in expr.walk():
+        if e.op == "load":
+            assert isinstance(e.value, int)
+            span = span_of(e.value, e.args, e.dtype)
+            if span is not None:
+                replaced[e] = node("param", (), e.dtype, SPAN_LEAF + len(spans))
+                spans.append(span)
+    return substitute(expr, replaced) if replaced else expr
+
+
+def _struct(name: str, fields: Sequence[str]) -> str:
+    return "\n".join([f"struct {name} {{", *(f"  {line}" for line in fields), "};"])
+
+
+def _member(signature: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{signature} {{", *(f"  {line}" for line in lines), "}"])

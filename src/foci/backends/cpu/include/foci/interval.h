@@ -1,0 +1,119 @@
+// The mask over whole rectangles of scores: interval arithmetic (Moore, Interval Analysis, 1966), to skip tiles in which
+// nothing is attended to and to leave out mask work where everything is.
+#pragma once
+#include "tasks.h"
+
+namespace foci {
+
+// Bounds, included. Booleans lie within [0, 1]: lo == 1 is surely true, hi == 0 surely false.
+struct Range {
+  double lo, hi;
+};
+
+namespace interval {
+
+constexpr double INF = __builtin_inf();
+
+FOCI_INLINE Range point(double x) { return x == x ? Range{x, x} : Range{-INF, INF}; }
+FOCI_INLINE Range sound(double lo, double hi) { return {lo == lo ? lo : -INF, hi == hi ? hi : INF}; }
+template <class... R> FOCI_INLINE Range unknown(R...) { return {-INF, INF}; }
+template <class... R> FOCI_INLINE Range unit(R...) { return {-1, 1}; }
+template <class... R> FOCI_INLINE Range truth(R...) { return {0, 1}; }
+FOCI_INLINE double least(double a, double b) { return a < b ? a : b; }
+FOCI_INLINE double most(double a, double b) { return a > b ? a : b; }
+
+FOCI_INLINE Range add(Range a, Range b) { return sound(a.lo + b.lo, a.hi + b.hi); }
+FOCI_INLINE Range sub(Range a, Range b) { return sound(a.lo - b.hi, a.hi - b.lo); }
+FOCI_INLINE Range negative(Range a) { return {-a.hi, -a.lo}; }
+FOCI_INLINE double times(double a, double b) { return a == 0 || b == 0 ? 0 : a * b; }
+FOCI_INLINE Range mul(Range a, Range b) {
+  const double w = times(a.lo, b.lo), x = times(a.lo, b.hi), y = times(a.hi, b.lo), z = times(a.hi, b.hi);
+  return {least(least(w, x), least(y, z)), most(most(w, x), most(y, z))};
+}
+FOCI_INLINE bool is_finite(Range a) { return a.lo > -INF && a.hi < INF; }
+FOCI_INLINE Range div(Range a, Range b) {
+  if (!(b.lo > 0 || b.hi < 0) || !is_finite(b)) return unknown();
+  const double w = a.lo / b.lo, x = a.lo / b.hi, y = a.hi / b.lo, z = a.hi / b.hi;
+  return sound(least(least(w, x), least(y, z)), most(most(w, x), most(y, z)));
+}
+FOCI_INLINE Range floor(Range a) { return {__builtin_floor(a.lo), __builtin_floor(a.hi)}; }
+FOCI_INLINE Range ceil(Range a) { return {__builtin_ceil(a.lo), __builtin_ceil(a.hi)}; }
+FOCI_INLINE Range trunc(Range a) { return {__builtin_trunc(a.lo), __builtin_trunc(a.hi)}; }
+FOCI_INLINE Range round(Range a) { return {__builtin_rint(a.lo), __builtin_rint(a.hi)}; }
+FOCI_INLINE Range floor_divide(Range a, Range b) { return floor(div(a, b)); }
+FOCI_INLINE Range floor_modulo(Range a, Range b) {
+  if (b.lo == b.hi && b.lo > 0 && is_finite(a)) {
+    const double turn = __builtin_floor(a.lo / b.lo);
+    if (turn == __builtin_floor(a.hi / b.lo)) return {a.lo - turn * b.lo, a.hi - turn * b.lo};
+  }
+  return {least(b.lo, 0), most(b.hi, 0)};
+}
+FOCI_INLINE Range minimum(Range a, Range b) { return {least(a.lo, b.lo), least(a.hi, b.hi)}; }
+FOCI_INLINE Range maximum(Range a, Range b) { return {most(a.lo, b.lo), most(a.hi, b.hi)}; }
+FOCI_INLINE Range absolute(Range a) {
+  const double low = least(__builtin_fabs(a.lo), __builtin_fabs(a.hi)), high = most(__builtin_fabs(a.lo), __builtin_fabs(a.hi));
+  return {a.lo <= 0 && a.hi >= 0 ? 0 : low, high};
+}
+FOCI_INLINE double signum(double a) { return (a > 0) - (a < 0); }
+FOCI_INLINE Range sign(Range a) { return {signum(a.lo), signum(a.hi)}; }
+
+FOCI_INLINE Range lt(Range a, Range b) { return {(double)(a.hi < b.lo), (double)(a.lo < b.hi)}; }
+FOCI_INLINE Range le(Range a, Range b) { return {(double)(a.hi <= b.lo), (double)(a.lo <= b.hi)}; }
+FOCI_INLINE Range eq(Range a, Range b) {
+  return {(double)(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo), (double)(a.lo <= b.hi && b.lo <= a.hi)};
+}
+FOCI_INLINE Range opposite(Range a) { return {1 - a.hi, 1 - a.lo}; }
+FOCI_INLINE Range ne(Range a, Range b) { return opposite(eq(a, b)); }
+// Bitwise operations of booleans; of integers nothing is known.
+FOCI_INLINE Range both(Range a, Range b) { return minimum(a, b); }
+FOCI_INLINE Range either(Range a, Range b) { return maximum(a, b); }
+FOCI_INLINE Range choose(Range c, Range a, Range b) {
+  return c.lo == 1 ? a : c.hi == 0 ? b : Range{least(a.lo, b.lo), most(a.hi, b.hi)};
+}
+FOCI_INLINE Range to_bool(Range a) { return ne(a, {0, 0}); }
+FOCI_INLINE Range to_i32(Range a) { return a.lo >= -2147483648.0 && a.hi < 2147483648.0 ? trunc(a) : unknown(); }
+FOCI_INLINE Range to_i64(Range a) { return a.lo >= -9.2e18 && a.hi < 9.2e18 ? trunc(a) : unknown(); }
+
+// All elements of a box of a captured tensor, unless they are too many to look at.
+template <class T, int RANK, class... I> Range element(const Captured<T, RANK>& c, I... indices) {
+  if (is_empty(c)) return unknown();
+  const Range at[RANK ? RANK : 1] = {indices...};
+  int64_t first[RANK + 1], count[RANK + 1], total = 1;
+  for (int i = 0; i < RANK; ++i) {
+    const double size = (double)c.size[i];
+    // what lies beyond the edges is wrapped or clamped: look at everything then
+    const bool inside = at[i].lo >= 0 && at[i].hi < size;
+    first[i] = inside ? (int64_t)at[i].lo : 0;
+    count[i] = inside ? (int64_t)at[i].hi - first[i] + 1 : c.size[i];
+    if (c.stride[i] == 0) count[i] = 1;
+    total *= count[i];
+    if (total > 65536) return unknown();
+  }
+  double lo = INF, hi = -INF;
+  int64_t index[RANK + 1] = {};
+  for (int64_t n = 0; n < total; ++n) {
+    int64_t offset = 0;
+    for (int i = 0; i < RANK; ++i) offset += (first[i] + index[i]) * c.stride[i];
+    const int inner = RANK - 1;
+    const int64_t run = RANK ? count[inner] : 1, step = RANK ? c.stride[inner] : 0;
+    for (int64_t k = 0; k < run; ++k) {
+      const double x = (double)value_of(c.data[offset + k * step]);
+      if (x != x) return unknown();
+      lo = least(lo, x);
+      hi = most(hi, x);
+      if (__is_same(T, bool) && lo < hi) return {lo, hi};
+    }
+    n += run - 1;
+    for (int i = inner - 1; i >= 0; --i) {
+      if (++index[i] < count[i]) break;
+      index[i] = 0;
+    }
+  }
+  return {lo, hi};
+}
+
+}  // namespace interval
+
+FOCI_INLINE Class class_of(Range mask) { return mask.lo >= 1 ? FULL : mask.hi <= 0 ? EMPTY : PARTIAL; }
+
+}  // namespace foci

@@ -1,0 +1,111 @@
+"""Plan to translation unit: the generated struct, and which kernel of the headers it is given to."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from foci.backends.cpu.functor import ELEMENT_TYPES, Functor
+from foci.ir.expr import DType, Expr, const, load, variable
+from foci.ir.ops import apply
+from foci.problem import Problem
+from foci.variant import Capture, Variant
+
+__all__ = ["forward_source", "with_blocks"]
+
+# Tiles of the kernels: a caller's block that is a multiple of these never straddles a tile.
+_TILE_Q, _TILE_KV = 64, 32
+
+
+def with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, Capture]:
+    """The mask that a caller's blocks and the mask function make together, reading the classes as one more capture."""
+    slot = len(variant.captures)
+    q, kv = (apply("floordiv", variable(name), size) for name, size in zip(("q_idx", "kv_idx"), block_size, strict=True))
+    found = load(slot, (variable("b"), variable("h"), q, kv), DType.INT32)
+    partial = apply("and", apply("eq", found, 1), variant.mask)
+    return apply("or", apply("eq", found, 2), partial), Capture(torch.int8, 4)
+
+
+class Parts:
+    """What the sources of a problem share: the mask of an element and of a rectangle, and all captured tensors."""
+
+    def __init__(self, problem: Problem) -> None:
+        variant, block_size = problem.variant, problem.formula.block_size
+        self.score = variant.score
+        self.element_mask = self.rectangle_mask = variant.mask
+        self.captures = variant.captures
+        if block_size is not None:
+            mask, capture = with_blocks(variant, block_size)
+            self.rectangle_mask = mask
+            self.captures = (*variant.captures, capture)
+            # In a tile that lies in one block the interval decides empty and full; what is left is the mask's.
+            if block_size[0] % _TILE_Q or block_size[1] % _TILE_KV:
+                self.element_mask = mask
+
+    @property
+    def is_masked(self) -> bool:
+        return self.rectangle_mask is not const(True)
+
+    @property
+    def is_plain_score(self) -> bool:
+        return self.score is variable("score")
+
+
+def _constants(problem: Problem, parts: Parts) -> list[str]:
+    return [
+        f"typedef {ELEMENT_TYPES[problem.dtype]} Storage;",
+        f"static constexpr int D = {problem.head_dim}, DV = {problem.value_dim};",
+        f"static constexpr bool PLAIN_SCORE = {_bool(parts.is_plain_score)}, MASKED = {_bool(parts.is_masked)};",
+        f"static constexpr bool DROPOUT = {_bool(problem.formula.dropout)};",
+    ]
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def forward_source(problem: Problem) -> str:
+    """The forward kernel of a problem."""
+    return _forward_source(_forward_key(problem))
+
+
+def _forward_key(problem: Problem) -> Problem:
+    """The problem with all that its forward kernel does not depend on taken out."""
+    return replace(
+        problem, q_heads=1, kv_heads=1, batch=1, q_len=1, kv_len=1, query_grad=False, key_grad=False, value_grad=False, capture_grads=(),
+        deterministic=False,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_source(problem: Problem) -> str:
+    parts = Parts(problem)
+    functor = Functor(parts.captures)
+    functor.function(
+        "static FOCI_INLINE vf score(const Call& call, const Row& row, const Col& col, vf s, int kv)", (parts.score,), "return wide({0});"
+    )
+    functor.function("static FOCI_INLINE vb mask(const Call& call, const Row& row, const Col& col, int kv)", (parts.element_mask,), "return wide({0});")
+    functor.interval(parts.rectangle_mask)
+    return _unit("interval.h decode.h", [*_constants(problem, parts), functor.text()], {"foci_forward": "foci::forward<Plan>"})
+
+
+def _unit(headers: str, members: list[str], entries: dict[str, str]) -> str:
+    body = "\n".join(members).replace("\n", "\n  ")
+    lines = [
+        *(f'#include "foci/{header}"' for header in headers.split()),
+        "",
+        "namespace {",
+        "using namespace foci;",
+        "",
+        "struct Plan {",
+        f"  {body}",
+        "};",
+        "",
+        "}  // namespace",
+        "",
+        *(f'extern "C" __attribute__((visibility("default"))) int {name}(const foci::Call* call) {{ return {function}(*call); }}' for name, function in entries.items()),
+        "",
+    ]
+    return "\n".join(lines)

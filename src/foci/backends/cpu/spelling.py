@@ -1,0 +1,256 @@
+"""How C++ writes expressions: on scalars and vectors alike, and over intervals.
+
+Every operation is a function of `functions.h`, overloaded for scalars and for vectors of the native width. A scalar that
+meets a vector is widened first. Over intervals each value is a `Range` of `interval.h`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from foci.ir.emit import OpSpelling, Reduction, Spelling, UnsupportedOperation
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import OPS
+from foci.ir.rewrite import free_axes
+
+__all__ = ["COLUMN_LEAF", "INTERVALS", "ROW_LEAF", "SPAN_LEAF", "VALUES", "has_free_axis", "is_vector", "scalar_type", "vector_type"]
+
+ROW_LEAF: Final = 1 << 20
+COLUMN_LEAF: Final = 2 << 20
+SPAN_LEAF: Final = 3 << 20
+"""Slots from these on name a value computed before: a field of the row, of the column, or a read of captured elements."""
+
+_SCALARS: Final = {DType.BOOL: "bool", DType.INT32: "int32_t", DType.INT64: "int64_t", DType.FLOAT: "float"}
+_VECTORS: Final = {DType.BOOL: "vb", DType.INT32: "vi", DType.INT64: "vl", DType.FLOAT: "vf"}
+
+
+def scalar_type(dtype: DType) -> str:
+    return _SCALARS[dtype]
+
+
+def vector_type(dtype: DType) -> str:
+    return _VECTORS[dtype]
+
+
+def is_vector(expr: Expr) -> bool:
+    """Whether the value differs between the keys of a vector."""
+    return any(_is_vector_leaf(e) for e in expr.walk())
+
+
+def _is_vector_leaf(e: Expr) -> bool:
+    if e.op == "param":
+        assert isinstance(e.value, int)
+        return e.value >= COLUMN_LEAF
+    return e.op == "var" and e.value in ("score", "kv_idx")
+
+
+def _widened(args: Sequence[Expr], operands: Sequence[str]) -> tuple[str, ...]:
+    vectors = [is_vector(arg) for arg in args]
+    if not any(vectors):
+        return tuple(operands)
+    return tuple(text if vector else f"wide({text})" for text, vector in zip(operands, vectors, strict=True))
+
+
+_NAMES: Final = {
+    "floordiv": "floor_divide", "mod": "floor_modulo", "pow": "power", "min": "least", "max": "greatest", "abs": "absolute",
+    "neg": "negative", "and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not", "shl": "shift_left",
+    "shr": "shift_right", "where": "choose", "isnan": "is_nan", "isinf": "is_inf",
+}  # fmt: skip
+
+
+def _call(name: str) -> OpSpelling:
+    def spell(e: Expr, operands: tuple[str, ...]) -> str:
+        return f"{name}({', '.join(_widened(e.args, operands))})"
+
+    return spell
+
+
+def _by_power_of_two(name: str, shifted: str) -> OpSpelling:
+    plain = _call(name)
+
+    def spell(e: Expr, operands: tuple[str, ...]) -> str:
+        divisor = e.args[1]
+        if e.dtype.is_integer and divisor.op == "const" and isinstance(divisor.value, int):
+            bits = divisor.value.bit_length() - 1
+            if divisor.value > 0 and divisor.value == 1 << bits and bits < 31:
+                return f"{shifted}<{bits}>({operands[0]})"
+        assert not isinstance(plain, str)
+        return plain(e, operands)
+
+    return spell
+
+
+_OPS: Final[dict[str, OpSpelling]] = {
+    **{name: _call(_NAMES.get(name, name)) for name in OPS},
+    "floordiv": _by_power_of_two("floor_divide", "divide_power"),
+    "mod": _by_power_of_two("floor_modulo", "modulo_power"),
+}
+
+
+def _const(e: Expr) -> str:
+    if e.dtype is DType.BOOL:
+        return "true" if e.value else "false"
+    assert isinstance(e.value, (int, float))
+    if e.dtype is DType.FLOAT:
+        return _float(float(e.value))
+    return f"({_SCALARS[e.dtype]})({int(e.value) + 1}ll - 1)"  # the least integer has no literal
+
+
+def _float(value: float) -> str:
+    if math.isnan(value):
+        return '__builtin_nanf("")'
+    if abs(value) >= 3.4028235677973366e38:  # rounds to infinity in float32
+        return "__builtin_inff()" if value > 0 else "-__builtin_inff()"
+    return f"{value.hex()}f"
+
+
+_VARIABLES: Final = {"score": "s", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "keys", "q_len": "q_len", "kv_len": "kv_len"}
+
+
+def _param(e: Expr) -> str:
+    assert isinstance(e.value, int)
+    for base, text in ((SPAN_LEAF, "span{0}"), (COLUMN_LEAF, "col.v{0}"), (ROW_LEAF, "row.v{0}")):
+        if e.value >= base:
+            return text.format(e.value - base)
+    if e.dtype is DType.FLOAT:
+        return f"(float)call.floats[{e.value}]"
+    return f"({_SCALARS[e.dtype]})call.ints[{e.value}]"
+
+
+def _size(e: Expr) -> str:
+    assert isinstance(e.value, tuple)
+    slot, dim = e.value
+    return f"(int32_t)c{slot}(call).size[{dim}]"
+
+
+def _load(e: Expr, indices: tuple[str, ...]) -> str:
+    function = "gather" if is_vector(e) else "element"
+    return f"{function}({', '.join((f'c{e.value}(call)', *indices))})"
+
+
+_CASTS: Final = {DType.BOOL: "to_bool", DType.INT32: "to_i32", DType.INT64: "to_i64", DType.FLOAT: "to_float"}
+
+
+def _cast(e: Expr, operand: str) -> str:
+    return f"round_{e.value}({operand})" if e.op == "round_to" else f"{_CASTS[e.dtype]}({operand})"
+
+
+def _least_of(dtype: DType, sign: int) -> str:
+    if dtype is DType.FLOAT:
+        return "-__builtin_inff()" if sign < 0 else "__builtin_inff()"
+    bits = 31 if dtype is DType.INT32 else 63
+    return f"({_SCALARS[dtype]})INT{bits + 1}_{'MIN' if sign < 0 else 'MAX'}"
+
+
+_COMBINE: Final[dict[str, tuple[str, Callable[[DType], str]]]] = {
+    "sum": ("add", lambda dtype: f"({_SCALARS[dtype]})0"),
+    "max": ("greatest", lambda dtype: _least_of(dtype, -1)),
+    "min": ("least", lambda dtype: _least_of(dtype, 1)),
+    "any": ("bit_or", lambda dtype: "false"),
+    "all": ("bit_and", lambda dtype: "true"),
+}
+
+
+def _reduce(loop: Reduction) -> tuple[str, ...]:
+    body, extent = loop.expr.args
+    if is_vector(extent):
+        raise UnsupportedOperation("the CPU backend has no reduction whose length differs between keys")
+    function, neutral = _COMBINE[loop.kind]
+    start, result = neutral(loop.expr.dtype), loop.result
+    if is_vector(loop.expr):
+        start = f"wide({start})"
+        result = result if is_vector(body) else f"wide({result})"
+    return (
+        f"auto {loop.name} = {start};",
+        f"for (int {loop.axis} = 0; {loop.axis} < (int){loop.extent}; ++{loop.axis}) {{",
+        *(f"  {line}" for line in loop.body),
+        f"  {loop.name} = {function}({loop.name}, {result});",
+        "}",
+    )
+
+
+VALUES: Final = Spelling(
+    ops=_OPS,
+    const=_const,
+    var=lambda e: _VARIABLES[str(e.value)],
+    param=_param,
+    axis=lambda e: f"axis{e.value}",
+    size=_size,
+    load=_load,
+    cast=_cast,
+    reduce=_reduce,
+    assign=lambda e, name, text: f"const {(_VECTORS if is_vector(e) else _SCALARS)[e.dtype]} {name} = {text};",
+)
+
+
+# Intervals ---------------------------------------------------------------------------------------------------------
+
+_MONOTONE: Final = ("add", "sub", "mul", "div", "floor", "ceil", "trunc", "round", "sign", "lt", "le", "eq", "ne")
+_RENAMED: Final = {
+    "neg": "negative", "abs": "absolute", "floordiv": "floor_divide", "mod": "floor_modulo", "min": "minimum", "max": "maximum",
+    "where": "choose", "isnan": "truth", "isinf": "truth", "sin": "unit", "cos": "unit",
+}  # fmt: skip
+_LOGIC: Final = {"and": "both", "or": "either", "xor": "ne", "not": "opposite"}
+
+
+def _interval_call(name: str) -> OpSpelling:
+    def spell(e: Expr, operands: tuple[str, ...]) -> str:
+        function = _RENAMED.get(name, name if name in _MONOTONE else "unknown")
+        if name in _LOGIC:
+            function = _LOGIC[name] if e.dtype is DType.BOOL else "unknown"
+        return f"interval::{function}({', '.join(operands)})"
+
+    return spell
+
+
+def _interval_var(e: Expr) -> str:
+    name = str(e.value)
+    if name in ("b", "q_len", "kv_len"):
+        return f"interval::point(r.{name})"
+    stem = _VARIABLES[name] if name != "kv_idx" else "kv"
+    return f"Range{{(double)r.{stem}0, (double)r.{stem}1}}"
+
+
+def _interval_cast(e: Expr, operand: str) -> str:
+    if e.op == "round_to":
+        return f"interval::unknown({operand})"
+    return operand if e.dtype is DType.FLOAT else f"interval::{_CASTS[e.dtype]}({operand})"
+
+
+def _interval_reduce(loop: Reduction) -> tuple[str, ...]:
+    combine = {"any": "either", "all": "both"}.get(loop.kind)
+    if combine is None:
+        return (f"const Range {loop.name} = interval::unknown();",)
+    start = "{0, 0}" if loop.kind == "any" else "{1, 1}"
+    return (
+        f"Range {loop.name} = {start};",
+        f"const Range {loop.name}_extent = {loop.extent};",
+        f"if ({loop.name}_extent.hi > 64) {loop.name} = {{0, 1}};",  # too long to walk for every tile
+        f"else for (int i = 0; i < {loop.name}_extent.hi; ++i) {{",
+        f"  const Range {loop.axis} = interval::point(i);",
+        *(f"  {line}" for line in loop.body),
+        f"  {loop.name} = interval::{combine}({loop.name}, {loop.result});",
+        "}",
+        f"if ({loop.name}_extent.lo != {loop.name}_extent.hi) {loop.name} = {{0, 1}};",
+    )
+
+
+INTERVALS: Final = Spelling(
+    ops={name: _interval_call(name) for name in OPS},
+    const=lambda e: f"interval::point({_const(e)})",
+    var=_interval_var,
+    param=lambda e: f"interval::point({_param(e)})",
+    axis=lambda e: f"axis{e.value}",
+    size=lambda e: f"interval::point({_size(e)})",
+    load=lambda e, indices: f"interval::element({', '.join((f'c{e.value}(call)', *indices))})",
+    cast=_interval_cast,
+    reduce=_interval_reduce,
+    assign=lambda e, name, text: f"const Range {name} = {text};",
+)
+
+
+def has_free_axis(expr: Expr) -> bool:
+    """Whether the expression reads the index of a reduction around it."""
+    return bool(free_axes(expr)[expr])
