@@ -11,7 +11,7 @@ import torch
 from measure import facts, interleaved, medians, write
 
 import foci
-from foci import execution, variant
+from foci import binding, execution
 from foci.ir import eager
 
 CALLS = 200
@@ -61,8 +61,7 @@ def _cache_sizes() -> dict[str, int]:
     return {
         "decisions": len(execution._decisions),
         "kernels": len(execution._kernels),
-        "canonical forms": variant._canonical.cache_info().currsize,
-        "variants": variant._variant.cache_info().currsize,
+        **binding.cache_sizes(),
         "emitted functions": eager._compiled.cache_info().currsize,
     }
 

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 LAYERS = (
     ("foci.ir",),
     ("foci.variant",),
+    ("foci.binding",),
     ("foci.example",),
     ("foci.problem", "foci.masks", "foci.scores"),
     ("foci.blocks", "foci.dropout", "foci.prepare"),

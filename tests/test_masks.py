@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from foci import masks
+from foci.binding import bind
 from foci.example import Sizes
 from foci.mask_mods import create_block_mask, create_mask
 from foci.masks import EXAMPLES
-from foci.variant import Mask, Score, bind
+from foci.variant import Mask, Score
 
 SIZES = (
     Sizes(B=2, Hq=3, Sq=40, Skv=40),

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from foci import masks, scores
+from foci.binding import bind
 from foci.example import Sizes
 from foci.ir.eager import Env, evaluate
 from foci.scores import EXAMPLES, _t5_buckets
-from foci.variant import Score, bind
+from foci.variant import Score
 
 SIZES = (
     Sizes(B=2, Hq=4, Sq=24, Skv=24),

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.binding import bind
 from foci.block_mask import BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
 from foci.ir.eager import Env, evaluate
-from foci.variant import bind
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.binding import bind
 from foci.blocks import EMPTY, Extent, classify
 from foci.mask_mods import create_mask
-from foci.variant import bind
 
 __all__ = ["MaskPicture", "draw_masks", "picture_of"]
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.binding import Bound, bind
 from foci.problem import Formula, Layout, Operands, Outputs
-from foci.variant import Bound, Variant, bind
+from foci.variant import Variant
 
 __all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "prepare"]
 

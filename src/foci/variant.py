@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from foci.ir import expr as ir
-from foci.ir.expr import DType, Expr
-from foci.ir.lift import lift_constants
-from foci.ir.memo import fingerprint
-from foci.ir.ops import apply, cast
-from foci.ir.rewrite import rewrite
-from foci.ir.simplify import lift_mask, simplify
+from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
-from foci.ir.trace import SYMBOLIC_BASE, TraceError, Tracer, length_symbol
-from foci.ir.verify import verify
+from foci.ir.trace import length_symbol
 
-__all__ = ["Bound", "Capture", "Mask", "Score", "Variant", "bind", "kv_len", "q_len"]
-
-MASK_VARIABLES = ("b", "h", "q_idx", "kv_idx")
-SCORE_VARIABLES = ("score", "b", "h", "q_idx", "kv_idx")
-
+__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "q_len"]
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def q_len() -> Any:
@@ -210,137 +198,3 @@ class Variant:
 
 
 PLAIN = Variant(ir.variable("score"), ir.const(True))
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A variant with what it captured this time."""
-
-    variant: Variant
-    captures: tuple[Tensor, ...] = ()
-    ints: tuple[int, ...] = ()
-    floats: tuple[float, ...] = ()
-
-
-_PLAIN_BOUND = Bound(PLAIN)
-
-
-def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> Bound:
-    """Runs the functions on symbols and separates what they compute from the tensors and numbers they captured.
-
-    Raises:
-        TraceError: for an operation outside the language.
-    """
-    if score is None and mask is None:
-        return _PLAIN_BOUND
-    prints = (fingerprint(score), fingerprint(mask))
-    if prints[0] is None or prints[1] is None or torch._guards.detect_fake_mode() is not None:
-        return _traced(score, mask, device)[0]
-    key = (prints[0][0], prints[1][0], device)
-    tensors = prints[0][1] + prints[1][1]
-    found = _remembered.get(key)
-    if found is None:
-        return _remember(key, tensors, *_traced(score, mask, device))
-    _remembered.move_to_end(key)
-    return Bound(found[0].variant, tuple(tensors[n] for n in found[1]), found[0].ints, found[0].floats)
-
-
-_remembered: OrderedDict[tuple[Any, ...], tuple[Bound, tuple[int, ...]]] = OrderedDict()
-_REMEMBERED = 512
-
-
-def _remember(key: tuple[Any, ...], tensors: list[Tensor], bound: Bound, symbolic: bool) -> Bound:
-    """Keeps what was traced, without its tensors, if each of them is one the functions close over."""
-    spots = {id(t): n for n, t in enumerate(tensors)}
-    if not symbolic and all(id(t) in spots for t in bound.captures):
-        _remembered[key] = Bound(bound.variant, (), bound.ints, bound.floats), tuple(spots[id(t)] for t in bound.captures)
-        while len(_remembered) > _REMEMBERED:
-            _remembered.popitem(last=False)
-    return bound
-
-
-def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> tuple[Bound, bool]:
-    tracer = Tracer(device)
-    score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, SCORE_VARIABLES))
-    mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, MASK_VARIABLES))
-    form = _canonical(score_expr, mask_expr)
-    tensors = tuple(tracer.tensors[slot] for slot in form.slots)
-    specs = tuple(Capture(t.dtype, t.dim()) for t in tensors)
-    ints = form.ints + tuple(tracer.symbolic[n] for n in form.symbolic_ints)
-    floats = form.floats + tuple(tracer.symbolic[n] for n in form.symbolic_floats)
-    return Bound(_variant(form.score, form.mask, specs), tensors, ints, floats), bool(tracer.symbolic)
-
-
-def _as_score(expr: Expr) -> Expr:
-    if expr.dtype is DType.BOOL:
-        raise TraceError("a score function must return a score, got a boolean: pass a mask function as mask=")
-    return cast(expr, DType.FLOAT)
-
-
-def _as_mask(expr: Expr) -> Expr:
-    if expr.dtype is not DType.BOOL:
-        raise TraceError(f"a mask function must return a boolean, true where the query attends to the key; got {expr.dtype.value}")
-    return expr
-
-
-@functools.lru_cache(maxsize=1024)
-def _variant(score: Expr, mask: Expr, captures: tuple[Capture, ...]) -> Variant:
-    return Variant(score, mask, captures)
-
-
-@dataclass(frozen=True)
-class _Canonical:
-    score: Expr
-    mask: Expr
-    slots: tuple[int, ...]
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    symbolic_ints: tuple[int, ...]
-    symbolic_floats: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=512)
-def _canonical(score: Expr, mask: Expr) -> _Canonical:
-    score, extra = lift_mask(simplify(score))
-    mask = simplify(apply("and", mask, extra))
-    (score, mask), ints, floats = lift_constants((score, mask))
-    score, mask, slots = _renumber_captures(score, mask)
-    score, mask, symbolic_ints, symbolic_floats = _renumber_symbolic(score, mask, len(ints), len(floats))
-    for expr in (score, mask):
-        verify(expr, len(slots))
-    return _Canonical(score, mask, slots, ints, floats, symbolic_ints, symbolic_floats)
-
-
-def _renumber_captures(score: Expr, mask: Expr) -> tuple[Expr, Expr, tuple[int, ...]]:
-    order: dict[int, int] = {}
-    for root in (score, mask):
-        for e in root.walk():
-            if e.op == "load":
-                order.setdefault(int(str(e.value)), len(order))
-
-    def rule(e: Expr) -> Expr | None:
-        if e.op == "load":
-            return ir.load(order[int(str(e.value))], e.args, e.dtype)
-        if e.op == "size" and isinstance(e.value, tuple):
-            return ir.size(order[int(e.value[0])], int(e.value[1]))
-        return None
-
-    for root in (score, mask):
-        for e in root.walk():
-            if e.op == "size" and isinstance(e.value, tuple):
-                order.setdefault(int(e.value[0]), len(order))
-    return rewrite(score, rule), rewrite(mask, rule), tuple(order)
-
-
-def _renumber_symbolic(score: Expr, mask: Expr, ints: int, floats: int) -> tuple[Expr, Expr, tuple[int, ...], tuple[int, ...]]:
-    order: dict[DType, dict[int, int]] = {DType.INT32: {}, DType.FLOAT: {}}
-    base = {DType.INT32: ints, DType.FLOAT: floats}
-
-    def rule(e: Expr) -> Expr | None:
-        if e.op == "param" and isinstance(e.value, int) and e.value >= SYMBOLIC_BASE:
-            known = order[e.dtype]
-            return ir.param(base[e.dtype] + known.setdefault(e.value - SYMBOLIC_BASE, len(known)), e.dtype)
-        return None
-
-    score, mask = rewrite(score, rule), rewrite(mask, rule)
-    return score, mask, tuple(order[DType.INT32]), tuple(order[DType.FLOAT])

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 import foci
+from foci.binding import bind
 from foci.cli.language import read_mask, read_score
 from foci.example import Sizes
 from foci.ir.text import to_infix
 from foci.planner import Decision
-from foci.variant import bind
 
 __all__ = ["Question", "decision_of", "explained", "verdicts_table"]
 

@@ -11,6 +11,7 @@ import builtins
 import math
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,36 +19,56 @@ from torch import Tensor
 
 __all__ = ["Fingerprint", "fingerprint"]
 
-Fingerprint = tuple[tuple[Any, ...], list[Tensor]]
-_CONSTANT: Final = (bool, int, float, str, type(None), torch.dtype)
+_CONSTANT: Final = (bool, str, type(None), torch.dtype)
 _MODULES: Final = (torch, math, torch.nn.functional)
 
 
+@dataclass
+class Fingerprint:
+    """What determines the outcome of tracing a function.
+
+    Attributes:
+        structure: its code, and the code, types, shapes and dtypes of what it closes over.
+        numbers: the integers and floats it closes over.
+        tensors: the tensors it closes over, in an order the structure fixes.
+    """
+
+    structure: tuple[Any, ...] = ()
+    numbers: list[int | float] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+
 def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
-    """The function's key and the tensors it closes over, in a fixed order; None if it must be traced each time."""
-    tensors: list[Tensor] = []
-    key = _key(function, tensors)
-    return None if key is None else (key, tensors)
+    """The function's fingerprint, or None if it must be traced each time."""
+    found = Fingerprint()
+    structure = _key(function, found)
+    if structure is None:
+        return None
+    found.structure = structure
+    return found
 
 
-def _key(value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
     kind = type(value)
     if kind in _CONSTANT:
         return (kind, value)
+    if kind is int or kind is float:
+        into.numbers.append(value)
+        return (kind,)
     if kind is Tensor or kind is torch.nn.Parameter:
         if value.dim() == 0:
             return None  # may be read as a number
-        tensors.append(value)
+        into.tensors.append(value)
         return (Tensor, value.dtype, value.shape, value.device)
     if kind is types.FunctionType:
-        return _function_key(value, tensors)
+        return _function_key(value, into)
     if kind is tuple:
-        parts = [_key(item, tensors) for item in value]
+        parts = [_key(item, into) for item in value]
         return None if None in parts else (tuple, *parts)
     return None
 
 
-def _function_key(function: types.FunctionType, tensors: list[Tensor]) -> tuple[Any, ...] | None:
+def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
     code = function.__code__
     if function.__kwdefaults__ or not _reads_constants_only(code, function.__globals__):
         return None
@@ -55,7 +76,7 @@ def _function_key(function: types.FunctionType, tensors: list[Tensor]) -> tuple[
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # a cell that is not filled yet
         return None
-    parts = [_key(item, tensors) for item in (*(function.__defaults__ or ()), *cells)]
+    parts = [_key(item, into) for item in (*(function.__defaults__ or ()), *cells)]
     return None if None in parts else (code, *parts)
 
 

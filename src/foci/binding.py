@@ -1,0 +1,187 @@
+"""Functions run on symbols: what they compute becomes a `Variant`, what they captured goes beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.lift import lift_constants
+from foci.ir.memo import Fingerprint, fingerprint
+from foci.ir.ops import apply, cast
+from foci.ir.rewrite import rewrite
+from foci.ir.simplify import lift_mask, simplify
+from foci.ir.trace import SYMBOLIC_BASE, TraceError, Tracer
+from foci.ir.verify import verify
+from foci.variant import PLAIN, Capture, Variant
+
+__all__ = ["Bound", "bind", "cache_sizes"]
+
+_MASK_VARIABLES: Final = ("b", "h", "q_idx", "kv_idx")
+_SCORE_VARIABLES: Final = ("score", *_MASK_VARIABLES)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A variant with what it captured this time."""
+
+    variant: Variant
+    captures: tuple[Tensor, ...] = ()
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+
+
+_PLAIN_BOUND = Bound(PLAIN)
+
+
+def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> Bound:
+    """Runs the functions on symbols and separates what they compute from the tensors and numbers they captured.
+
+    A function whose outcome its code and closure determine runs once for each of the last few sets of numbers.
+
+    Raises:
+        TraceError: for an operation outside the language.
+    """
+    if score is None and mask is None:
+        return _PLAIN_BOUND
+    prints = (fingerprint(score), fingerprint(mask))
+    if prints[0] is None or prints[1] is None or torch._guards.detect_fake_mode() is not None:
+        return _traced(score, mask, device)[0]
+    return _remembered((prints[0], prints[1]), score, mask, device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trace:
+    """A trace without its tensors; `spots` says which closed-over tensor each captured one is."""
+
+    bound: Bound
+    spots: tuple[int, ...]
+
+
+_SETS_OF_NUMBERS: Final = 8
+_STRUCTURES: Final = 512
+_traces: OrderedDict[tuple[Any, ...], OrderedDict[tuple[Any, ...], _Trace]] = OrderedDict()
+
+
+def _remembered(
+    prints: tuple[Fingerprint, Fingerprint], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device
+) -> Bound:
+    structure = (prints[0].structure, prints[1].structure, device)
+    numbers = (*prints[0].numbers, None, *prints[1].numbers)
+    tensors = prints[0].tensors + prints[1].tensors
+    traces = _traces.get(structure)
+    if traces is None:
+        traces = _traces[structure] = OrderedDict()
+        _drop_oldest(_traces, _STRUCTURES)
+    found = traces.get(numbers)
+    if found is not None:
+        traces.move_to_end(numbers)
+        b = found.bound
+        return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
+    bound, symbolic = _traced(score, mask, device)
+    spots = {id(t): n for n, t in enumerate(tensors)}
+    if not symbolic and all(id(t) in spots for t in bound.captures):
+        traces[numbers] = _Trace(Bound(bound.variant, (), bound.ints, bound.floats), tuple(spots[id(t)] for t in bound.captures))
+        _drop_oldest(traces, _SETS_OF_NUMBERS)
+    return bound
+
+
+def _drop_oldest(cache: OrderedDict[Any, Any], capacity: int) -> None:
+    while len(cache) > capacity:
+        cache.popitem(last=False)
+
+
+def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> tuple[Bound, bool]:
+    """What the functions compute, and whether symbolic integers took part."""
+    tracer = Tracer(device)
+    score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, _SCORE_VARIABLES))
+    mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, _MASK_VARIABLES))
+    # Numbers leave before anything is simplified, so that what follows is done once, whatever they are.
+    lifted, ints, floats = lift_constants((score_expr, mask_expr))
+    form = _canonical(*lifted)
+    tensors = tuple(tracer.tensors[slot] for slot in form.captures)
+    variant = _variant(form.score, form.mask, tuple(Capture(t.dtype, t.dim()) for t in tensors))
+    known: dict[bool, tuple[Any, ...]] = {True: ints, False: floats}
+
+    def values(slots: tuple[int, ...], *, integer: bool) -> Iterator[Any]:
+        for slot in slots:
+            yield tracer.symbolic[slot - SYMBOLIC_BASE] if slot >= SYMBOLIC_BASE else known[integer][slot]
+
+    bound = Bound(variant, tensors, tuple(values(form.ints, integer=True)), tuple(values(form.floats, integer=False)))
+    return bound, bool(tracer.symbolic)
+
+
+def _as_score(expr: Expr) -> Expr:
+    if expr.dtype is DType.BOOL:
+        raise TraceError("a score function must return a score, got a boolean: pass a mask function as mask=")
+    return cast(expr, DType.FLOAT)
+
+
+def _as_mask(expr: Expr) -> Expr:
+    if expr.dtype is not DType.BOOL:
+        raise TraceError(f"a mask function must return a boolean, true where the query attends to the key; got {expr.dtype.value}")
+    return expr
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(score: Expr, mask: Expr, captures: tuple[Capture, ...]) -> Variant:
+    return Variant(score, mask, captures)
+
+
+@dataclass(frozen=True)
+class _Canonical:
+    """Score and mask in canonical form, and which traced slots their captures, ints and floats were."""
+
+    score: Expr
+    mask: Expr
+    captures: tuple[int, ...]
+    ints: tuple[int, ...]
+    floats: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _canonical(score: Expr, mask: Expr) -> _Canonical:
+    score, extra = lift_mask(simplify(score))
+    roots = (score, simplify(apply("and", mask, extra)))
+    captures: dict[int, int] = {}
+    params: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for e in (e for root in roots for e in root.walk()):
+        if e.op in ("load", "size"):
+            captures.setdefault(_slot(e), len(captures))
+        elif e.op == "param":
+            order = params[e.dtype.is_integer]
+            order.setdefault(_slot(e), len(order))
+
+    def renumber(e: Expr) -> Expr | None:
+        if e.op == "load":
+            return ir.load(captures[_slot(e)], e.args, e.dtype)
+        if e.op == "size" and isinstance(e.value, tuple):
+            return ir.size(captures[_slot(e)], int(e.value[1]))
+        return ir.param(params[e.dtype.is_integer][_slot(e)], e.dtype) if e.op == "param" else None
+
+    score, mask = (rewrite(root, renumber) for root in roots)
+    for expr in (score, mask):
+        verify(expr, len(captures))
+    return _Canonical(score, mask, tuple(captures), tuple(params[True]), tuple(params[False]))
+
+
+def _slot(e: Expr) -> int:
+    value = e.value[0] if isinstance(e.value, tuple) else e.value
+    assert isinstance(value, int)
+    return value
+
+
+def cache_sizes() -> dict[str, int]:
+    """Entries of each cache of this module. None grows with lengths, values or re-created functions (FLEX-10)."""
+    return {
+        "traces": sum(len(traces) for traces in _traces.values()),
+        "canonical forms": _canonical.cache_info().currsize,
+        "variants": _variant.cache_info().currsize,
+    }
