@@ -1,6 +1,6 @@
 """Correctness of the Triton backend on the GPU at hand: every case against the formula in float64.
 
-    python benchmarks/gpu_check.py [name ...]
+    python benchmarks/gpu_check.py [--part i/n] [name ...]
 
 Prints one line a case: the error, and in brackets the error that the plain formula makes in the same dtype. Ends with
 the number of failures, which is also the exit status. Uninitialised memory is filled with NaN.
@@ -8,6 +8,7 @@ the number of failures, which is also the exit status. Uninitialised memory is f
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import sys
@@ -25,9 +26,9 @@ from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
 from foci.backends.triton import BACKEND
+from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
-from foci.variant import bind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # dtype -> factors for out, dq, dk and dv against the plain formula's error, and a floor for unit-variance data
@@ -78,7 +79,9 @@ def operands_of(case: Case, generator: torch.Generator) -> tuple[Formula, Operan
     if case.cu is not None:
         names = ("cu_q", "cu_kv", "q_lengths", "kv_lengths")
         jagged = {n: None if v is None else torch.tensor(v, device=DEVICE) for n, v in zip(names, case.cu, strict=True)}
-        q_len, kv_len = (jagged[n] if jagged[n] is not None else jagged[c].diff() for n, c in (("q_lengths", "cu_q"), ("kv_lengths", "cu_kv")))
+        q_len, kv_len = (
+            jagged[n] if jagged[n] is not None else jagged[c].diff() for n, c in (("q_lengths", "cu_q"), ("kv_lengths", "cu_kv"))
+        )
         jagged |= {"max_q": int(q_len.max()), "max_kv": int(kv_len.max())}
     seed = torch.tensor([0x1234567890ABCD], device=DEVICE) if case.dropout else None
     scale = 1 / math.sqrt(case.dims[0]) if case.scale is None else case.scale
@@ -109,7 +112,11 @@ def run(case: Case) -> bool:
         print(f"skip {case.name:26s} {reason}")
         return True
     wide = dataclasses.replace(
-        operands, query=operands.query.double(), key=operands.key.double(), value=operands.value.double(), captures=tuple(map(in_float64, captures))
+        operands,
+        query=operands.query.double(),
+        key=operands.key.double(),
+        value=operands.value.double(),
+        captures=tuple(map(in_float64, captures)),
     )
     reference = load("reference")
     kernels = (
@@ -121,10 +128,15 @@ def run(case: Case) -> bool:
     for kernel, these, dtype in kernels:
         results = kernel.forward(these)
         if cotangents is None:
-            cotangents = (torch.randn(results.out.shape, generator=generator).to(case.dtype).to(DEVICE), torch.randn(results.lse.shape, generator=generator).to(DEVICE))
+            cotangents = (
+                torch.randn(results.out.shape, generator=generator).to(case.dtype).to(DEVICE),
+                torch.randn(results.lse.shape, generator=generator).to(DEVICE),
+            )
         grads = kernel.backward(these, results, Cotangents(cotangents[0].to(dtype), lse=cotangents[1].to(results.lse.dtype)))
         named = {"out": results.out, "lse": results.lse, "max": results.row_max, "dq": grads.query, "dk": grads.key, "dv": grads.value}
-        found.append({n: t for n, t in named.items() if t is not None} | {f"dc{i}": t for i, t in enumerate(grads.captures) if t is not None})
+        found.append(
+            {n: t for n, t in named.items() if t is not None} | {f"dc{i}": t for i, t in enumerate(grads.captures) if t is not None}
+        )
         if kernel is kernels[0][0]:
             first = found[0]
             again_results = kernel.forward(these)
@@ -176,7 +188,11 @@ def cases() -> list[Case]:
     cu = ([0, 20, 20, 37, 60], [0, 10, 30, 50, 71]) if small else ([0, 200, 200, 337, 1060], [0, 110, 330, 550, 1271])
     spans = (cu[0][-1], cu[1][-1])
     lengths = ([18, 0, 17, 20], [10, 3, 0, 17]) if small else ([180, 0, 137, 700], [110, 3, 0, 600])
-    case: Callable[..., Case] = Case if not small else lambda name, **kw: Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | kw))
+    case: Callable[..., Case] = (
+        Case
+        if not small
+        else lambda name, **kw: Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | kw))
+    )
     block = 32 if small else 128
     nq, nkv = -(-n // block), -(-m // block)
     classes = torch.randint(0, 3, (2, 1, nq, nkv), generator=g).to(torch.int8)
@@ -225,9 +241,14 @@ def main() -> int:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert real is torch.empty_like
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th case, from the i-th")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
     failures = 0
-    for case in cases():
-        if sys.argv[1:] and case.name not in sys.argv[1:]:
+    for case in cases()[part::parts]:
+        if options.names and case.name not in options.names:
             continue
         try:
             failures += not run(case)

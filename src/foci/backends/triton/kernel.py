@@ -63,20 +63,22 @@ class TritonKernel:
         self.variant = plan.problem.variant
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
         loads = [e for root in (self.variant.score, self.variant.mask) for e in root.walk() if e.op == "load"]
-        self.reads_tiles = any({"q_idx", "kv_idx"} <= e.variables() for e in loads)
+        tiles = {e for e in loads if {"q_idx", "kv_idx"} <= e.variables()}
+        self.reads_tiles = bool(tiles)
+        self.tile_bytes = sum(self.variant.captures[int(str(e.value))].dtype.itemsize for e in tiles)
         self.schedules: dict[str, Schedule] = {}
 
     def schedule(self, kind: str) -> Schedule:
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
         found = self.schedules.get(kind)
         if found is None:
-            scratch = self.reads_tiles or self.problem.formula.dropout
+            scratch = self.tile_bytes if self.reads_tiles else int(self.problem.formula.dropout)
             found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch)
             assert found is not None, "a plan is made only where a schedule exists"
             blocks = self.problem.formula.block_size
             if blocks is not None:
                 tile_q, tile_kv = (math.gcd(tile, block) for tile, block in zip((found.tile_q, found.tile_kv), blocks, strict=True))
-                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors)
+                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors, found.ahead)
             self.schedules[kind] = found
         return found
 
@@ -185,7 +187,7 @@ class TritonKernel:
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _config(
             (
-                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages,
+                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.ahead,
                 "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
                 call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, precision,
             )

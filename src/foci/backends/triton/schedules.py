@@ -16,13 +16,15 @@ KINDS: Final = ("forward", "query_gradient", "key_gradient", "columns", "decode"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not."""
+    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not,
+    products a tile ahead of the softmax or not (forward only)."""
 
     tile_q: int
     tile_kv: int
     warps: int
     stages: int
     descriptors: bool = False
+    ahead: bool = False
 
 
 LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -33,18 +35,18 @@ _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16
 
 SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
-    ("hopper", "forward", 2, 64): (_S(128, 128, 8, 3, True), _S(128, 64, 4, 3)),
-    ("hopper", "forward", 2, 128): (_S(128, 128, 8, 2, True), _S(128, 64, 8, 2)),
+    ("hopper", "forward", 2, 64): (_S(128, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
-    ("hopper", "query_gradient", 2, 64): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "query_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(64, 32, 8, 1)),
     ("hopper", "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
-    ("hopper", "key_gradient", 2, 64): (_S(64, 128, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient", 2, 128): (_S(64, 128, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 64, 8, 1)),
-    ("hopper", "key_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
+    ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
@@ -69,7 +71,7 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: bool) -> int:
+def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: int) -> int:
     """An upper bound of the shared memory that a kernel takes.
 
     Args:
@@ -77,26 +79,24 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
         schedule: how it is cut up.
         dims: padded D and Dv.
         itemsize: bytes of an element of query, key and value.
-        scratch: whether a tile of float32 scores may change layout through shared memory: captured tensors read over
-            (q, kv), or dropout.
+        scratch: bytes that each score reads from captured tensors by (q, kv), which streams like keys and values; or 1 with
+            dropout. Such tiles also change layout through shared memory.
     """
-    wide = sum(dims) * itemsize
+    # a float32 product passes its operands through shared memory once more, as the sum of two tf32 numbers
+    wide = sum(dims) * itemsize * (2 if itemsize == 4 else 1)
     scores = schedule.tile_q * schedule.tile_kv
-    spare = 4096 + (scores * 4 if scratch else 0)
     buffers = max(schedule.stages, 1)
+    spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
     if kind == "forward" or kind == "decode":
-        return schedule.tile_q * max(dims) * itemsize + buffers * schedule.tile_kv * wide + spare + _unpipelined(itemsize, scores)
+        rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
+        ahead = schedule.tile_kv * dims[0] * itemsize if schedule.ahead else 0
+        return rows + ahead + buffers * schedule.tile_kv * wide + spare
     if kind == "query_gradient":
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
     return schedule.tile_kv * wide + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
 
 
-def _unpipelined(itemsize: int, scores: int) -> int:
-    # float32 operands of a product pass through shared memory in whole
-    return scores * itemsize if itemsize == 4 else 0
-
-
-def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: bool = False) -> Schedule | None:
+def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0) -> Schedule | None:
     """The first row of the table that fits the device's shared memory; None when none does.
 
     Args: as `shared_bytes`; `arch` 0 is Triton's interpreter, which takes the smallest tiles.

@@ -1,0 +1,279 @@
+"""Attention on the GPU at hand: foci's Triton backend and its peers, in one run.
+
+    python benchmarks/gpu_attention.py --compile 0/8     # one of eight processes that fill the caches
+    python benchmarks/gpu_attention.py [row ...]         # times; one line each, a table last
+
+Peers: FlexAttention compiled, torch's FLASH, cuDNN and EFFICIENT backends of scaled_dot_product_attention, varlen_attn.
+Medians of CUDA events. TFLOP/s over the attended area, backward 2.5 times the forward. Lines go to
+$OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.backends.triton import BACKEND
+from foci.planner import target_of
+from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.variant import bind
+
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `flex` gives (score_mod, mask_mod) for FlexAttention, `sdpa` the keywords for SDPA."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    score: Callable[[], Any] | None = None
+    mask: Callable[[], Any] | None = None
+    flex: Callable[[], tuple[Any, Any]] | None = None
+    sdpa: Callable[[], dict[str, Any]] | None = None
+    peers: tuple[str, ...] = ()
+    kv_heads: int = 0
+    dropout: float = 0.0
+    learned: bool = False
+
+
+def _ids() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    cuts = torch.randperm(8191, generator=generator)[:7] + 1
+    marks = torch.zeros(8192, dtype=torch.int32)
+    marks[cuts] = 1
+    return marks.cumsum(0).to(torch.int32).to(DEVICE)
+
+
+def _slopes(heads: int) -> Tensor:
+    return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=DEVICE))
+
+
+def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def _window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 1024)
+
+
+def _document() -> Any:
+    ids = _ids()
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
+def _alibi(heads: int) -> Any:
+    slopes = _slopes(heads)
+    return lambda s, b, h, q, k: s + slopes[h] * (k - q)
+
+
+def _softcap(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 20.0 * torch.tanh(s / 20.0)
+
+
+def _bias(heads: int, length: int) -> Tensor:
+    return torch.randn(1, heads, length, length, device=DEVICE, dtype=torch.bfloat16, generator=torch.Generator(DEVICE).manual_seed(5))
+
+
+def _keep(length: int) -> Tensor:
+    return torch.rand(length, length, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5)) > 0.3
+
+
+def rows() -> list[Row]:
+    """The rows, in the order of the table."""
+    every = []
+    dense = ("flash", "cudnn", "flex")
+    for shape in ((8, 16, 2048, 128), (2, 16, 8192, 128), (1, 16, 16384, 128), (2, 32, 8192, 64), (2, 8, 8192, 256)):
+        every.append(Row("dense", shape, flex=lambda: (None, None), sdpa=dict, peers=dense))
+        every.append(Row("causal", shape, mask=masks.causal, flex=lambda: (None, _causal), sdpa=lambda: {"is_causal": True}, peers=dense))
+    for heads, dim in ((16, 128), (32, 64)):
+        shape = (2, heads, 8192, dim)
+        every += [
+            Row("window 1024", shape, mask=lambda: foci.Mask(_window), flex=lambda: (None, _window), peers=("flex",)),
+            Row("document", shape, mask=lambda: foci.Mask(_document()), flex=lambda: (None, _document()), peers=("flex",)),
+            Row("ALiBi causal", shape, score=functools.partial(lambda n: foci.Score(_alibi(n)), heads), mask=masks.causal,
+                flex=functools.partial(lambda n: (_alibi(n), _causal), heads), peers=("flex",)),
+            Row("softcap causal", shape, score=lambda: foci.Score(_softcap), mask=masks.causal, flex=lambda: (_softcap, _causal), peers=("flex",)),
+        ]  # fmt: skip
+    shape = (2, 16, 4096, 128)
+    every += [
+        Row("bias [1,H,S,S]", shape, score=lambda: scores.bias(_bias(16, 4096)), sdpa=lambda: {"attn_mask": _bias(16, 4096)}, peers=("cudnn", "efficient")),
+        Row("bool [S,S]", shape, mask=lambda: foci.Mask(lambda b, h, q, k, t=_keep(4096): t[q, k]), sdpa=lambda: {"attn_mask": _keep(4096)}, peers=("cudnn", "efficient")),
+        Row("dropout 0.1", shape, dropout=0.1, sdpa=lambda: {"dropout_p": 0.1}, peers=("flash", "cudnn")),
+        Row("learned bias", shape, score=lambda: scores.bias(_bias(16, 4096)), learned=True),
+        Row("GQA 4 causal", (2, 32, 8192, 128), kv_heads=8, mask=masks.causal, sdpa=lambda: {"is_causal": True, "enable_gqa": True}, peers=("flash", "cudnn")),
+        Row("causal D 96", (2, 16, 8192, 96), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
+        Row("causal D 192", (2, 16, 8192, 192), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
+        Row("jagged", (64, 16, 8192, 128), peers=("varlen",)),
+        Row("jagged causal", (64, 16, 8192, 128), mask=masks.causal, peers=("varlen",)),
+    ]  # fmt: skip
+    return every
+
+
+def jagged_lengths() -> list[int]:
+    """64 log-normal lengths from 16 to 8192."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.exp(torch.randn(64, generator=generator) * 1.2 + 6.4).clamp(16, 8192).int().tolist()
+
+
+def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and the gradient of out."""
+    b, h, s, d = row.shape
+    if row.name.startswith("jagged"):
+        b, s = 1, sum(jagged_lengths())
+    kv = row.kv_heads or h
+    made = [torch.randn(b, n, s, d, device=DEVICE, dtype=torch.bfloat16) for n in (h, kv, kv, h)]
+    return [t.requires_grad_(grad) for t in made[:3]], made[3]
+
+
+def ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of foci's Triton backend."""
+    (q, k, v), dout = inputs(row)
+    bound = bind(row.score() if row.score else None, row.mask() if row.mask else None, DEVICE)
+    jagged: dict[str, Any] = {}
+    if row.name.startswith("jagged"):
+        lengths = jagged_lengths()
+        cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        jagged = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
+    seed = torch.tensor([5], device=DEVICE) if row.dropout else None
+    operands = Operands(q, k, v, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(row.shape[3]), row.dropout, seed, **jagged)
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True), row.dropout > 0)
+    b, h, s, d = row.shape
+    grads = tuple(row.learned and t.is_floating_point() for t in bound.captures)
+    problem = Problem(formula, torch.bfloat16, d, d, h, k.shape[1], bucket(b), bucket(s), bucket(s), True, True, True, grads)
+    target = target_of(DEVICE)
+    reason = BACKEND.reject(problem, target)
+    if reason:
+        raise NotImplementedError(reason)
+    kernel = BACKEND.compile(Plan("triton", problem, target))
+    results = kernel.forward(operands)
+    dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    return lambda: kernel.forward(operands), lambda: kernel.backward(operands, results, Cotangents(dout))
+
+
+def _timed_pair(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    out = function(*tensors)
+    gradient = dout.reshape(out.shape) if out.shape != dout.shape else dout
+    return lambda: function(*(t.detach() for t in tensors)), lambda: torch.autograd.grad(out, tensors, gradient, retain_graph=True)
+
+
+@functools.cache
+def _flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def peer(row: Row, name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of a peer."""
+    tensors, dout = inputs(row, grad=True)
+    if name == "flex":
+        assert row.flex is not None
+        score_mod, mask_mod = row.flex()
+        block = None if mask_mod is None else create_block_mask(mask_mod, None, None, row.shape[2], row.shape[2], DEVICE)
+        return _timed_pair(lambda q, k, v: _flex()(q, k, v, score_mod=score_mod, block_mask=block), tensors, dout)
+    if name == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        lengths = jagged_lengths()
+        cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        packed = [t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in tensors]
+        options = {"window_size": (-1, 0)} if "causal" in row.name else {}
+        return _timed_pair(lambda q, k, v: varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), **options), packed, dout[0].transpose(0, 1).contiguous())
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}[name]
+    assert row.sdpa is not None
+    options = row.sdpa()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return _timed_pair(run, tensors, dout)
+
+
+def flops(row: Row) -> float:
+    """Of the forward, over the attended area."""
+    b, h, s, d = row.shape
+    if row.name.startswith("jagged"):
+        area = float(sum(n * n for n in jagged_lengths())) * (0.5 if "causal" in row.name else 1.0)
+        return 4.0 * h * d * area
+    area = float(s) * s
+    if row.name.startswith("window"):
+        area = 1024.0 * s - 1024.0 * 1023 / 2
+    elif row.name == "document":
+        area = float((torch.bincount(_ids()).double() ** 2).sum())
+    elif "causal" in row.name:
+        area /= 2
+    return 4.0 * b * h * d * area
+
+
+def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None:
+    """One line: TFLOP/s and milliseconds of forward and backward."""
+    try:
+        forward, backward = ours(row) if name == "foci" else peer(row, name)
+        if only_compile:
+            forward(), backward()
+            torch.cuda.synchronize()
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        forward(), backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        times = [triton.testing.do_bench(f, warmup=15, rep=80, return_mode="median") for f in (forward, backward)]
+    except Exception as error:
+        print(f"{row.name} {row.shape} {name}: {type(error).__name__} {str(error)[-300:]}", flush=True)
+        return None
+    work = flops(row)
+    return {
+        "row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "backward_ms": times[1],
+        "forward_tflops": work / times[0] / 1e9, "backward_tflops": 2.5 * work / times[1] / 1e9, "peak_mb": peak / 2**20,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", default="", help="i/n: only fill the caches, every n-th row")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    todo = [row for row in rows() if not options.names or row.name in options.names]
+    part, parts = map(int, (options.compile or "0/1").split("/"))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
+    table = []
+    for row in todo[part::parts]:
+        found = {}
+        for name in ("foci", *(() if options.no_peers else row.peers)):
+            line = measure(row, name, only_compile=bool(options.compile))
+            if line is not None:
+                found[name] = line
+                if out is not None:
+                    with out.open("a") as file:
+                        file.write(json.dumps(line | about) + "\n")
+        b, h, s, d = row.shape
+        shown = "  ".join(f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}" for n, m in found.items())
+        table.append(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}  ({found['foci']['backward_ms']:.2f} ms bwd, {found['foci']['peak_mb']:.0f} MB)" if "foci" in found else f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}")
+        if not options.compile:
+            print(table[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Times schedules of the Triton kernels on the GPU at hand, to fill the table of `foci.backends.triton.schedules`.
+
+    python benchmarks/gpu_sweep.py --compile 0/12     # one of twelve processes that fill Triton's cache
+    python benchmarks/gpu_sweep.py                    # times, one line each, best of each kernel last
+
+Lines go to $OUT/gpu_sweep.jsonl where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.backends.triton.kernel import TritonKernel
+from foci.backends.triton.schedules import LIMITS, Schedule, shared_bytes
+from foci.binding import bind
+from foci.planner import target_of
+from foci.problem import Cotangents, Formula, Operands, Outputs, Problem
+
+S = Schedule
+CANDIDATES = {
+    ("forward", 128): [S(128, 64, 8, 3, True), S(64, 64, 4, 3, True), S(128, 64, 8, 3, True, True), S(128, 64, 8, 4, True, True), S(128, 128, 8, 3, True), S(128, 128, 8, 2, True, True), S(64, 64, 4, 2, True, True), S(64, 64, 4, 3, True, True), S(64, 32, 4, 4, True)],
+    ("query_gradient", 128): [S(128, 64, 8, 3, True), S(64, 64, 4, 2, True), S(64, 32, 4, 3, True), S(64, 32, 4, 2, True)],
+    ("key_gradient", 128): [S(64, 64, 4, 2, True), S(64, 64, 4, 3, True), S(32, 64, 4, 4, True)],
+    ("forward", 64): [S(128, 64, 4, 3, True), S(64, 128, 4, 2, True), S(64, 64, 4, 3, True), S(128, 64, 4, 3, True, True), S(128, 64, 8, 4, True, True), S(128, 128, 8, 3, True, True), S(64, 64, 4, 3, True, True), S(128, 128, 4, 2, True), S(128, 32, 4, 4, True)],
+    ("query_gradient", 64): [S(64, 64, 4, 2, True), S(128, 32, 4, 3, True), S(64, 32, 4, 3, True), S(128, 64, 8, 2, True)],
+    ("key_gradient", 64): [S(128, 64, 4, 2, True), S(128, 64, 4, 3, True), S(128, 32, 4, 2, True), S(64, 32, 4, 3, True), S(128, 64, 4, 1, True)],
+    ("forward", 256): [S(128, 64, 8, 2, True), S(64, 64, 4, 2, True), S(128, 32, 8, 3, True), S(64, 32, 4, 3, True), S(128, 64, 8, 2)],
+    ("query_gradient", 256): [S(64, 64, 8, 1, True), S(64, 32, 8, 2, True), S(64, 32, 4, 2, True), S(64, 64, 4, 1, True), S(128, 32, 8, 1, True)],
+    ("key_gradient", 256): [S(64, 64, 8, 1, True), S(32, 64, 8, 2, True), S(32, 64, 4, 2, True), S(64, 64, 4, 1, True), S(32, 128, 8, 1, True)],
+}  # fmt: skip
+VARIANTS: dict[str, Any] = {
+    "full": (None, None, 1.0),
+    "causal": (None, masks.causal(), 0.5),
+    "alibi": (scores.alibi(16), masks.causal(), 0.5),
+    "softcap": (scores.softcap(20.0), masks.causal(), 0.5),
+}
+FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8}
+
+
+def jobs(names: list[str], dims: list[int]) -> list[tuple[str, int, str, Schedule]]:
+    """(kernel, head dim, variant, schedule), those whose shared memory fits."""
+    limit = LIMITS[target_of(torch.device("cuda")).arch]
+    return [
+        (kind, dim, name, schedule)
+        for (kind, dim), found in CANDIDATES.items()
+        if dim in dims
+        for schedule in found
+        if shared_bytes(kind, schedule, (dim, dim), 2, scratch=False) <= limit
+        for name in names
+    ]
+
+
+def kernel_of(dim: int, name: str) -> tuple[TritonKernel, Operands]:
+    score, mask, _ = VARIANTS[name]
+    heads, device = 2048 // dim, torch.device("cuda")
+    if name == "alibi":
+        score = scores.alibi(heads)
+    q, k, v = (torch.randn(2, heads, 8192, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    bound = bind(score, mask, device)
+    operands = Operands(q, k, v, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(dim))
+    problem = Problem(Formula(bound.variant, outputs=Outputs(lse=True)), torch.bfloat16, dim, dim, heads, heads, 2, 8192, 8192, True, True, True, ())
+    return TritonKernel(Plan("triton", problem, target_of(device))), operands
+
+
+def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
+    """A function that launches one kernel."""
+    kernel, operands = kernel_of(dim, name)
+    kernel.schedules[kind] = schedule
+    if kind == "forward":
+        return lambda: kernel.forward(operands)
+    results = kernel.forward(operands)
+    dout = torch.randn_like(results.out)
+    grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]
+    call = kernel.begin(operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]})
+    rows = kernel._prepare(call, results, Cotangents(dout))
+    if kind == "query_gradient":
+        return lambda: kernel._query_gradient(call, dout, rows, grads[0])
+    return lambda: kernel._key_gradient(call, dout, rows, (grads[1], grads[2]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", default="", help="i/n: only fill the cache with every n-th job")
+    parser.add_argument("--variants", default="full,causal")
+    parser.add_argument("--dims", default="64,128,256")
+    options = parser.parse_args()
+    todo = jobs(options.variants.split(","), [int(d) for d in options.dims.split(",")])
+    if options.compile:
+        part, parts = map(int, options.compile.split("/"))
+        for job in todo[part::parts]:
+            launcher(*job)()
+            torch.cuda.synchronize()
+        return
+    out = Path(os.environ["OUT"]) / "gpu_sweep.jsonl" if "OUT" in os.environ else None
+    best: dict[tuple[str, int, str], tuple[float, Schedule]] = {}
+    for kind, dim, name, schedule in todo:
+        try:
+            ms = triton.testing.do_bench(launcher(kind, dim, name, schedule), warmup=10, rep=50, return_mode="median")
+        except Exception as error:
+            print(kind, dim, name, schedule, type(error).__name__, str(error)[-200:], flush=True)
+            continue
+        heads = 2048 // dim
+        rate = FLOPS[kind] * 2 * heads * 8192**2 * dim * VARIANTS[name][2] / ms / 1e9
+        print(f"{kind:15s} D{dim:<4d}{name:8s} {schedule.tile_q:3d}x{schedule.tile_kv:<3d} w{schedule.warps} s{schedule.stages} {'tma' if schedule.descriptors else '   '} {'ahead' if schedule.ahead else '     '} {ms:7.3f} ms {rate:6.0f} TFLOP/s", flush=True)
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps({"kernel": kind, "D": dim, "variant": name, **vars(schedule), "ms": ms, "tflops": rate}) + "\n")
+        if (kind, dim, name) not in best or best[kind, dim, name][0] > ms:
+            best[kind, dim, name] = (ms, schedule)
+    print(f"best on {torch.cuda.get_device_name()}, foci {foci.__name__}")
+    for key, (ms, schedule) in best.items():
+        print(*key, f"{ms:.3f}", schedule)
+
+
+if __name__ == "__main__":
+    main()
