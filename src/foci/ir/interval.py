@@ -62,6 +62,8 @@ _UNROLLED: Final = 64  # longest reduction that is followed index by index
 _EXACT_FLOAT: Final = 2.0**24
 _EXACT_DOUBLE: Final = 2.0**53
 _MARGIN: Final = 2.0**-20
+_MOST_REDUCED: Final = 1 << 26  # elements of a tensor that is reduced in two dimensions, and of what is left after one
+_MOST_SLICES: Final = 1 << 22
 _LIMITS: Final = {DType.INT32: (-(2.0**31), 2.0**31 - 1), DType.INT64: (-(2.0**63), 2.0**63)}
 
 
@@ -362,6 +364,10 @@ class _Place:
     last: Tensor
     is_point: bool
 
+    @property
+    def shape(self) -> torch.Size:
+        return (self.first + self.last).shape
+
 
 def _place(index: Range, length: int) -> _Place:
     """The range of an index as torch reads it: negative from the end; clamped into the dimension."""
@@ -382,6 +388,9 @@ def _extremes_of(tensor: Tensor, places: list[_Place]) -> Range:
         unknown = torch.isnan(element)
         return Range(element.masked_fill(unknown, -torch.inf), element.masked_fill(unknown, torch.inf))
     if len(wide) > 1:
+        slices = tensor.numel() // tensor.shape[wide[-1]] * places[wide[-1]].shape.numel()
+        if tensor.numel() <= _MOST_REDUCED and slices <= _MOST_SLICES:
+            return _without_dim(tensor, places, wide[-1])
         zero = torch.zeros((), dtype=torch.int64, device=tensor.device)
         return segment_range(tensor.reshape(1, -1), zero, zero, zero + (tensor.numel() - 1))
     (dim,) = wide
@@ -391,3 +400,21 @@ def _extremes_of(tensor: Tensor, places: list[_Place]) -> Range:
             row = row * tensor.shape[other] + place.first.to(tensor.device)
     rows = tensor.movedim(dim, -1).reshape(-1, tensor.shape[dim])
     return segment_range(rows, row, places[dim].first.to(tensor.device), places[dim].last.to(tensor.device))
+
+
+def _without_dim(tensor: Tensor, places: list[_Place], dim: int) -> Range:
+    """Range of the box by way of the ranges of its slices along `dim`, one for each block."""
+    device, place = tensor.device, places[dim]
+    rows = tensor.movedim(dim, -1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    every = torch.arange(len(flat), device=device)[:, None]
+    first, last = (end.expand(place.shape) for end in (place.first, place.last))
+    if first.dim() > 1:  # the same blocks for every batch entry, head and row, as a rule
+        one = first[(0,) * (first.dim() - 1)], last[(0,) * (last.dim() - 1)]
+        if torch.equal(first, one[0].expand_as(first)) and torch.equal(last, one[1].expand_as(last)):
+            first, last = one
+    number = torch.arange(first.numel(), device=first.device).reshape(first.shape)
+    slices = segment_range(flat, every, first.to(device).reshape(1, -1), last.to(device).reshape(1, -1))
+    rest = [*places[:dim], *places[dim + 1 :], _Place(number, number, is_point=True)]
+    lo, hi = (_extremes_of(end.reshape(*rows.shape[:-1], -1), rest) for end in (slices.lo, slices.hi))
+    return Range(lo.lo, hi.hi)

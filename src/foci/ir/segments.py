@@ -39,6 +39,9 @@ def segment_range(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Ran
     """
     if rows.dtype in (torch.bool, torch.float16, torch.bfloat16):
         rows = rows.to(torch.uint8 if rows.dtype is torch.bool else torch.float32)
+    tiled = _tiled(rows, row, first, last)
+    if tiled is not None:
+        return tiled
     shape = (row + first + last).shape
     cell = 1
     while rows.numel() // cell > _CELLS and cell < rows.shape[1]:
@@ -46,8 +49,25 @@ def segment_range(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Ran
     where = tuple(at.expand(shape).reshape(-1) for at in (row, first // cell, last // cell))
     lo = _extremes(_cells(rows, cell, torch.amin), where, torch.minimum).reshape(shape)
     hi = _extremes(_cells(rows, cell, torch.amax), where, torch.maximum).reshape(shape)
+    return _known(lo, hi)
+
+
+def _known(lo: Tensor, hi: Tensor) -> Range:
     unknown = torch.isnan(lo) | torch.isnan(hi)
     return Range(lo.masked_fill(unknown, -torch.inf), hi.masked_fill(unknown, torch.inf))
+
+
+def _tiled(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Range | None:
+    """Every row cut into segments of one length: no doubling needed."""
+    count = first.numel()
+    if row.shape != (len(rows), 1) or first.shape != (1, count) or last.shape != first.shape or not count:
+        return None
+    length, width = int(last[0, 0]) + 1, rows.shape[1]
+    start = torch.arange(count, device=rows.device) * length
+    whole = torch.equal(row[:, 0], torch.arange(len(rows), device=rows.device)) and torch.equal(first[0], start)
+    if not whole or not torch.equal(last[0], (start + (length - 1)).clamp(max=width - 1)) or count * length < width:
+        return None
+    return _known(_cells(rows, length, torch.amin).to(torch.float64), _cells(rows, length, torch.amax).to(torch.float64))
 
 
 def _cells(rows: Tensor, cell: int, extreme: Callable[..., Tensor]) -> Tensor:
