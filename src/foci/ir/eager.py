@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foci.ir.emit import OpSpelling, Reduction, Spelling, emit
 from foci.ir.expr import DType, Expr, axis
+from foci.ir.ops import LEAVES
 from foci.ir.rewrite import free_axes, reduction
 
 __all__ = ["SPELLING", "Env", "evaluate", "source"]
@@ -77,7 +78,7 @@ def source(exprs: Sequence[Expr]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(exprs: tuple[Expr, ...]) -> Callable[[Env], tuple[Tensor, ...]]:
-    space: dict[str, Any] = {"torch": torch, "extended": _extended}
+    space: dict[str, Any] = {"torch": torch, "extended": _extended, "inside": _inside}
     exec(compile(source(exprs), "<foci expression>", "exec"), space)
     function: Callable[[Env], tuple[Tensor, ...]] = space["function"]
     return function
@@ -86,6 +87,10 @@ def _compiled(exprs: tuple[Expr, ...]) -> Callable[[Env], tuple[Tensor, ...]]:
 def _extended(body: Tensor, extent: int) -> Tensor:
     """A body that does not read its axis, repeated over it."""
     return body.expand(*body.shape[:-1], extent)
+
+
+def _inside(index: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    return index.clamp(-tensor.shape[dim], tensor.shape[dim] - 1)
 
 
 # Spelling ----------------------------------------------------------------------------------------------------------
@@ -189,7 +194,10 @@ def _const(e: Expr) -> str:
 
 
 def _load(e: Expr, indices: tuple[str, ...]) -> str:
-    element = f"c{e.value}[{', '.join(indices)}]" if indices else f"c{e.value}"
+    # A computed index may leave the tensor where the mask hides what is read; a coordinate that does is a mistake torch reports.
+    pairs = enumerate(zip(e.args, indices, strict=True))
+    at = (text if arg.op in LEAVES else f"inside({text}, c{e.value}, {d})" for d, (arg, text) in pairs)
+    element = f"c{e.value}[{', '.join(at)}]" if indices else f"c{e.value}"
     return element if e.dtype in (DType.BOOL, DType.INT64) else f"{element}.to({_DTYPES[e.dtype]})"
 
 
