@@ -262,7 +262,16 @@ def test_captured_numbers_without_dimensions():
     assert evaluate([apply("mul", SCORE, load(0, (), F))], Env({"score": torch.ones(2)}, (torch.tensor(3.0),)))[0].tolist() == [3.0, 3.0]
 
 
-def test_an_index_beyond_a_captured_tensor_is_an_error():
+def test_a_computed_index_is_kept_inside_its_tensor():
+    # what it reads beyond is masked: table[q - kv] of a causal mask
+    table = torch.arange(3.0)
+    env = Env({"q_idx": torch.arange(8)[:, None], "kv_idx": torch.tensor([0, 7])}, (table,))
+    value = evaluate([load(0, (apply("sub", q, kv),), F)], env)[0]
+    assert value[:, 0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert value[:, 1].tolist() == [0, 0, 0, 0, 0, 1, 2, 0]
+
+
+def test_a_coordinate_beyond_a_captured_tensor_is_an_error():
     with pytest.raises(IndexError):
         evaluate([load(0, (q,), F)], Env({"q_idx": torch.tensor([4])}, (torch.zeros(4),)))
 
