@@ -66,14 +66,28 @@ class _Attention(HigherOrderOperator):
         )
 
 
+class _AttentionVariable(FlexAttentionHigherOrderVariable):
+    """How Dynamo traces a call of `_Attention`."""
+
+    def create_wrapped_node(self, tx: Any, *args: Any) -> Any:
+        # Tracing a function ends with a copy of what is known of objects made and changed so far. Objects of the
+        # surrounding code still hold the record it is a copy of (torch 2.13: a cache that is filled layer by layer).
+        record = tx.output.side_effects
+        node = super().create_wrapped_node(tx, *args)
+        vars(record).update(vars(tx.output.side_effects))
+        tx.output.side_effects = record
+        return node
+
+
 _attention = _Attention()
 # Dynamo's table of higher-order operators, by name. It has no public way in.
-_hop_name_to_variable_class["foci_attention"] = FlexAttentionHigherOrderVariable
+_hop_name_to_variable_class["foci_attention"] = _AttentionVariable
 
 
 def run_captured(
-    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras, allowed: Allowed
-) -> Results:
+    tensors: tuple[Tensor, Tensor, Tensor], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, extras: Extras,
+    allowed: Allowed,
+) -> Results:  # fmt: skip
     """`foci.dispatch.run` as Dynamo traces it. The backends allowed are a constant of the graph, which Dynamo guards."""
     query, key, value = tensors
     given = [t for t in (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths) if t is not None]
