@@ -1,0 +1,258 @@
+"""Hugging Face transformers on foci: `attn_implementation="foci"`.
+
+Importing this module registers an attention function and a mask function under the name "foci", through the two registries
+that transformers has for this (`AttentionInterface`, `AttentionMaskInterface`). Models then carry a `ModelMask`: the mask
+functions that transformers composes (causal, sliding window, chunks, padding, packed sequences, caches) are expressions of
+foci, and no [B, 1, Sq, Skv] mask exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from foci import scores
+from foci.api import AuxRequest, attention
+from foci.integrations.model_mask import ModelMask
+from foci.variant import Mask, Score
+
+__all__ = ["NAME", "attention_forward", "attention_mask", "register"]
+
+NAME: Final = "foci"
+
+_REFUSED: Final = {
+    "indices": "selects keys for each query",
+    "block_indices": "selects blocks of keys for each query",
+    "cache": "is a paged cache",
+}
+"""Arguments that change the result and have no meaning here yet, with what they do."""
+
+
+def register() -> None:
+    """Makes `attn_implementation="foci"` known to transformers; more calls change nothing.
+
+    Example:
+        >>> from foci.integrations.transformers import register
+        >>> register()
+    """
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers' models call it.
+
+    Without a mask, a module that is causal attends causally, the last query to every key, as with transformers' fused
+    implementations.
+
+    Args:
+        module: the attention layer; its `is_causal` counts where no mask and no argument say otherwise.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D]; not repeated for grouped heads.
+        value: [B, Hkv, Skv, Dv].
+        attention_mask: a `ModelMask`, a bool tensor (true attends) or a floating one (added), which broadcast to
+            [B, Hq, Sq, Skv] and may have more keys than there are; or None.
+        scaling: 1 / sqrt(D) by default.
+        dropout: probability of dropping a weight.
+        is_causal: overrides the module's.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        s_aux: [Hq], attention sinks (gpt-oss).
+        position_bias: [B or 1, Hq, Sq, Skv], added to the scores (T5).
+        kwargs: what models pass besides; `output_attentions=True` asks for the weights, others have no effect.
+
+    Returns:
+        [B, Sq, Hq, Dv], and the weights [B, Hq, Sq, Skv] before dropout if asked for, else None.
+
+    Raises:
+        TypeError: for a mask of another dtype.
+        ValueError: for arguments of sparse or paged attention.
+    """
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not take {name}, which {what}: choose another one for this model")
+    mask, bias = _mask_and_bias(attention_mask, key)
+    if mask is None and bias is None and query.shape[2] > 1 and _is_causal(module, is_causal):
+        mask = _causal(key.shape[2] - query.shape[2], kwargs.get("sliding_window"))
+    result = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        score=_score(softcap, position_bias, key),
+        bias=bias,
+        sink=s_aux,
+        scale=scaling,
+        dropout_p=dropout,
+        return_aux=AuxRequest(weights=True) if kwargs.get("output_attentions") else None,
+    )
+    if kwargs.get("output_attentions"):
+        return result[0].transpose(1, 2).contiguous(), result[1].weights
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _mask_and_bias(mask: Any, key: Tensor) -> tuple[Any, Tensor | None]:
+    if mask is None or isinstance(mask, ModelMask):
+        return None if mask is None or mask.everywhere else mask, None
+    if not isinstance(mask, Tensor):
+        return mask, None
+    mask = _first_keys(mask, key)
+    return (None, mask) if mask.is_floating_point() else (mask, None)
+
+
+def _first_keys(tensor: Tensor, key: Tensor) -> Tensor:
+    """Models hand over masks and biases for the whole of a cache."""
+    return tensor[..., : key.shape[2]] if tensor.shape[-1] > key.shape[2] else tensor
+
+
+def _score(softcap: float | None, position_bias: Tensor | None, key: Tensor) -> Score | None:
+    score = None if softcap is None else scores.softcap(softcap)
+    if position_bias is None:
+        return score
+    bias = scores.bias(_first_keys(position_bias, key))
+    return bias if score is None else score >> bias
+
+
+def _causal(offset: Any, window: int | None = None) -> Mask:
+    """Query i attends to keys up to i + offset, to `window` of them at most."""
+    if window is not None:
+        return Mask(lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx + offset) & (kv_idx > q_idx + (offset - window)))
+    if isinstance(offset, int) and offset == 0:
+        return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """Of one mask: how many entries, queries and keys, and where in the text the first query and key stand."""
+
+    batch: Any
+    queries: Any
+    keys: Any
+    q_offset: Any
+    kv_offset: Any
+
+
+def attention_mask(
+    batch_size: Any,
+    q_length: Any = None,
+    kv_length: Any = None,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> ModelMask:
+    """The mask of a model as an expression, as transformers' models ask for it.
+
+    Args:
+        batch_size, q_length, kv_length: B, Sq and Skv.
+        q_offset, kv_offset: position of the first query and of the first key; q_offset may be a 0-d tensor.
+        mask_function: (b, h, q_idx, kv_idx) -> bool of positions.
+        attention_mask: [B, length], true for tokens that are not padding; or a mask made by this function before.
+        local_size: size of the window or chunk that `mask_function` has.
+        allow_is_causal_skip: `mask_function` is causal, but for `local_size`.
+        allow_is_bidirectional_skip: `mask_function` attends everywhere, but for `local_size`.
+        device: of the model's inputs.
+        cache_position: [Sq], positions of the queries, where transformers gives these and no q_length (before 5.0).
+        kwargs: what other implementations need.
+
+    Returns:
+        A `ModelMask` of shape (B, 1, Sq, Skv).
+    """
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    if cache_position is not None:
+        q_length, q_offset = cache_position.shape[0], cache_position[0]
+    sizes = _Sizes(batch_size, q_length, kv_length, _snapshot(q_offset), kv_offset)
+    local = local_size is not None and kv_length >= local_size
+    plain_causal = allow_is_causal_skip and not local
+    function = _structure(mask_function, sizes, causal=plain_causal, everywhere=allow_is_bidirectional_skip and not local)
+    padding = _padding(attention_mask, sizes, causal=plain_causal)
+    at = _device(device, attention_mask, q_offset)
+    return ModelMask(_joined(function, padding), (batch_size, 1, q_length, kv_length), at)
+
+
+def _device(device: torch.device | str | None, *tensors: Any) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
+
+
+def _snapshot(offset: Any) -> Any:
+    """A static cache hands out its own counter, which has moved on by the time that the layers attend."""
+    if not isinstance(offset, Tensor):
+        return offset
+    if torch.compiler.is_compiling() or offset.device.type != "cpu":
+        return offset.clone()
+    return int(offset)
+
+
+def _structure(function: Callable[..., Any], sizes: _Sizes, *, causal: bool, everywhere: bool) -> Callable[..., Any] | None:
+    """The mask function on indices from zero, None if it attends everywhere."""
+    if everywhere:
+        return None
+    q_offset, kv_offset = sizes.q_offset, sizes.kv_offset
+    if causal:
+        ahead = q_offset - kv_offset
+        if not isinstance(ahead, Tensor) and ahead >= sizes.keys - 1:
+            return None
+        return _causal(ahead).function
+    if isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == 0 and kv_offset == 0:
+        return function
+
+    def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+    return shifted
+
+
+def _padding(keep: Tensor | None, sizes: _Sizes, *, causal: bool) -> Tensor | None:
+    """bool [B, Skv], true for tokens that are not padding; None if no query can see any that is."""
+    if keep is None:
+        return None
+    keep = keep.to(torch.bool)[:, sizes.kv_offset : sizes.kv_offset + sizes.keys]
+    missing = sizes.keys - keep.shape[1]
+    if not torch.compiler.is_compiling():
+        visible = sizes.q_offset + sizes.queries - sizes.kv_offset if causal and isinstance(sizes.q_offset, int) else sizes.keys
+        if visible <= keep.shape[1] and bool(keep[:, :visible].all()):
+            return None
+    return torch.nn.functional.pad(keep, (0, missing)) if missing > 0 else keep
+
+
+def _joined(function: Callable[..., Any] | None, padding: Tensor | None) -> Callable[..., Any] | None:
+    if padding is None:
+        return function
+    if function is None:
+        return lambda b, h, q_idx, kv_idx: padding[b, kv_idx]
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx) & padding[b, kv_idx]
+
+
+register()
