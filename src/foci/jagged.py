@@ -55,14 +55,14 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"Expected key and value to be nested together; got a nested {nested} and a dense {dense}")
     dims = (query.dim(), key.dim(), value.dim())
     if min(dims) < 3:
-        raise ValueError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]} dimensions")
+        raise ValueError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]}")
     if not dims[0] == dims[1] == dims[2]:
         raise ValueError(f"Expected query, key, and value to have one number of dimensions; got {dims[0]}, {dims[1]} and {dims[2]}")
     ragged = [_ragged(t) for t in (query, key, value) if t.is_nested]
     if any(dim != ragged[0] for dim in ragged):
         raise ValueError(f"Expected query, key, and value to all be ragged on the same dimension; got ragged dims {ragged}")
     if ragged[0] == dims[0] - 1:
-        raise ValueError("Expected query, key, and value to be ragged in the length or in a dimension before it; they are ragged in the head dim")
+        raise ValueError("Expected query, key, and value to be ragged in the length or before it; they are ragged in the head dim")
 
 
 def _ragged(tensor: Tensor) -> int:
@@ -186,7 +186,7 @@ def _without_head(tensor: Tensor | None) -> Any:
 def _of_four_dims(tensors: Tensors) -> Tensors:
     if tensors[0].dim() != 4:
         raise ValueError(
-            "query, key and value that are ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
+            "query, key and value ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
             f"got {tensors[0].dim()}"
         )
     return tensors
@@ -205,7 +205,7 @@ def _entries(tensors: Tensors) -> Tensors:
             "NestedTensors ragged before the length must be [batch, ragged, length, head dim] or [batch, ragged, heads, length, head dim]; "
             f"got {tensors[0].dim()} dimensions, ragged in {_ragged(tensors[0])}"
         )
-    values: list[Tensor] = [t.values() for t in tensors]  # type: ignore[attr-defined]
+    values: list[Tensor] = [t.values() for t in tensors]
     if not values[0].shape[0] == values[1].shape[0] == values[2].shape[0]:
         counts = ", ".join(str(v.shape[0]) for v in values)
         raise ValueError(f"query, key and value must have the same number of entries in the ragged dimension; got {counts}")
