@@ -95,6 +95,7 @@ class Functor:
     rows: dict[Expr, int] = field(default_factory=dict)
     columns: dict[Expr, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    gradient_spans: list[Span] = field(default_factory=list)
     members: list[str] = field(default_factory=list)
     _span_numbers: dict[Expr, int] = field(default_factory=dict)
 
@@ -143,21 +144,33 @@ class Functor:
                     return self.row_span(e, span)
         return node(e.op, tuple(place(arg) for arg in e.args), e.dtype, e.value)
 
+    def gradient_span(self, span: Span) -> int:
+        """Number of the row's field that says where a gradient's run of elements is."""
+        self.gradient_spans.append(span)
+        return len(self.gradient_spans) - 1
+
+    def leaf_text(self, leaf: Expr) -> str:
+        """The spelling of a staged leaf."""
+        return VALUES.const(leaf) if leaf.op == "const" else VALUES.param(leaf)
+
     # Writing -------------------------------------------------------------------------------------------------------
 
     def function(self, signature: str, exprs: Sequence[Expr], result: str) -> None:
         """Adds a member that computes `exprs` from the row, the column and the score; `result` formats their values."""
         staged = tuple(self.staged(e) for e in exprs)
         emitted = emit(staged, VALUES)
-        self.members.append(_member(signature, (*self._prologue(staged), *emitted.lines, result.format(*emitted.results))))
+        self.add(signature, ("const vi keys = iota() + kv;", *self.reads(staged), *emitted.lines, result.format(*emitted.results)))
 
-    def _prologue(self, exprs: Sequence[Expr]) -> tuple[str, ...]:
-        """Reads of keys and spans that a function uses."""
+    def add(self, signature: str, lines: Sequence[str]) -> None:
+        """Adds a member."""
+        self.members.append(_member(signature, lines))
+
+    def reads(self, exprs: Sequence[Expr]) -> tuple[str, ...]:
+        """Reads of the spans that staged expressions use."""
         slots = sorted({e.value for root in exprs for e in root.walk() if e.op == "param" and isinstance(e.value, int) and e.value >= SPAN_LEAF})
-        reads = tuple(
+        return tuple(
             f"const {vector_type(self.spans[n].dtype)} span{n} = read<{self.spans[n].step}>(row.s{n}, kv);" for n in (slot - SPAN_LEAF for slot in slots)
         )
-        return ("const vi keys = iota() + kv;", *reads)
 
     def interval(self, mask: Expr) -> None:
         """Adds the member that classifies a rectangle of scores."""
@@ -178,13 +191,15 @@ class Functor:
     def _row(self) -> list[str]:
         fields = [f"{scalar_type(e.dtype)} v{n};" for e, n in self.rows.items()]
         fields += [f"Span<{ELEMENT_TYPES[self.captures[s.slot].dtype]}> s{n};" for n, s in enumerate(self.spans)]
-        roots = [*self.rows, *(e for s in self.spans for e in (s.start, *s.others))]
+        fields += [f"Span<float> g{n};" for n in range(len(self.gradient_spans))]
+        runs = [("s", "span", n, s) for n, s in enumerate(self.spans)] + [("g", "dense_span", n, s) for n, s in enumerate(self.gradient_spans)]
+        roots = [*self.rows, *(e for _, _, _, s in runs for e in (s.start, *s.others))]
         emitted = emit(roots, VALUES)
         results = iter(emitted.results)
         lines = ["Row row;", *emitted.lines, *(f"row.v{n} = {next(results)};" for n in self.rows.values())]
-        for n, s in enumerate(self.spans):
+        for letter, function, n, s in runs:
             start, others = next(results), [next(results) for _ in s.others]
-            lines.append(f"row.s{n} = span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))});")
+            lines.append(f"row.{letter}{n} = {function}<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))});")
         return [_struct("Row", fields), _member(f"static FOCI_INLINE Row row({_ROW_ARGUMENTS})", (*lines, "return row;"))]
 
     def _column(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 from foci import dropout
 from foci.backends.contract import Plan
 from foci.backends.cpu import build
-from foci.backends.cpu.source import forward_source
+from foci.backends.cpu.source import backward_source, forward_source
+from foci.backends.cpu.sites import partition, sites_of
+from foci.ir.derivative import CaptureDerivative
 from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
 
 __all__ = ["CpuKernel"]
 
 Entry = Callable[[bytes], int]
-_LAYOUT: Final = struct.Struct("<61q2d3q")
+Tensors = tuple[Tensor | None, ...]
+_LAYOUT: Final = struct.Struct("<61q2d8q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
 
@@ -74,15 +77,18 @@ class Arguments:
             return 1
         return _threads_after_fork or torch.get_num_threads()
 
-    def packed(self, tensors: tuple[Tensor | None, ...], rows: tuple[Tensor | None, ...], gradients: bytes = b"") -> bytes:
-        """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients."""
+    def packed(self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int, int] = (1, 0, 0, 0, 1)) -> bytes:
+        """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients.
+
+        `gradients` says where those of captured tensors go, `tasks` how the backward's tasks are split and grouped.
+        """
         o = self.operands
         described = [n for t in (o.query, o.key, o.value, *tensors) for n in _described(t)]
         pointers = (*(_address_of(kept) for kept in self.kept[:1]), _address_of(gradients), *(_address_of(kept) for kept in self.kept[1:]))
         keep_scale = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0
         return _LAYOUT.pack(
             *described, *map(_address, rows), *self.sizes, *map(_address, self.offsets), *pointers, _address(o.seed),
-            o.scale, keep_scale, dropout.threshold(o.dropout_p), int(o.dropout_p >= 1), self.threads,
+            o.scale, keep_scale, dropout.threshold(o.dropout_p), int(o.dropout_p >= 1), self.threads, *tasks,
         )  # fmt: skip
 
 
@@ -96,6 +102,7 @@ class CpuKernel:
 
     def __init__(self, plan: Plan) -> None:
         self.problem = plan.problem
+        self._backward: Entry | None = None
         self._forward = build.load(forward_source(plan.problem)).foci_forward
 
     def forward(self, operands: Operands, /) -> Results:
@@ -115,7 +122,61 @@ class CpuKernel:
         return Results(out, lse, row_max)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
-        raise NotImplementedError
+        problem = self.problem
+        if self._backward is None:
+            self._backward = build.load(backward_source(problem)).foci_backward
+        arguments = Arguments(operands)
+        fresh = torch.zeros_like if operands.cu_q is not None else torch.empty_like  # tokens between sequences belong to none
+        wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
+        grads = tuple(
+            fresh(t, memory_format=torch.contiguous_format) if want else None
+            for t, want in zip((operands.query, operands.key, operands.value), wanted, strict=True)
+        )
+        splits = self._splits(arguments)
+        sites = sites_of(problem.variant.score, problem.capture_grads)
+        sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
+        rows = (results.lse.contiguous(), None, None, *self._row_gradients(cotangents))
+        groups = sums.partition
+        packed = arguments.packed(
+            (results.out, cotangents.out, *grads), rows, sums.described(), (splits, *map(int, groups.axes), groups.copies)
+        )
+        _check(self._backward(packed))
+        return Gradients(*grads, captures=sums.results(problem.capture_grads))
+
+    def _row_gradients(self, cotangents: Cotangents) -> Tensors:
+        lse, columns = cotangents.lse, cotangents.column_sums
+        return (None if lse is None else lse.contiguous(), None if columns is None else columns.contiguous())
+
+    def _splits(self, arguments: Arguments) -> int:
+        """Parts of the keys: 64 tasks in all where the keys suffice, by the sizes alone, so that threads do not matter."""
+        batch, _, kv_heads, _, kv_len, _, _ = arguments.sizes
+        heads = batch * kv_heads
+        return max(1, min(-(-64 // heads), kv_len // 512))
+
+
+class CaptureSums:
+    """Gradients of captured tensors while they are summed: float32, one copy per group of tasks that needs its own."""
+
+    def __init__(self, sites: Sequence[CaptureDerivative], captures: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
+        self.sites, self.captures = sites, captures
+        self.partition = partition(sites, captures, sizes)
+        copies = {slot: 1 if self.partition.shared[slot] else self.partition.count for slot in {site.slot for site in sites}}
+        self.sums = {slot: torch.zeros(n, *captures[slot].shape, dtype=torch.float32) for slot, n in copies.items()}
+
+    def described(self) -> bytes:
+        """For each site, where it adds to and how far the groups' copies are apart."""
+        entries: list[int] = []
+        for site in self.sites:
+            sums = self.sums[site.slot]
+            entries += (sums.data_ptr(), sums.stride(0) if sums.shape[0] > 1 else 0)
+        return struct.pack(f"<{len(entries)}q", *entries)
+
+    def results(self, wanted: tuple[bool, ...]) -> Tensors:
+        """The gradients, in the tensors' dtypes: zeros where a wanted one is never read."""
+        return tuple(
+            None if not want else torch.zeros_like(t) if slot not in self.sums else self.sums[slot].sum(0).to(t.dtype)
+            for slot, (t, want) in enumerate(zip(self.captures, wanted, strict=True))
+        )
 
 
 def _check(status: int) -> None:

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 
 from foci.backends.cpu.functor import ELEMENT_TYPES, Functor
+from foci.backends.cpu.sites import add_sites, sites_of
+from foci.ir.derivative import score_derivative
 from foci.ir.expr import DType, Expr, const, load, variable
 from foci.ir.ops import apply
 from foci.problem import Problem
 from foci.variant import Capture, Variant
 
-__all__ = ["forward_source", "with_blocks"]
+__all__ = ["backward_source", "forward_source", "with_blocks"]
 
 # Tiles of the kernels: a caller's block that is a multiple of these never straddles a tile.
 _TILE_Q, _TILE_KV = 64, 32
@@ -71,12 +73,42 @@ def forward_source(problem: Problem) -> str:
     return _forward_source(_forward_key(problem))
 
 
+def _sizeless(problem: Problem) -> Problem:
+    """The problem with all that its kernels do not depend on taken out."""
+    return replace(problem, q_heads=1, kv_heads=1, batch=1, q_len=1, kv_len=1, deterministic=False)
+
+
 def _forward_key(problem: Problem) -> Problem:
-    """The problem with all that its forward kernel does not depend on taken out."""
-    return replace(
-        problem, q_heads=1, kv_heads=1, batch=1, q_len=1, kv_len=1, query_grad=False, key_grad=False, value_grad=False, capture_grads=(),
-        deterministic=False,
-    )  # fmt: skip
+    return replace(_sizeless(problem), query_grad=False, key_grad=False, value_grad=False, capture_grads=())
+
+
+def backward_source(problem: Problem) -> str:
+    """The backward kernel of a problem: gradients that nobody asked for are not computed."""
+    return _backward_source(_sizeless(problem))
+
+
+@functools.lru_cache(maxsize=256)
+def _backward_source(problem: Problem) -> str:
+    parts = Parts(problem)
+    functor = Functor(parts.captures)
+    sites = sites_of(parts.score, problem.capture_grads)
+    element = "const Call& call, const Row& row, const Col& col"
+    functor.function(
+        f"static FOCI_INLINE vf derive({element}, vf s, int kv, vf& slope)",
+        (parts.score, score_derivative(parts.score)),
+        "slope = wide({1}); return wide({0});",
+    )
+    functor.function(f"static FOCI_INLINE vb mask({element}, int kv)", (parts.element_mask,), "return wide({0});")
+    if sites:
+        add_sites(functor, sites)
+    functor.interval(parts.rectangle_mask)
+    grads = [f"GRAD_{letter} = {_bool(on)}" for letter, on in zip("QKV", (problem.query_grad, problem.key_grad, problem.value_grad), strict=True)]
+    constants = [
+        *_constants(problem, parts),
+        f"static constexpr bool {', '.join(grads)}, COLUMN_SUMS = {_bool(problem.formula.outputs.column_sums)};",
+        f"static constexpr int SITES = {len(sites)};",
+    ]
+    return _unit("interval.h backward.h", [*constants, functor.text()], {"foci_backward": "foci::backward<Plan>"})
 
 
 @functools.lru_cache(maxsize=256)

@@ -21,12 +21,14 @@ struct Call {
   int64_t q_tokens, kv_tokens;                      // rows of the contiguous outputs above: Sq and Skv, or Tq and Tkv
   const int64_t *cu_q, *cu_kv, *q_lengths, *kv_lengths;
   const int64_t* captures;   // for each tensor: address, sizes, strides (see Captured)
-  const int64_t* gradients;  // for each tensor that wants one: float32 address and number of elements
+  const int64_t* gradients;  // for each load that is differentiated: float32 address, floats from one partition to the next
   const int64_t* ints;
   const double* floats;
   const int64_t* seed;
   double scale, keep_scale;
   int64_t threshold, drop_all, threads;
+  int64_t splits;             // parts of the keys in the backward
+  int64_t by_batch, by_head, by_split, copies;  // how the backward's tasks are partitioned (see Partition)
 };
 
 // One entry or sequence of the batch.
@@ -168,6 +170,37 @@ template <int STEP, class T> FOCI_INLINE auto read(const Span<T>& s, int kv) {
   if (s.data)
     for (int i = 0; i < WIDTH; ++i) set_lane(out, i, value_of(s.data[wrap(first + STEP * i, s.size) * s.stride]));
   return out;
+}
+
+// ---- gradients of captured tensors: float32, contiguous ------------------------------------------------------------------
+
+template <class T, int RANK, class... I> FOCI_INLINE int64_t dense_offset(const Captured<T, RANK>& c, I... indices) {
+  int64_t offset = 0;
+  int dim = 0;
+  ((offset = offset * c.size[dim] + wrap((int64_t)indices, c.size[dim]), ++dim), ...);
+  return offset;
+}
+template <int DIM, class T, int RANK, class... I> FOCI_INLINE Span<float> dense_span(const Captured<T, RANK>& c, int64_t start, I... others) {
+  int64_t stride = 1;
+  for (int i = DIM + 1; i < RANK; ++i) stride *= c.size[i];
+  return {(const float*)nullptr + dense_offset(c, others...), start, c.size[DIM], stride};
+}
+
+// gradient[span at kv] += x. The span's address is relative to the gradient.
+template <int STEP> FOCI_INLINE void accumulate(float* gradient, const Span<float>& s, int kv, vf x) {
+  float* base = gradient + (s.data - (const float*)nullptr);
+  const int64_t first = s.start + STEP * (int64_t)kv, lowest = STEP > 0 ? first : first - (WIDTH - 1);
+  if (__builtin_expect(s.stride == 1 && lowest >= 0 && lowest + WIDTH <= s.size, 1)) {
+    if constexpr (STEP > 0) store(base + lowest, load<vf>(base + lowest) + x);
+    else store(base + lowest, load<vf>(base + lowest) + reversed(x));
+    return;
+  }
+  for (int i = 0; i < WIDTH; ++i)
+    if (x[i] != 0) base[wrap(first + STEP * i, s.size) * s.stride] += x[i];
+}
+template <class T, int RANK, class... I> FOCI_INLINE void scatter(float* gradient, const Captured<T, RANK>& c, vf x, I... indices) {
+  for (int i = 0; i < WIDTH; ++i)
+    if (x[i] != 0) gradient[dense_offset(c, lane(indices, i)...)] += x[i];
 }
 
 }  // namespace foci

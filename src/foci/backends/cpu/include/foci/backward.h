@@ -1,0 +1,384 @@
+// The backward pass: five products per tile (Dao et al., FlashAttention-2, 2023), the score's derivative in between.
+//
+// A task owns a part of one kv head's keys: it meets every query row, so dK and dV need no one else. dQ of each part is
+// summed privately in float32 and the parts are added in a fixed order: no atomics, the same bits every time.
+#pragma once
+#include "forward.h"
+
+namespace foci {
+
+template <class P> struct Gradient : Packing<P> {
+  typedef Packing<P> K;
+  typedef typename K::E E;
+  typedef typename K::word word;
+  static constexpr int KEYS_TILE = P::D + P::DV <= 512 ? 128 : 64;
+  static constexpr int DV_WORDS = (P::DV + E::PAIR - 1) / E::PAIR;
+  static constexpr int DO_ROW = round_up(DV_WORDS, WIDTH);
+  static constexpr int D_PANELS = (P::D + PANEL - 1) / PANEL, D_VECTORS = (P::D + WIDTH - 1) / WIDTH;
+  static constexpr int DQ_ROW = D_VECTORS * WIDTH;
+  static constexpr int W_ROW = KEYS_TILE + WIDTH;               // words of a row of weights, or of row pairs
+  static constexpr int S_ROW = KEYS_TILE / E::PAIR + WIDTH;     // words of a row of score gradients
+  static constexpr bool SCORES = P::GRAD_Q || P::GRAD_K || P::SITES > 0;
+};
+
+// Query rows as all products of the backward want them, made once per head and tile.
+template <class P> struct QueryTile {
+  typedef Gradient<P> G;
+  typedef typename G::word word;
+  alignas(64) word query[ROWS * G::Q_ROW], grad_out[ROWS * G::DO_ROW];
+  alignas(64) word query_panels[G::D_PANELS * ROWS / G::E::PAIR * PANEL], grad_out_panels[G::V_PANELS * ROWS / G::E::PAIR * PANEL];
+  float lse[ROWS], delta[ROWS];  // base 2; +inf for rows without weights
+  typename P::Row row[ROWS];
+  int rows;
+
+  void pack(const Call& call, const Sequence& s, int h, int q0) {
+    typedef typename G::T T;
+    rows = min_int(ROWS, s.q_len - q0);
+    const T* q = call.query.at<T>(s.batch, h, s.q_start + q0);
+    const T* go = call.grad_out.at<T>(s.batch, h, s.q_start + q0);
+    const int64_t at = row_offset(call, s, h) + q0;
+    for (int r = 0; r < ROWS; ++r) {
+      const bool real = r < rows;
+      const int i = real ? r : rows - 1;
+      row[r] = P::row(call, s.b, h, q0 + i, s.q_len, s.kv_len);
+      pack_row<typename G::E>(query + r * G::Q_ROW, q + i * call.query.row, call.query.column, P::D, G::D_WORDS);
+      pack_row<typename G::E>(grad_out + r * G::DO_ROW, go + i * call.grad_out.row, call.grad_out.column, P::DV, G::DV_WORDS);
+      const T* o = call.out.at<T>(s.batch, h, s.q_start + q0 + i);
+      vf sum{};
+      for (int d = 0; d < P::DV; d += WIDTH) sum += row_words(Single(), o, call.out.column, d, P::DV) * row_words(Single(), go + i * call.grad_out.row, call.grad_out.column, d, P::DV);
+      delta[r] = reduce_sum(sum) - (call.grad_lse ? call.grad_lse[at + i] : 0.0f);
+      const float l = call.lse[at + i];
+      lse[r] = real && l != -__builtin_inff() ? l * LOG2E : __builtin_inff();
+      if (l == -__builtin_inff()) delta[r] = 0;
+    }
+    if constexpr (P::GRAD_K) pack_rows<typename G::E>(query_panels, (int64_t)ROWS / G::E::PAIR * PANEL, q, call.query.row, call.query.column, rows, ROWS, P::D);
+    if constexpr (P::GRAD_V)
+      pack_rows<typename G::E>(grad_out_panels, (int64_t)ROWS / G::E::PAIR * PANEL, go, call.grad_out.row, call.grad_out.column, rows, ROWS, P::DV);
+  }
+};
+
+template <class P> struct BackwardTile {
+  typedef Gradient<P> G;
+  typedef typename G::E E;
+  typedef typename G::word word;
+  static constexpr int N = G::KEYS_TILE;
+
+  alignas(64) word key_columns[N * G::D_WORDS], value_columns[N * G::DV_WORDS];
+  alignas(64) word key_rows[G::D_PANELS * N / E::PAIR * PANEL];
+  alignas(64) float grad_key[N * G::DQ_ROW], grad_value[N * G::O_ROW];
+  alignas(64) word weights[ROWS / E::PAIR * G::W_ROW];      // by row, or by pairs of rows
+  alignas(64) word grad_pairs[ROWS / E::PAIR * G::W_ROW];   // score gradients laid out alike
+  alignas(64) word grad_rows[ROWS * G::S_ROW];              // and by row, in pairs of keys
+  alignas(64) float p[ROWS * PANEL], slope[ROWS * PANEL], raw[ROWS * PANEL], g[ROWS * PANEL];
+  alignas(64) float keep[P::DROPOUT ? ROWS * (N + 4 * WIDTH) : 1];
+  vf totals[P::SITES ? P::SITES * ROWS : 1];
+  Sequence s;
+  int kv, keys;  // the tile's first key, and how many it has
+  const float* grad_columns;
+
+  void begin(const Call& call, const Sequence& sequence, int hkv, int first) {
+    typedef typename G::T T;
+    s = sequence;
+    kv = first;
+    keys = min_int(N, s.kv_len - kv);
+    const T *k = call.key.at<T>(s.batch, hkv, s.kv_start + kv), *v = call.value.at<T>(s.batch, hkv, s.kv_start + kv);
+    for (int i = 0; i < keys; i += PANEL) {
+      const int count = min_int(PANEL, keys - i);
+      pack_columns<E>(key_columns + i * G::D_WORDS, k + i * call.key.row, call.key.row, call.key.column, count, P::D);
+      if constexpr (G::SCORES) pack_columns<E>(value_columns + i * G::DV_WORDS, v + i * call.value.row, call.value.row, call.value.column, count, P::DV);
+    }
+    if constexpr (P::GRAD_Q) pack_rows<E>(key_rows, (int64_t)N / E::PAIR * PANEL, k, call.key.row, call.key.column, keys, round_up(keys, PANEL), P::D);
+    for (int i = 0; i < N * G::DQ_ROW; ++i) grad_key[i] = 0;
+    for (int i = 0; i < N * G::O_ROW; ++i) grad_value[i] = 0;
+  }
+
+  // ---- weights of one panel of keys ---------------------------------------------------------------------------------------
+
+  FOCI_INLINE void score_block(const Call& call, const QueryTile<P>& t, int r0, int at, bool finished) {
+    vf acc[MR][2];
+    multiply<E, MR, 2, G::Q_ROW, 1>(acc, t.query + r0 * G::Q_ROW, key_columns + at * G::D_WORDS, G::D_WORDS);
+    const float scale = P::PLAIN_SCORE ? (float)call.scale * LOG2E : (float)call.scale;
+    FOCI_UNROLL for (int r = 0; r < MR; ++r)
+      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
+        vf x = acc[r][v] * scale;
+        if (finished) x = exp2_negative(x - t.lse[r0 + r]);
+        store(p + (r0 + r) * PANEL + v * WIDTH, x);
+      }
+  }
+
+  // From scores to weights, in place, with the score function's slope and the score itself where they are needed.
+  void finish_panel(const Call& call, const QueryTile<P>& t, int rows, int at, Class kind) {
+    const int first = kv + at;
+    const typename P::Col col[2] = {P::col(call, s.b, first, s.q_len, s.kv_len), P::col(call, s.b, first + WIDTH, s.q_len, s.kv_len)};
+    const vb inside[2] = {{iota() + first < s.kv_len}, {iota() + (first + WIDTH) < s.kv_len}};
+    for (int r = 0; r < rows; ++r)
+      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
+        const int i = r * PANEL + v * WIDTH;
+        vf x = load<vf>(p + i);
+        if constexpr (!P::PLAIN_SCORE) {
+          vf d;
+          if constexpr (P::SITES > 0) store(raw + i, x);
+          x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d) * LOG2E;
+          store(slope + i, d);
+        }
+        x = exp2_negative(x - t.lse[r]);
+        if constexpr (P::MASKED)
+          if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
+        store(p + i, select(inside[v], x, vf{}));
+      }
+  }
+
+  // Stores rows r and r + 1 of weights (or of their gradients), for the product whose depth is the rows.
+  FOCI_INLINE void store_pair(word* to, int r, int column, vf even, vf odd) {
+#ifdef FOCI_PAIRS
+    if constexpr (E::PAIR == 2) {
+      store(to + r / 2 * G::W_ROW + column, round_pairs(even, odd));
+      return;
+    }
+#endif
+    store(to + r * G::W_ROW + column, even);
+    store(to + (r + 1) * G::W_ROW + column, odd);
+  }
+
+  FOCI_INLINE vf dropped(const Call& call, int r, int column, vf x) {
+    if constexpr (P::DROPOUT) return x * load<vf>(keep + r * (N + 4 * WIDTH) + column) * (float)call.keep_scale;
+    return x;
+  }
+
+  // Weights and score gradients of MR rows, where products read them.
+  FOCI_INLINE void gradient_block(const Call& call, const QueryTile<P>& t, int r0, int at) {
+    vf acc[MR][2];
+    if constexpr (G::SCORES) multiply<E, MR, 2, G::DO_ROW, 1>(acc, t.grad_out + r0 * G::DO_ROW, value_columns + at * G::DV_WORDS, G::DV_WORDS);
+    FOCI_UNROLL for (int r = 0; r < MR; ++r)
+      FOCI_UNROLL for (int v = 0; v < 2; ++v) {
+        const int i = (r0 + r) * PANEL + v * WIDTH, column = at + v * WIDTH;
+        const vf w = load<vf>(p + i);
+        if constexpr (G::SCORES) {
+          vf dp = dropped(call, r0 + r, column, acc[r][v]);
+          if constexpr (P::COLUMN_SUMS)
+            if (grad_columns) dp += column_gradients(column);
+          vf ds = w * (dp - t.delta[r0 + r]);
+          if constexpr (P::SITES > 0) store(g + i, ds);
+          if constexpr (!P::PLAIN_SCORE) ds = w == 0.0f ? vf{} : ds * load<vf>(slope + i);
+          acc[r][v] = ds;
+        }
+      }
+    if constexpr (P::GRAD_V)
+      FOCI_UNROLL for (int r = 0; r < MR; r += 2)
+        FOCI_UNROLL for (int v = 0; v < 2; ++v) {
+          const int i = (r0 + r) * PANEL + v * WIDTH, column = at + v * WIDTH;
+          store_pair(weights, r0 + r, column, dropped(call, r0 + r, column, load<vf>(p + i)), dropped(call, r0 + r + 1, column, load<vf>(p + i + PANEL)));
+        }
+    if constexpr (P::GRAD_K)
+      FOCI_UNROLL for (int r = 0; r < MR; r += 2)
+        FOCI_UNROLL for (int v = 0; v < 2; ++v) store_pair(grad_pairs, r0 + r, at + v * WIDTH, acc[r][v], acc[r + 1][v]);
+    if constexpr (P::GRAD_Q)
+      FOCI_UNROLL for (int r = 0; r < MR; ++r) {
+        word* to = grad_rows + (r0 + r) * G::S_ROW + at / E::PAIR;
+#ifdef FOCI_PAIRS
+        if constexpr (E::PAIR == 2) {
+          store(to, round_both(acc[r][0], acc[r][1]));
+          continue;
+        }
+#endif
+        store(to, acc[r][0]);
+        store(to + WIDTH, acc[r][1]);
+      }
+  }
+
+  FOCI_INLINE vf column_gradients(int column) {
+    vf x{};
+    for (int i = 0; i < WIDTH && column + i < keys; ++i) x[i] = grad_columns[column + i];
+    return x;
+  }
+
+  void capture_panel(const Call& call, const QueryTile<P>& t, int at, float* const* sinks) {
+    if constexpr (P::SITES > 0) {
+      const int first = kv + at;
+      const typename P::Col col[2] = {P::col(call, s.b, first, s.q_len, s.kv_len), P::col(call, s.b, first + WIDTH, s.q_len, s.kv_len)};
+      for (int r = 0; r < t.rows; ++r)
+        for (int v = 0; v < 2; ++v) {
+          const int i = r * PANEL + v * WIDTH;
+          P::capture_gradients(call, t.row[r], col[v], load<vf>(raw + i), load<vf>(g + i), first + v * WIDTH, sinks, totals + r * P::SITES);
+        }
+    }
+  }
+
+  void clear_panel(int at) {
+    for (int r = 0; r < ROWS / E::PAIR; ++r)
+      for (int i = 0; i < PANEL; ++i) weights[r * G::W_ROW + at + i] = 0, grad_pairs[r * G::W_ROW + at + i] = 0;
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < PANEL / E::PAIR; ++i) grad_rows[r * G::S_ROW + at / E::PAIR + i] = 0;
+  }
+
+  // ---- products -------------------------------------------------------------------------------------------------------------
+
+  // sums[rows from .. until, :] += A^T B, where A holds the tile's rows as depth.
+  template <int COLUMNS_OF_B, int ROW> FOCI_INLINE static void add_rows(float* sums, const word* a, const word* panels, int from, int until, int depth) {
+    constexpr int VECTORS = (COLUMNS_OF_B + WIDTH - 1) / WIDTH;
+    for (int panel = 0; panel < (VECTORS + 1) / 2; ++panel)
+      for (int r = from; r < until; r += MR) {
+        const word* b = panels + panel * ROWS / E::PAIR * PANEL;
+        float* to = sums + r * ROW + panel * PANEL;
+        if (VECTORS % 2 && panel == VECTORS / 2) add_block<1, ROW, 1, G::W_ROW>(to, a + r, b, depth);
+        else add_block<2, ROW, 1, G::W_ROW>(to, a + r, b, depth);
+      }
+  }
+  template <int VECTORS, int ROW, int A_ROW, int A_DEPTH> static void add_block(float* to, const word* a, const word* b, int depth) {
+    vf acc[MR][VECTORS];
+    multiply<E, MR, VECTORS, A_ROW, A_DEPTH>(acc, a, b, depth);
+    FOCI_UNROLL for (int r = 0; r < MR; ++r)
+      FOCI_UNROLL for (int v = 0; v < VECTORS; ++v) store(to + r * ROW + v * WIDTH, load<vf>(to + r * ROW + v * WIDTH) + acc[r][v]);
+  }
+
+  void meet(const Call& call, const QueryTile<P>& t, int h, int q0, float* grad_query, float* const* sinks) {
+    Rectangle r = {s.b, h, h, q0, q0 + t.rows - 1, kv, kv + keys - 1, s.q_len, s.kv_len};
+    const Class all = P::MASKED ? P::classify(call, r) : FULL;
+    if (all == EMPTY) return;
+    const int count = (keys + PANEL - 1) / PANEL, rows = round_up(t.rows, MR);
+    Class kind[N / PANEL];
+    int from = count, until = 0;
+    for (int i = 0; i < count; ++i) {
+      r.kv0 = kv + i * PANEL;
+      r.kv1 = kv + min_int(keys, (i + 1) * PANEL) - 1;
+      kind[i] = all == FULL || count == 1 ? all : P::classify(call, r);
+      if (kind[i] != EMPTY) from = min_int(from, i), until = i + 1;
+    }
+    if (until == 0) return;
+    if constexpr (P::DROPOUT)
+      for (int i = 0; i < t.rows; ++i) keep_row(call, s.b, h, q0 + i, kv, keys, keep + i * (N + 4 * WIDTH));
+    if constexpr (P::COLUMN_SUMS)
+      grad_columns = call.grad_column_sums ? call.grad_column_sums + (s.batch * call.q_heads + h) * call.kv_tokens + s.kv_start + kv : nullptr;
+    for (int i = 0; i < P::SITES * ROWS; ++i) totals[i] = vf{};
+    for (int i = from; i < until; ++i) {
+      const int at = i * PANEL;
+      if (kind[i] == EMPTY) {
+        clear_panel(at);
+        continue;
+      }
+      const bool finished = P::PLAIN_SCORE && kind[i] == FULL && at + PANEL <= keys;
+      for (int b = 0; b < rows; b += MR) score_block(call, t, b, at, finished);
+      if (!finished) finish_panel(call, t, rows, at, kind[i]);
+      for (int b = 0; b < rows; b += MR) gradient_block(call, t, b, at);
+      capture_panel(call, t, at, sinks);
+    }
+    if constexpr (P::SITES > 0)
+      for (int i = 0; i < t.rows; ++i) P::flush_gradients(call, t.row[i], sinks, totals + i * P::SITES);
+    const int depth = rows / E::PAIR, first = from * PANEL, last = until * PANEL;
+    if constexpr (P::GRAD_V) add_rows<P::DV, G::O_ROW>(grad_value, weights, t.grad_out_panels, first, last, depth);
+    if constexpr (P::GRAD_K) add_rows<P::D, G::DQ_ROW>(grad_key, grad_pairs, t.query_panels, first, last, depth);
+    if constexpr (P::GRAD_Q)
+      for (int panel = 0; panel < G::D_PANELS; ++panel)
+        for (int b = 0; b < rows; b += MR) {
+          const word *a = grad_rows + b * G::S_ROW + first / E::PAIR, *k = key_rows + (panel * N + first) / E::PAIR * PANEL;
+          float* to = grad_query + b * G::DQ_ROW + panel * PANEL;
+          if (G::D_VECTORS % 2 && panel == G::D_VECTORS / 2) add_block<1, G::DQ_ROW, G::S_ROW, 1>(to, a, k, (last - first) / E::PAIR);
+          else add_block<2, G::DQ_ROW, G::S_ROW, 1>(to, a, k, (last - first) / E::PAIR);
+        }
+  }
+
+  void finish(const Call& call, int hkv) {
+    typedef typename G::T T;
+    for (int i = 0; i < keys; ++i) {
+      if constexpr (P::GRAD_K) write_row(call.grad_key.at<T>(s.batch, hkv, s.kv_start + kv + i), call.grad_key.column, grad_key + i * G::DQ_ROW, P::D, (float)call.scale);
+      if constexpr (P::GRAD_V) write_row(call.grad_value.at<T>(s.batch, hkv, s.kv_start + kv + i), call.grad_value.column, grad_value + i * G::O_ROW, P::DV, 1.0f);
+    }
+  }
+
+  template <class T> static void write_row(T* to, int64_t stride, const float* from, int columns, float factor) {
+    int d = 0;
+    if (stride == 1)
+      for (; d + WIDTH <= columns; d += WIDTH) narrow(to + d, load<vf>(from + d) * factor);
+    for (; d < columns; ++d) narrow(to + d * stride, from[d] * factor);
+  }
+};
+
+// Which tasks share a partition: those of one partition run one after the other, in order, and write to the same gradients of
+// captured tensors. Either by some of batch entry, kv head and split, or in turn among `copies`.
+FOCI_INLINE int64_t partition_of(const Call& call, int64_t task) {
+  if (call.copies) return task % call.copies;
+  const int64_t split = task % call.splits, hkv = task / call.splits % call.kv_heads, b = task / call.splits / call.kv_heads;
+  int64_t id = call.by_batch ? b : 0;
+  id = call.by_head ? id * call.kv_heads + hkv : id;
+  return call.by_split ? id * call.splits + split : id;
+}
+FOCI_INLINE int64_t partitions(const Call& call) {
+  if (call.copies) return call.copies;
+  return (call.by_batch ? call.batch : 1) * (call.by_head ? call.kv_heads : 1) * (call.by_split ? call.splits : 1);
+}
+
+template <class P> int backward(const Call& call) {
+  typedef Gradient<P> G;
+  const int64_t group = call.q_heads / call.kv_heads, splits = call.splits, tasks = call.batch * call.kv_heads * splits;
+  const Buffer order_memory(call.batch * sizeof(int)), base_memory((call.batch + 1) * sizeof(int64_t));
+  if (!order_memory.data || !base_memory.data) return OUT_OF_MEMORY;
+  int* order = (int*)order_memory.data;
+  int64_t* base = (int64_t*)base_memory.data;  // q tiles of all heads before the sequence
+  const int sequences = order_sequences(call, order);
+  int64_t tiles = 0;
+  for (int i = 0; i < sequences; ++i) {
+    base[i] = tiles;
+    tiles += (sequence(call, order[i]).q_len + ROWS - 1) / ROWS * call.q_heads;
+  }
+  base[sequences] = tiles;
+  constexpr int64_t TILE = ROWS * G::DQ_ROW;  // floats of dQ per tile
+  const Buffer query_memory(tiles * (int64_t)sizeof(QueryTile<P>)), sums_memory(P::GRAD_Q ? tiles * splits * TILE * (int64_t)sizeof(float) : 0);
+  if (!query_memory.data || !sums_memory.data) return OUT_OF_MEMORY;
+  QueryTile<P>* query = (QueryTile<P>*)query_memory.data;
+  float* sums = (float*)sums_memory.data;
+  int status = DONE;
+#pragma omp parallel num_threads((int)call.threads)
+  {
+    const Buffer tile_memory(sizeof(BackwardTile<P>));
+    BackwardTile<P>& tile = *(BackwardTile<P>*)tile_memory.data;
+    if (!tile_memory.data) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
+    int i = 0;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t at = 0; at < tiles; ++at) {
+      while (at >= base[i + 1]) ++i;
+      const Sequence s = sequence(call, order[i]);
+      const int64_t count = (s.q_len + ROWS - 1) / ROWS, local = at - base[i];
+      query[at].pack(call, s, (int)(local / count), (int)(local % count) * ROWS);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t partition = 0; partition < partitions(call); ++partition) {
+      float* sinks[P::SITES ? P::SITES : 1];
+      for (int n = 0; n < P::SITES; ++n) sinks[n] = (float*)call.gradients[2 * n] + partition * call.gradients[2 * n + 1];
+      for (int64_t task = call.copies ? partition : 0; task < tasks; task += call.copies ? call.copies : 1) {
+        if (!tile_memory.data || partition_of(call, task) != partition) continue;
+        const int split = (int)(task % splits), hkv = (int)(task / splits % call.kv_heads), n = (int)(task / splits / call.kv_heads);
+        const Sequence s = sequence(call, order[n]);
+        const int64_t count = (s.q_len + ROWS - 1) / ROWS, first = base[n] + hkv * group * count;
+        float* mine = sums + splits * first * TILE + split * group * count * TILE;
+        if constexpr (P::GRAD_Q)
+          for (int64_t d = 0; d < group * count * TILE; ++d) mine[d] = 0;
+        // every `splits`-th tile of keys, so that parts of a causal problem weigh the same
+        for (int kv = split * G::KEYS_TILE; kv < s.kv_len; kv += (int)splits * G::KEYS_TILE) {
+          tile.begin(call, s, hkv, kv);
+          for (int64_t j = 0; j < group * count; ++j)
+            tile.meet(call, query[first + j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
+          tile.finish(call, hkv);
+        }
+      }
+    }
+    if constexpr (P::GRAD_Q) {
+      typedef typename G::T T;
+      i = 0;
+#pragma omp for schedule(dynamic, 4)
+      for (int64_t at = 0; at < tiles; ++at) {
+        while (at >= base[i + 1]) ++i;
+        const Sequence s = sequence(call, order[i]);
+        const int64_t count = (s.q_len + ROWS - 1) / ROWS, local = at - base[i], h = local / count, q0 = local % count * ROWS;
+        const int64_t first = base[i] + h / group * group * count, j = local - h / group * group * count;
+        float* total = sums + splits * first * TILE + j * TILE;
+        for (int64_t split = 1; split < splits; ++split)
+          for (int64_t d = 0; d < TILE; ++d) total[d] += total[split * group * count * TILE + d];
+        for (int r = 0; r < ROWS && q0 + r < s.q_len; ++r)
+          BackwardTile<P>::write_row(call.grad_query.at<T>(s.batch, h, s.q_start + q0 + r), call.grad_query.column, total + r * G::DQ_ROW, P::D, (float)call.scale);
+      }
+    }
+  }
+  return status;
+}
+
+}  // namespace foci

@@ -1,0 +1,135 @@
+"""Gradients of captured tensors: the generated code that adds them up, and which tasks may add to the same memory.
+
+Each load that is differentiated is a site. What it adds up is a vector of keys at a time: a run of elements where its
+index follows the keys, one number per row where it does not read them, else element by element.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foci.backends.cpu.functor import Functor, Span, span_of
+from foci.backends.cpu.spelling import VALUES, has_free_axis, is_vector, scalar_type
+from foci.ir.derivative import CaptureDerivative, capture_derivatives
+from foci.ir.emit import emit
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import cast
+
+__all__ = ["Partition", "add_sites", "partition", "sites_of"]
+
+_ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, vf* totals"
+_BUDGET = 1 << 28  # bytes of private copies of gradients
+
+
+@functools.lru_cache(maxsize=1024)
+def sites_of(score: Expr, wanted: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
+    """The loads of a score function whose captured tensors want a gradient."""
+    return tuple(site for site in capture_derivatives(score) if wanted[site.slot])
+
+
+def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:
+    """Adds the members that accumulate the sites' gradients."""
+    lines: list[str] = ["const vi keys = iota() + kv;"]
+    flush: list[str] = []
+    for n, site in enumerate(sites):
+        span = None if site.axes else span_of(site.slot, site.indices, DType.FLOAT)
+        if site.axes:
+            lines += _looped(functor, n, site)
+        elif span is not None:
+            lines += _run(functor, n, site, span)
+        elif not any(index.variables() & {"kv_idx", "score"} for index in site.indices):
+            lines += _weighted(functor, site, (), f"totals[{n}] += w;")
+            indices = [functor.leaf_text(functor.staged(index)) for index in site.indices]
+            flush.append(f"sinks[{n}][dense_offset({', '.join((f'c{site.slot}(call)', *indices))})] += reduce_sum(totals[{n}]);")
+        else:
+            lines += _weighted(functor, site, site.indices, f"scatter(sinks[{n}], c{site.slot}(call), w{{indices}});")
+    functor.add(f"static FOCI_INLINE void capture_gradients({_ARGUMENTS})", lines)
+    functor.add("static FOCI_INLINE void flush_gradients(const Call& call, const Row& row, float* const* sinks, const vf* totals)", flush)
+
+
+def _weighted(functor: Functor, site: CaptureDerivative, indices: Sequence[Expr], then: str) -> list[str]:
+    """A block that computes what a site adds, `w`, zero where no gradient flows, and what `then` does with it."""
+    staged = tuple(functor.staged(e) for e in (cast(site.weight, DType.FLOAT), *indices))
+    emitted = emit(staged, VALUES)
+    weight, *at = emitted.results
+    spelled = "".join(f", {text}" for text in at)
+    product = f"const vf w = g == 0.0f ? vf{{}} : g * wide({weight});"
+    lines = (*functor.reads(staged), *emitted.lines, product, then.replace("{indices}", spelled))
+    return ["{", *(f"  {line}" for line in lines), "}"]
+
+
+def _run(functor: Functor, n: int, site: CaptureDerivative, span: Span) -> list[str]:
+    number = functor.gradient_span(span)
+    return _weighted(functor, site, (), f"accumulate<{span.step}>(sinks[{n}], row.g{number}, kv, w);")
+
+
+def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
+    extents = tuple(functor.staged(extent) for _, extent in site.axes)
+    bounds = emit(extents, VALUES)
+    loops = [
+        f"for (int axis{level} = 0; axis{level} < (int)(lane({bound}, 0)); ++axis{level})"
+        for (level, _), bound in zip(site.axes, bounds.results, strict=True)
+    ]
+    indices = tuple(functor.staged(index) for index in site.indices)
+    if any(is_vector(index) for index in indices) or any(has_free_axis(index) for index in site.indices):
+        body = _weighted(functor, site, site.indices, f"scatter(sinks[{n}], c{site.slot}(call), w{{indices}});")
+    else:
+        body = _weighted(functor, site, site.indices, f"sinks[{n}][dense_offset(c{site.slot}(call){{indices}})] += reduce_sum(w);")
+    return ["{", *(f"  {line}" for line in (*bounds.lines, *loops, *body)), "}"]
+
+
+# Who may write where -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How tasks are grouped, as the kernel's `partition_of` does it, and which captured tensors the groups share.
+
+    Attributes:
+        axes: whether groups differ by batch entry, by kv head, by split of the keys; unused where `copies` is set.
+        copies: number of groups among which tasks take turns, or 0.
+        count: number of groups.
+        shared: for each captured tensor, whether all groups add to one gradient since no two touch the same element.
+    """
+
+    axes: tuple[bool, bool, bool]
+    copies: int
+    count: int
+    shared: tuple[bool, ...]
+
+
+def _plain_axes(sites: Sequence[CaptureDerivative], slot: int) -> tuple[bool, bool, bool]:
+    """Whether elements of a captured tensor belong to one batch entry, one head, one key: a dimension is just that."""
+    mine = [site.indices for site in sites if site.slot == slot]
+    return tuple(all(any(i.op == "var" and i.value == name for i in at) for at in mine) for name in ("b", "h", "kv_idx"))  # type: ignore[return-value]
+
+
+def partition(sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int]) -> Partition:
+    """Groups tasks so that no two groups write to the same memory, with few private copies of large gradients.
+
+    Args:
+        sites: what is differentiated.
+        captures: the captured tensors, by slot.
+        sizes: number of batch entries, kv heads and splits.
+    """
+    tasks = math.prod(sizes)
+    wanted = {site.slot for site in sites}
+    owned = {slot: tuple(p or n == 1 for p, n in zip(_plain_axes(sites, slot), sizes, strict=True)) for slot in wanted}
+    large = [slot for slot in wanted if not all(owned[slot]) and captures[slot].numel() * 4 * tasks > _BUDGET]
+    copies, axes = tasks, (False, False, False)
+    if large:
+        common = tuple(all(owned[slot][i] for slot in large) for i in range(3))
+        groups = math.prod(n for n, use in zip(sizes, common, strict=True) if use)
+        if groups > 1:
+            copies, axes = 0, (common[0], common[1], common[2])
+        else:
+            copies = max(1, min(tasks, _BUDGET // (4 * sum(captures[slot].numel() for slot in large))))
+    count = copies or math.prod(n for n, use in zip(sizes, axes, strict=True) if use)
+    used = axes if not copies else (True, True, True)
+    shared = tuple(slot in wanted and all(own for own, use in zip(owned[slot], used, strict=True) if use) for slot in range(len(captures)))
+    return Partition(axes, copies, count, shared)
