@@ -93,12 +93,13 @@ def _pack(tensor: Tensor, batch: int) -> Packed:
     return Packed(repeated, starts, (lengths if lengths is not None else offsets.diff()).expand(batch), *_extremes(tensor))
 
 
-def _unpack(values: Tensor, like: Packed) -> Tensor:
-    """[1, H, T, ...] as a NestedTensor [B, H, ragged, ...] with the offsets and lengths of `like`."""
+def _unpack(values: Tensor, like: Packed, *, heads: bool) -> Tensor:
+    """[1, H, T, ...] as a NestedTensor [B, H, ragged, ...], or [B, ragged, ...], with the offsets and lengths of `like`."""
+    rows = values.squeeze(0).transpose(0, 1) if heads else values[0, 0]
     nested = torch.nested.nested_tensor_from_jagged(
-        values.squeeze(0).transpose(0, 1), offsets=like.offsets, lengths=like.lengths, min_seqlen=like.shortest, max_seqlen=like.longest
+        rows, offsets=like.offsets, lengths=like.lengths, min_seqlen=like.shortest, max_seqlen=like.longest
     )
-    return nested.transpose(1, 2)
+    return nested.transpose(1, 2) if heads else nested
 
 
 def _heads(tensor: Tensor, heads: int) -> Tensor:
@@ -156,11 +157,8 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return _nested_entries(run(_entries(tensors), score, mask, extras), tensors[0])
-    if tensors[0].dim() == 3:
-        results = attend_nested(_with_head(tensors), score, mask, extras)
-        return Results(*(_without_head(r) for r in (results.out, results.lse, results.row_max, results.column_sums)))
     call = _packed_call(_of_four_dims(tensors), extras)
-    return _as_query(run(call.tensors, score, mask, call.extras), call)
+    return _as_query(run(call.tensors, score, mask, call.extras), call, heads=tensors[0].dim() == 4)
 
 
 def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:
@@ -168,22 +166,14 @@ def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: E
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return decision(_entries(tensors), score, mask, extras)
-    call = _packed_call(_of_four_dims(_with_head(tensors) if tensors[0].dim() == 3 else tensors), extras)
+    call = _packed_call(_of_four_dims(tensors), extras)
     return decision(call.tensors, score, mask, call.extras)
 
 
-def _with_head(tensors: Tensors) -> Tensors:
-    query, key, value = (t.unsqueeze(1) for t in tensors)
-    return query, key, value
-
-
-def _without_head(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.transpose(1, 2).squeeze(2) if tensor.is_nested else tensor.squeeze(1)  # NestedTensors squeeze when contiguous
-
-
 def _of_four_dims(tensors: Tensors) -> Tensors:
+    if tensors[0].dim() == 3:
+        query, key, value = (t.unsqueeze(1) for t in tensors)
+        return query, key, value
     if tensors[0].dim() != 4:
         raise ValueError(
             "query, key and value ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
@@ -230,14 +220,15 @@ def _nested_entries(results: Results, query: Tensor) -> Results:
     )
 
 
-def _as_query(results: Results, call: _Call) -> Results:
+def _as_query(results: Results, call: _Call, *, heads: bool) -> Results:
     def restore(values: Tensor | None, like: Packed | None) -> Any:
         if values is None:
             return None
         if like is not None:
-            return _unpack(values, like)
-        heads = values.squeeze(0)
-        return heads.view(heads.shape[0], call.batch, -1, *heads.shape[2:]).transpose(0, 1)
+            return _unpack(values, like, heads=heads)
+        rows = values.squeeze(0)
+        rows = rows.view(rows.shape[0], call.batch, -1, *rows.shape[2:]).transpose(0, 1)
+        return rows if heads else rows.squeeze(1)
 
     return Results(
         restore(results.out, call.query), restore(results.lse, call.query), restore(results.row_max, call.query),

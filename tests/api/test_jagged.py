@@ -1,0 +1,432 @@
+"""NestedTensors and packed tensors: every sequence as a dense call of its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import foci
+
+ASKED = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
+BACKENDS = ("reference", "blocked")
+
+
+def rand(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def nested(lengths, heads, dim, *, seed=0, dtype=torch.float64):
+    """[B, H, ragged, D] that requires grad, a view of packed [T, H, D]."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    values = rand(int(offsets[-1]), heads, dim, seed=seed, dtype=dtype).requires_grad_()
+    return values, torch.nested.nested_tensor_from_jagged(values, offsets=offsets).transpose(1, 2)
+
+
+def pieces(values, lengths):
+    """[1, H, length, D] of each sequence."""
+    return [part.transpose(0, 1)[None] for part in values.split(list(lengths))]
+
+
+def unpacked(njt):
+    """Packed [T, H, ...] of a [B, H, ragged, ...] NestedTensor."""
+    return njt.transpose(1, 2).values()
+
+
+def check(q_lengths, kv_lengths, *, heads=(4, 4), dims=(8, 8), backend="blocked", per_sequence=None, **kwargs):
+    """`foci.attention` of nested tensors against dense calls of each sequence: outputs and gradients."""
+    (qv, q), (kv, k), (vv, v) = (
+        nested(q_lengths, heads[0], dims[0]), nested(kv_lengths, heads[1], dims[0], seed=1), nested(kv_lengths, heads[1], dims[1], seed=2),
+    )  # fmt: skip
+    if q_lengths == kv_lengths:  # the same ragged structure
+        k, v = (torch.nested.nested_tensor_from_jagged(t, offsets=q.offsets()).transpose(1, 2) for t in (kv, vv))
+    with foci.use(backend):
+        out, aux = foci.attention(q, k, v, return_aux=ASKED, **kwargs)
+    assert out.is_nested and out.layout == torch.jagged
+    assert out.offsets() is q.offsets() and out.shape[2] == q.shape[2]
+    weights = [rand(*unpacked(t).shape, seed=9) for t in (out, aux.lse, aux.column_sums)]
+    finite = unpacked(aux.lse).isfinite()
+    loss = sum(((t * w)[t.isfinite()]).sum() for t, w in zip(map(unpacked, (out, aux.lse, aux.column_sums)), weights, strict=True))
+    grads = torch.autograd.grad(loss, (qv, kv, vv))
+    expected, expected_aux = [], []
+    for n, parts in enumerate(zip(pieces(qv, q_lengths), pieces(kv, kv_lengths), pieces(vv, kv_lengths), strict=True)):
+        more = kwargs if per_sequence is None else {**kwargs, **per_sequence(n)}
+        with foci.use("reference"):
+            one, one_aux = foci.attention(*parts, return_aux=ASKED, **more)
+        expected.append(one[0].transpose(0, 1))
+        expected_aux.append([t[0].transpose(0, 1) for t in one_aux[:3]])
+    wanted = [torch.cat(expected), *(torch.cat(ts) for ts in zip(*expected_aux, strict=True))]
+    for got, want in zip((out, aux.lse, aux.row_max, aux.column_sums), wanted, strict=True):
+        torch.testing.assert_close(unpacked(got), want)
+    assert torch.equal(finite, wanted[1].isfinite())
+    loss = sum(((t * w)[t.isfinite()]).sum() for t, w in zip((wanted[0], wanted[1], wanted[3]), weights, strict=True))
+    torch.testing.assert_close(grads, torch.autograd.grad(loss, (qv, kv, vv)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [(3, 5, 1), (4,), (0, 3, 0, 7, 0), (1, 1, 1), (300, 40)], ids=str)
+def test_plain(lengths, backend):  # JAG-01 JAG-03 JAG-05 JAG-08
+    check(lengths, lengths, backend=backend)
+
+
+VARIANTS = {
+    "causal": {"mask": foci.masks.causal()},
+    "causal lower right": {"mask": foci.masks.causal_lower_right()},
+    "window": {"mask": foci.masks.window(2)},
+    "lambda mask": {"mask": lambda b, h, q, kv: (q + kv) % 2 == 0},
+    "inverse causal": {"mask": lambda b, h, q, kv: q < kv},
+    "last keys": {"mask": lambda b, h, q, kv: kv >= foci.kv_len() - 2},
+    "alibi": {"score": foci.scores.alibi(4)},
+    "softcap": {"score": foci.scores.softcap(2.0)},
+    "score of everything": {"score": lambda s, b, h, q, kv: s * 0.5 + h - 0.1 * (q - kv) + 0.01 * foci.q_len()},
+    "scale": {"scale": -0.3},
+    "masked by the score": {"score": lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf"))},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [((3, 5, 1), (3, 5, 1)), ((3, 0, 2), (4, 6, 0)), ((2, 9), (7, 3))], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, lengths, backend):  # JAG-03 JAG-04 JAG-05
+    check(*lengths, backend=backend, **VARIANTS[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_of_the_sequence(backend):  # JAG-03 JAG-04
+    table = rand(3)
+    check(
+        (3, 5, 2), (4, 1, 6), backend=backend, score=lambda s, b, h, q, kv: s * table[b] + b,
+        per_sequence=lambda n: {"score": lambda s, b, h, q, kv: s * table[n] + n},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3)], ids=str)
+def test_grouped_heads(heads, backend):  # JAG-04
+    check((3, 5, 1), (4, 2, 6), heads=heads, backend=backend, mask=foci.masks.causal())
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (7, 5), (3, 16), (33, 9)], ids=str)
+def test_head_dims(dims):  # JAG-06
+    check((3, 5, 1), (3, 5, 1), dims=dims)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_captured_tensors(backend):  # JAG-04
+    lengths = (3, 0, 5)
+    _, q = nested(lengths, 4, 8)
+    slopes, bias = rand(4).requires_grad_(), rand(3, 4, 5, 5).requires_grad_()
+    with foci.use(backend):
+        out = foci.attention(q, q, q, score=lambda s, b, h, i, j: s + slopes[h] * (i - j) + bias[b, h, i, j])
+    weights = rand(*unpacked(out).shape, seed=9)
+    got = torch.autograd.grad((unpacked(out) * weights).sum(), (slopes, bias))
+    loss = 0.0
+    for n, (part, weight) in enumerate(zip(pieces(unpacked(q).detach(), lengths), weights.split(list(lengths)), strict=True)):
+        size = part.shape[2]
+        at = torch.arange(size)
+        scores = part @ part.mT / 8**0.5 + slopes[:, None, None] * (at[:, None] - at) + bias[n, :, :size, :size]
+        loss = loss + ((scores.softmax(-1) @ part)[0].transpose(0, 1) * weight).sum()
+    torch.testing.assert_close(got, torch.autograd.grad(loss, (slopes, bias)))
+
+
+def test_gradcheck():  # JAG-04
+    offsets = torch.tensor([0, 2, 2, 5])
+
+    def attend(q, k, v, slopes):
+        return foci.varlen_attn(
+            q, k, v, offsets, offsets, 3, 3, score=lambda s, b, h, i, j: s.sin() + slopes[h] * (i - j), mask=foci.masks.causal(), return_aux=ASKED
+        )
+
+    inputs = [rand(5, 2, 3, seed=n).requires_grad_() for n in range(3)]
+    assert torch.autograd.gradcheck(attend, (*inputs, rand(2).requires_grad_()))
+
+
+def test_dropout_is_that_of_the_dense_call():  # JAG-04
+    lengths = (6, 6)
+    values, q = nested(lengths, 4, 8)
+    dense = torch.cat(pieces(values, lengths))
+    found = []
+    for backend in BACKENDS:
+        with foci.use(backend):
+            torch.manual_seed(3)
+            found.append(unpacked(foci.attention(q, q, q, dropout_p=0.4)))
+            torch.manual_seed(3)
+            found.append(foci.attention(dense, dense, dense, dropout_p=0.4).transpose(1, 2).flatten(0, 1))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
+
+
+@pytest.mark.parametrize("entry", ["sdpa", "flex", "attention"])
+def test_every_entry_point(entry):  # JAG-01
+    lengths = (3, 5)
+    values, q = nested(lengths, 4, 8)
+    if entry == "sdpa":
+        out = foci.scaled_dot_product_attention(q, q, q, is_causal=True)
+    elif entry == "flex":
+        out, lse = foci.flex_attention(q, q, q, block_mask=lambda b, h, i, j: i >= j, return_lse=True)
+        assert lse.is_nested and lse.shape[2] == q.shape[2]
+    else:
+        out = foci.attention(q, q, q, mask=foci.masks.causal())
+    for got, part in zip(out.unbind(), pieces(values, lengths), strict=True):
+        torch.testing.assert_close(got[None], F.scaled_dot_product_attention(part, part, part, is_causal=True))
+
+
+@pytest.mark.parametrize("mask", [foci.causal_upper_left(4, 4), foci.causal_lower_right(4, 4)])
+def test_causal_values(mask):  # JAG-04 SDPA-05
+    values, q = nested((3, 5), 4, 8)
+    out = foci.scaled_dot_product_attention(q, q, q, mask)
+    for got, part in zip(out.unbind(), pieces(values, (3, 5)), strict=True):
+        torch.testing.assert_close(got[None], F.scaled_dot_product_attention(part, part, part, is_causal=True))
+
+
+def test_results_compute_with_the_query():  # JAG-08
+    _, q = nested((3, 5, 1), 4, 8)
+    out = foci.attention(q, q, q)
+    total = out + q  # the same ragged length
+    assert total.shape == q.shape
+    assert out._get_max_seqlen() == 5 and out._get_min_seqlen() == 1
+    assert out._maybe_max_seqlen == 5  # carried, not computed anew
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dense_query(backend):  # JAG-05
+    lengths = (3, 1, 6)
+    q = rand(3, 4, 5, 8).requires_grad_()
+    values, k = nested(lengths, 4, 8)
+    with foci.use(backend):
+        out, aux = foci.attention(q, k, k, mask=foci.masks.causal(), return_aux=foci.AuxRequest(lse=True))
+    assert not out.is_nested and out.shape == q.shape and aux.lse.shape == q.shape[:3]
+    want = torch.cat([F.scaled_dot_product_attention(q[n : n + 1], p, p, is_causal=True) for n, p in enumerate(pieces(values, lengths))])
+    torch.testing.assert_close(out, want)
+    weights = rand(*out.shape, seed=4)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, values), weights), torch.autograd.grad(want, (q, values), weights))
+
+
+def test_nested_query_of_dense_keys():  # JAG-05
+    lengths = (3, 0, 6)
+    values, q = nested(lengths, 4, 8)
+    k = rand(1, 4, 5, 8).requires_grad_()
+    out = foci.attention(q, k, k)
+    want = torch.cat([F.scaled_dot_product_attention(p, k, k)[0].transpose(0, 1) for p in pieces(values, lengths)])
+    torch.testing.assert_close(unpacked(out), want)
+    weights = rand(*want.shape, seed=4)
+    torch.testing.assert_close(torch.autograd.grad(unpacked(out), (values, k), weights), torch.autograd.grad(want, (values, k), weights))
+
+
+@pytest.mark.parametrize("which", ["query heads", "key heads", "value heads", "key and value batch", "query batch"])
+def test_broadcast_heads_and_batch(which):  # JAG-05
+    lengths, heads = [[3, 2, 6]] * 3, [4, 4, 4]
+    for n, name in enumerate(("query", "key", "value")):
+        if name in which and "heads" in which:
+            heads[n] = 1
+        if name in which and "batch" in which:
+            lengths[n] = [5]
+    packed, njts = zip(*(nested(ls, h, 8, seed=n) for n, (ls, h) in enumerate(zip(lengths, heads, strict=True))), strict=True)
+    out = foci.attention(*njts)
+    want = []
+    for n in range(3):
+        q, k, v = (pieces(t, ls)[n if len(ls) == 3 else 0].expand(1, 4, -1, -1) for t, ls in zip(packed, lengths, strict=True))
+        want.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+    want = torch.cat(want)
+    torch.testing.assert_close(unpacked(out), want)
+    weights = rand(*want.shape, seed=4)
+    torch.testing.assert_close(torch.autograd.grad(unpacked(out), packed, weights), torch.autograd.grad(want, packed, weights))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_narrowed(backend):  # JAG-06
+    base = rand(3, 9, 4, 8).requires_grad_()
+    starts, lengths = torch.tensor([0, 2, 1]), torch.tensor([3, 5, 0])
+    njt = torch.nested.narrow(base, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    with foci.use(backend):
+        out = foci.attention(njt, njt, njt, mask=foci.masks.causal_lower_right())
+    assert out.lengths() is njt.lengths() and out.shape[2] == njt.shape[2]
+    loss, want = 0.0, 0.0
+    for n, got in enumerate(out.unbind()):
+        part = base[n, starts[n] : starts[n] + lengths[n]].transpose(0, 1)
+        if lengths[n]:
+            one = F.scaled_dot_product_attention(part, part, part, is_causal=True)
+            torch.testing.assert_close(got, one)
+            loss, want = loss + got.square().sum(), want + one.square().sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, base), torch.autograd.grad(want, base))
+
+
+def test_one_sequence_per_head_without_a_head_dim():  # JAG-01 JAG-03
+    lengths = (3, 0, 6)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    values = rand(9, 8).requires_grad_()
+    njt = torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+    out = foci.scaled_dot_product_attention(njt, njt, njt, is_causal=True)
+    assert out.shape == njt.shape
+    want = torch.cat([F.scaled_dot_product_attention(p, p, p, is_causal=True) for p in values.split(list(lengths)) if len(p)])
+    torch.testing.assert_close(out.values(), want)
+    torch.testing.assert_close(torch.autograd.grad(out.values().sum(), values), torch.autograd.grad(want.sum(), values))
+
+
+def test_contiguous_heads_first():  # JAG-06
+    parts = [rand(4, n, 8, seed=n) for n in (3, 5)]
+    values = torch.cat(parts, 1).requires_grad_()
+    njt = torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor([0, 3, 8]), jagged_dim=2)
+    out = foci.attention(njt, njt, njt)
+    for got, part in zip(out.unbind(), parts, strict=True):
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(part, part, part))
+
+
+@pytest.mark.parametrize("rest", [(4, 8), (2, 4, 8)], ids=str)
+def test_ragged_before_the_length(rest):  # JAG-07
+    offsets = torch.tensor([0, 3, 3, 7])
+    packed = [rand(7, *rest, seed=n).requires_grad_() for n in range(3)]
+    q, k, v = (torch.nested.nested_tensor_from_jagged(t, offsets=offsets) for t in packed)
+    out = foci.scaled_dot_product_attention(q, k, v, is_causal=True)
+    want = F.scaled_dot_product_attention(*packed, is_causal=True)
+    assert out.shape == q.shape and out.offsets() is offsets
+    torch.testing.assert_close(out.values(), want)
+    weights = rand(*want.shape, seed=5)
+    torch.testing.assert_close(torch.autograd.grad(out.values(), packed, weights), torch.autograd.grad(want, packed, weights))
+    scored, aux = foci.attention(q, k, v, score=lambda s, b, h, i, j: s * (b + 1), return_aux=foci.AuxRequest(lse=True, weights=True))
+    scale = torch.arange(1, 8)[(..., *[None] * len(rest))]
+    torch.testing.assert_close(scored.values(), F.scaled_dot_product_attention(packed[0] * scale, *packed[1:]))
+    assert aux.lse.shape == q.shape[:-1] and aux.weights.shape == (*q.shape[:-1], 4)
+    assert foci.explain(q, k, v).backend is not None
+
+
+def test_sink():  # JAG-04 SDPA-19
+    lengths = (3, 0, 5)
+    values, q = nested(lengths, 4, 8)
+    sink = rand(4).requires_grad_()
+    out, aux = foci.attention(q, q, q, sink=sink, return_aux=foci.AuxRequest(lse=True))
+    dense = [foci.attention(p, p, p, sink=sink, return_aux=foci.AuxRequest(lse=True)) for p in pieces(values, lengths)]
+    want = torch.cat([o[0].transpose(0, 1) for o, _ in dense])
+    torch.testing.assert_close(unpacked(out), want)
+    torch.testing.assert_close(unpacked(aux.lse), torch.cat([a.lse[0].T for _, a in dense]))
+    torch.testing.assert_close(torch.autograd.grad(unpacked(out).square().sum(), (values, sink)), torch.autograd.grad(want.square().sum(), (values, sink)))
+
+
+# Packed tensors ----------------------------------------------------------------------------------------------------
+
+
+def per_sequence(q, k, v, q_lengths, kv_lengths, mask=None, **kwargs):
+    out = []
+    for a, b, c in zip(pieces(q, q_lengths), pieces(k, kv_lengths), pieces(v, kv_lengths), strict=True):
+        one = F.scaled_dot_product_attention(a, b, c, attn_mask=None if mask is None else mask(a.shape[2], b.shape[2]), **kwargs)
+        out.append(one[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def window(left, right):
+    def mask(sq, skv):
+        distance = torch.arange(sq)[:, None] + skv - sq - torch.arange(skv)
+        return (distance <= (left if left >= 0 else skv + sq)) & (distance >= (-right if right >= 0 else -skv - sq))
+
+    return mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [(-1, -1), (-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1)], ids=str)
+def test_varlen(size, dtype, backend):  # JAG-01
+    q_lengths, kv_lengths = (3, 0, 7, 1), (5, 2, 7, 4)
+    cu_q, cu_kv = (torch.tensor([0, *ls]).cumsum(0).to(dtype) for ls in (q_lengths, kv_lengths))
+    q, k, v = (rand(n, 4, 8, seed=n).requires_grad_() for n in (11, 18, 18))
+    with foci.use(backend):
+        out, lse = foci.varlen_attn(q, k, v, cu_q, cu_kv, 7, 7, window_size=size, return_aux=ASKED)
+    want = per_sequence(q, k, v, q_lengths, kv_lengths, window(*size))
+    assert out.shape == (11, 4, 8) and lse.shape == (4, 11)
+    torch.testing.assert_close(out, want)
+    weights = rand(*want.shape, seed=4)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), weights), torch.autograd.grad(want, (q, k, v), weights))
+
+
+def test_varlen_has_torchs_signature():  # JAG-01
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    ours, theirs = inspect.signature(foci.varlen_attn).parameters, inspect.signature(varlen_attn).parameters
+    common = [name for name in theirs if name in ours]
+    assert common[:7] == list(theirs)[:7] == list(ours)[:7]
+    for name in common:
+        assert ours[name].kind == theirs[name].kind and ours[name].default == theirs[name].default, name
+
+
+def test_varlen_of_some_keys():  # JAG-01 JAG-06
+    cu = torch.tensor([0, 4, 9])
+    q, k, v = (rand(9, 2, 8, seed=n).requires_grad_() for n in range(3))
+    out = foci.varlen_attn(q, k, v, cu, cu, 5, 5, seqused_k=torch.tensor([2, 5]))
+    want = torch.cat([per_sequence(q[:4], k[:2], v[:2], [4], [2]), per_sequence(q[4:], k[4:], v[4:], [5], [5])])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v)))
+
+
+def test_varlen_takes_functions_and_shared_offsets():  # JAG-01 JAG-04
+    cu = torch.tensor([0, 4, 9])
+    q = rand(9, 4, 8)
+    k = rand(9, 2, 8, seed=1)
+    out = foci.varlen_attn(q, k, k, cu, None, 5, 5, enable_gqa=True, mask=lambda b, h, i, j: i >= j, score=foci.scores.softcap(1.0))
+    want = []
+    for a, b in zip(pieces(q, (4, 5)), pieces(k, (4, 5)), strict=True):
+        b = b.repeat_interleave(2, 1)
+        scores = (a @ b.mT / 8**0.5).tanh().masked_fill(torch.ones(a.shape[2], a.shape[2]).triu(1) > 0, -torch.inf)
+        want.append((scores.softmax(-1) @ b)[0].transpose(0, 1))
+    torch.testing.assert_close(out, torch.cat(want))
+
+
+def test_tokens_outside_every_sequence():  # JAG-06 SDPA-06
+    cu = torch.tensor([2, 5, 8])
+    q = rand(10, 2, 8).requires_grad_()
+    for backend in BACKENDS:
+        with foci.use(backend):
+            out, lse = foci.varlen_attn(q, q, q, cu, cu, 3, 3, return_aux=ASKED)
+        assert not out[[0, 1, 8, 9]].any() and bool((lse[:, [0, 1, 8, 9]] == -torch.inf).all())
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert not grad[[0, 1, 8, 9]].any() and bool(grad.isfinite().all())
+
+
+def test_no_backend_says_why():  # JAG-09
+    _, q = nested((3, 5), 2, 8)
+    with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="aten .* dense layout") as caught:
+        foci.attention(q, q, q)
+    assert all(name in str(caught.value) for name in foci.backends.names())
+
+
+# Errors in torch's words -------------------------------------------------------------------------------------------
+
+
+def wrong(name):
+    _, q = nested((3, 5), 2, 8)
+    _, k = nested((3, 5), 2, 8, seed=1)
+    dense = rand(2, 2, 5, 8)
+    flat = torch.nested.nested_tensor_from_jagged(rand(8, 2, 8), offsets=torch.tensor([0, 3, 8]))
+    return {
+        "dtype": (q, k.float(), k),
+        "device": (q, k.to("meta"), k),
+        "key dense": (q, dense, k),
+        "dims": (rand(2, 8), k, k),
+        "other dims": (rand(2, 5, 8), k, k),
+        "ragged": (flat, k, k),
+        "head dim": tuple(torch.nested.nested_tensor_from_jagged(rand(2, 4, 8), offsets=torch.tensor([0, 3, 8]), jagged_dim=3) for _ in range(3)),
+        "batch": (q, *(nested((3, 5, 1), 2, 8)[1] for _ in range(2))),
+        "tokens": (q, nested((3, 5), 2, 8)[1], nested((3, 6), 2, 8)[1]),
+        "strided": tuple(torch.nested.nested_tensor([rand(2, 3, 8)]) for _ in range(3)),
+        "heads": (q, *(nested((3, 5), 3, 8)[1] for _ in range(2))),
+    }[name]
+
+
+MESSAGES = {
+    "dtype": "to have the same dtype; got query torch.float64, key torch.float32, value torch.float64",
+    "device": "to have the same device; got query cpu, key meta, value cpu",
+    "key dense": "key and value to be nested together; got a nested value and a dense key",
+    "dims": "at least 3 dimensional; got 2, 4 and 4",
+    "other dims": "one number of dimensions; got 3, 4 and 4",
+    "ragged": r"ragged on the same dimension; got ragged dims \[1, 2, 2\]",
+    "head dim": "ragged in the head dim",
+    "batch": "query has batch size 2; it must be 3 or 1",
+    "tokens": "same sequences; got float64.1, 2, 8, 8. on cpu and float64.1, 2, 9, 8. on cpu when packed",
+    "strided": "query must be a NestedTensor of jagged layout, layout=torch.jagged; got layout torch.strided",
+    "heads": "number of query heads must be a multiple of the number of key heads; got 2 and 3",
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_wrong_nested_tensors(name):  # JAG-02
+    with pytest.raises(ValueError, match=MESSAGES[name]):
+        foci.scaled_dot_product_attention(*wrong(name))
