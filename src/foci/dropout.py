@@ -52,6 +52,11 @@ def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tupl
     return c0, c1, c2, c3
 
 
+def _broadcast(*tensors: Tensor) -> torch.Size:
+    shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    return shape
+
+
 def keep(seed: Tensor, probability: float, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Which weights are kept, at any coordinates.
 
@@ -68,7 +73,7 @@ def keep(seed: Tensor, probability: float, b: Tensor, h: Tensor, q: Tensor, kv: 
     >>> keep(torch.tensor([7]), 0.5, at[:1], at[:1], at[:, None], at).shape
     torch.Size([4, 4])
     """
-    shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, kv.shape)
+    shape = _broadcast(b, h, q, kv)
     if probability >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=kv.device)
     words = philox(seed, (kv >> 2, q, h, b))
@@ -90,7 +95,7 @@ def keep_run(seed: Tensor, probability: float, rows: tuple[Tensor, Tensor, Tenso
         bool [..., stop - start], the leading dimensions those of the rows.
     """
     b, h, q = rows
-    leading = torch.broadcast_shapes(b.shape, h.shape, q.shape)[:-1]
+    leading = _broadcast(b, h, q)[:-1]
     if probability >= 1 or start >= stop:
         return torch.zeros((*leading, stop - start), dtype=torch.bool, device=q.device)
     groups = torch.arange(start >> 2, ((stop - 1) >> 2) + 1, device=q.device)

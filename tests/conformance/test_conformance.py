@@ -31,9 +31,8 @@ def claimed() -> list:
         marks = [pytest.mark.gpu] if device == "cuda" else []
         for case in CASES:
             asked = problem(case, device)
-            for name in backends.names():
-                if backends.load(name).reject(asked, target) is None:
-                    found.append(pytest.param(name, case, device, id=f"{name}-{case.id}-{device}", marks=marks))
+            takers = [name for name in backends.names() if backends.load(name).reject(asked, target) is None]
+            found += [pytest.param(name, case, device, id=f"{name}-{case.id}-{device}", marks=marks) for name in takers]
     return found
 
 

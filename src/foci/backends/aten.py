@@ -19,11 +19,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.sequences import without_keys
-from foci.ir.expr import Expr, variable
-from foci.ir.ops import apply
-from foci.ir.simplify import simplify
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
 from foci.variant import PLAIN
 
@@ -31,16 +29,6 @@ __all__ = ["BACKEND"]
 
 _aten: Final = torch.ops.aten
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
-
-
-def _causal_masks() -> frozenset[Expr]:
-    q_idx, kv_idx = variable("q_idx"), variable("kv_idx")
-    written = (apply("le", kv_idx, q_idx), apply("le", 0, apply("sub", q_idx, kv_idx)), apply("le", apply("sub", kv_idx, q_idx), 0))
-    return frozenset((*written, *(simplify(mask) for mask in written)))
-
-
-_CAUSAL: Final = _causal_masks()
-"""Ways to write the upper-left causal mask. The lower-right one needs exact lengths, which a problem does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +79,7 @@ class _Op:
             (problem.dtype not in self.dtypes, f"{self.name} does not take {named}"),
             (target.arch < self.arch, f"{self.name} needs sm_{self.arch}, this is sm_{target.arch}"),
             (problem.head_dim > largest, f"{self.name} takes a head dim up to {largest}, this is {problem.head_dim}"),
-            (problem.head_dim % multiple != 0, f"{self.name} takes head dims that are a multiple of {multiple}, this is {problem.head_dim}"),
+            (problem.head_dim % multiple != 0, f"{self.name} takes multiples of {multiple} for a head dim, this is {problem.head_dim}"),
             (not self.grouped and problem.q_heads != problem.kv_heads, f"{self.name} takes as many key heads as query heads"),
             (self.backward is None and problem.needs_backward, f"{self.name} would sum gradients in no fixed order"),
         )
@@ -129,7 +117,8 @@ def _squares(call: _Call) -> list[tuple[_Call, slice, slice]]:
 
 def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
     def run(part: _Call) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(part.query, part.key, part.value, 0.0, part.causal, False, scale=part.scale)
+        inputs = (part.query, part.key, part.value)
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(*inputs, 0.0, part.causal, False, scale=part.scale)
         return out, lse
 
     outs, lses = zip(*(run(part) for part, _, _ in _squares(call)), strict=True)
@@ -158,7 +147,8 @@ def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
 
 
 def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(call.query, call.key, call.value, None, True, 0.0, call.causal, scale=call.scale)
+    inputs = (call.query, call.key, call.value)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, call.causal, scale=call.scale)
     return out, lse[:, :, : call.query.shape[2]]  # rows are padded to a multiple of 32
 
 
@@ -236,12 +226,12 @@ def _unsupported(problem: Problem) -> str | None:
         (formula.layout is not Layout.DENSE, "torch's fused kernels take the dense layout"),
         (formula.variant.score is not PLAIN.score, "torch's fused kernels take no score function"),
         (
-            formula.variant.mask is not PLAIN.mask and formula.variant.mask not in _CAUSAL,
+            formula.variant.mask is not PLAIN.mask and not is_causal(formula.variant),
             "torch's fused kernels take no mask function but upper-left causal",
         ),
         (formula.block_size is not None, "torch's fused kernels take no block mask"),
         (formula.dropout, "torch's fused kernels have a dropout of their own, which depends on their tiles"),
-        (outputs.row_max or outputs.column_sums or outputs.weights, "torch's fused kernels return lse, but not row_max, column_sums or weights"),
+        (outputs.row_max or outputs.column_sums or outputs.weights, "torch's fused kernels return no row_max, column_sums or weights"),
         (outputs.lse and problem.needs_backward, "torch's fused kernels have no gradient of lse"),
         (problem.head_dim != problem.value_dim, f"torch's fused kernels need Dv = D, these are {problem.value_dim} and {problem.head_dim}"),
     )
@@ -264,17 +254,27 @@ class _Kernel:
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         assert self.op.backward is not None
         assert cotangents.lse is None
-        inputs, asked = (operands.query, operands.key, operands.value), (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
+        inputs = (operands.query, operands.key, operands.value)
+        asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
         if _is_empty(operands):
             found: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in inputs)
         else:
             found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+            if operands.scale <= 0:
+                found = (found[0] * _sign(operands.scale), *found[1:])
         query, key, value = (grad if on else None for grad, on in zip(found, asked, strict=True))
         return Gradients(query, key, value)
 
     def _call(self, operands: Operands) -> _Call:
-        query, key, value = (_unit(t) for t in (operands.query, operands.key, operands.value))
-        return _Call(query, key, value, operands.scale, self.problem.variant.mask in _CAUSAL)
+        query, scale = operands.query, operands.scale
+        if scale <= 0:
+            # torch's kernel for the CPU scales the -inf of masked scores too, to +inf or NaN.
+            query, scale = query * _sign(scale), -scale or 1.0
+        return _Call(_unit(query), _unit(operands.key), _unit(operands.value), scale, is_causal(self.problem.variant))
+
+
+def _sign(scale: float) -> float:
+    return -1.0 if scale < 0 else 0.0
 
 
 def _unit(t: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class _Aten:
         op = _op_for(problem, target)
         assert isinstance(op, _Op)
         forward, backward = op.flops[problem.dtype]
-        flops = problem.flops * (0.5 if problem.variant.mask in _CAUSAL else 1.0)
+        flops = problem.flops * (0.5 if is_causal(problem.variant) else 1.0)
         seconds = op.overhead + flops / forward
         return seconds + (2 * op.overhead + 2.5 * flops / backward if problem.needs_backward else 0.0)
 

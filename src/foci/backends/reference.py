@@ -134,14 +134,16 @@ class _Reference:
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Seconds: 1 ms, and 20 passes over the S x S matrix at 2 GB/s (100 GB/s on an accelerator), 60 with a backward.
+        """Seconds: 1 ms, the flops at 20 GFLOP/s (2 TFLOP/s on an accelerator), and 20 passes over the S x S matrix at
+        2 GB/s (100 GB/s), all of it three times with a backward.
 
-        The passes are about twice what is measured, a penalty for the memory they take: the reference is chosen only
-        when nothing else fits.
+        That is several times what is measured, a penalty for the memory it takes: the reference is chosen only when
+        nothing else fits.
         """
         pairs = float(problem.batch) * problem.q_heads * problem.q_len * problem.kv_len
-        rate = 2e9 if target.device == "cpu" else 1e11
-        return 1e-3 + pairs * problem.dtype.itemsize * (60 if problem.needs_backward else 20) / rate
+        flops, passes = (2e10, 2e9) if target.device == "cpu" else (2e12, 1e11)
+        seconds = 1e-3 + problem.flops / flops + 20 * pairs * problem.dtype.itemsize / passes
+        return 3 * seconds if problem.needs_backward else seconds
 
     def compile(self, plan: Plan, /) -> _Kernel:
         return _Kernel(plan.problem)

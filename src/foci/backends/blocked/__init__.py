@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from foci.backends.blocked.backward import backward
 from foci.backends.blocked.differentiable import differentiable
 from foci.backends.blocked.forward import forward, forward_single, is_single
+from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.ir.expr import const
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
@@ -41,8 +44,15 @@ class _Blocked:
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """TODO"""
-        return 1.0
+        """Seconds: 50 us (300 us on an accelerator), a backward five times that, and flops at measured rates.
+
+        Measured on 2 cores of AMD Zen 4 and estimated for an H200: forward 100 GFLOP/s and 20 TFLOP/s, half of that in
+        float64, backward 2.5 times the flops. Causal attention has half of them; what other masks skip is unknown here.
+        """
+        overhead, rate = (50e-6, 1e11) if target.device == "cpu" else (300e-6, 2e13)
+        flops = problem.flops * (0.5 if is_causal(problem.variant) else 1.0)
+        seconds = flops / (rate / 2 if problem.dtype is torch.float64 else rate)
+        return overhead + seconds + (5 * overhead + 2.5 * seconds if problem.needs_backward else 0.0)
 
     def compile(self, plan: Plan, /) -> _Kernel:
         formula = plan.problem.formula

@@ -49,7 +49,8 @@ def _attend_sequence(operands: Operands, formula: Formula, sequence: Sequence, c
         return None if rows[0][0] is None else torch.cat([torch.cat(heads, dim=1) for heads in rows], dim=0)
 
     out, lse = join("out"), join("lse")
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     out = out.to(operands.query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     weights = join("weights")
     return Results(out, lse, join("row_max"), join("column_sums"), None if weights is None else weights.to(operands.query.dtype))
@@ -65,7 +66,8 @@ def _attend_chunk(scores: Scores, chunk: Chunk) -> Results:
         return None if parts[0] is None else torch.cat(parts, dim=2)
 
     out, lse = join("out"), join("lse")
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     columns = None
     if scores.formula.outputs.column_sums:
         columns = torch.stack([tile.column_sums for tile in tiles if tile.column_sums is not None]).sum(0)

@@ -88,7 +88,8 @@ def _forward_tile(
     """
     query, keys, values = operands
     may_be_empty = scores.may_hide(tile)
-    top = base = total = out = None
+    top: Tensor | None = None
+    base = total = out = None
     for run in tile.runs:
         score = scores.masked(query, keys, (chunk, tile, run))
         here = score.amax(-1, keepdim=True)
@@ -104,7 +105,10 @@ def _forward_tile(
         else:
             shrink = torch.exp(before - base)
             out, total = out.mul_(shrink).baddbmm_(weights, value), total.mul_(shrink).add_(part)
-    assert top is not None and base is not None and total is not None and out is not None
+    assert top is not None
+    assert base is not None
+    assert total is not None
+    assert out is not None
     lse = torch.log(total).add_(base)
     if may_be_empty:
         total = total.masked_fill(total == 0, 1.0)

@@ -17,7 +17,7 @@ from foci.problem import Formula, Layout, Operands
 __all__ = ["Chunk", "Run", "Tile", "block_classes", "plan_chunks"]
 
 # Scores computed at a time: on the CPU what its caches hold, elsewhere enough to hide the launches of small kernels.
-_SCORES: Final = {"cpu": 1 << 19}
+_SCORES: Final = {"cpu": 1 << 20}
 _SCORES_ELSEWHERE: Final = 1 << 22
 # Elements of keys or values that a chunk may widen to the accumulation type at a time.
 _WIDENED: Final = 1 << 23
@@ -191,7 +191,7 @@ def _cut(sizes: _Sizes, classes: Tensor) -> Iterator[Chunk]:
     if classes.shape[1] > 1 and _pays_apart(sizes, classes, 1, b_step):
         h_step = 1
     # Batch entries or heads without work of their own share one list of tiles.
-    made: dict[tuple[int, int], tuple[Tile, ...]] = {}
+    made: dict[tuple[int, int, int], tuple[Tile, ...]] = {}
     for b in range(0, sizes.batch, b_step):
         for h in range(0, sizes.kv_heads, h_step):
             b1, h1 = min(b + b_step, sizes.batch), min(h + h_step, sizes.kv_heads)
