@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from foci import backends
 from foci.backends.contract import Kernel
@@ -13,7 +15,7 @@ from foci.context import Call, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, accumulation_dtype, bucket, empty_out
 
-__all__ = ["decide", "problem_of", "run_backward", "run_forward"]
+__all__ = ["as_written", "decide", "problem_of", "run_backward", "run_forward"]
 
 Allowed = tuple[str, ...] | None
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]
@@ -95,6 +97,17 @@ def _tell(decision: Decision, *, backward: bool) -> None:
         (log.backward_calls if backward else log.calls).append(call)
 
 
+_UNCHANGED: Final = contextlib.nullcontext()
+
+
+def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, operations run in the dtypes they are given: autocast has had its say on the operands (SDPA-17)."""
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return _UNCHANGED
+
+
 def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Results:
     """Attention of the operands, by the backend the planner chooses.
 
@@ -106,7 +119,8 @@ def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: All
         _tell(decision, backward=False)
     if _is_empty(operands):
         return _empty_results(formula, operands)
-    return kernel.forward(operands)
+    with as_written(operands.query):
+        return kernel.forward(operands)
 
 
 def run_backward(
@@ -122,7 +136,8 @@ def run_backward(
         _tell(decision, backward=True)
     if _is_empty(operands):
         return _empty_gradients(operands, needs)
-    return kernel.backward(operands, results, cotangents)
+    with as_written(operands.query):
+        return kernel.backward(operands, results, cotangents)
 
 
 def _is_empty(operands: Operands) -> bool:

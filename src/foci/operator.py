@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.execution import Allowed, Needs, run_backward, run_forward
+from foci.execution import Allowed, Needs, as_written, run_backward, run_forward
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results, accumulation_dtype, empty_out
 
 __all__ = ["attend"]
@@ -66,7 +66,8 @@ def _formula_kernel(formula: Formula, operands: Operands) -> Results:
     """The formula in plain differentiable torch operations: forward-mode AD and second derivatives go through it."""
     from foci.backends.blocked import differentiable
 
-    return differentiable(operands, formula)
+    with as_written(operands.query):
+        return differentiable(operands, formula)
 
 
 def _results(formula: Formula, outputs: Sequence[Tensor]) -> Results:
