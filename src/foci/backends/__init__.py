@@ -14,6 +14,7 @@ __all__ = ["load", "names", "register", "unregister"]
 
 _MODULES: Final[dict[str, str]] = {
     "aten": "foci.backends.aten",
+    "cpu": "foci.backends.cpu",
     "blocked": "foci.backends.blocked",
     "reference": "foci.backends.reference",
 }
