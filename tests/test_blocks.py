@@ -366,3 +366,23 @@ WRONG = [
 def test_wrong_arguments_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_block_masks_and_compiled_functions():  # FLEX-13
+    query = torch.randn(1, 2, 40, 8, generator=generator())
+    made = foci.create_block_mask(MASKS["causal"], None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+
+    def outside(query, block_mask):
+        return foci.flex_attention(query * 1, query, query, block_mask=block_mask)
+
+    def inside(query):
+        block_mask = foci.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+        return outside(query, block_mask)
+
+    wanted = outside(query, made)
+    torch.testing.assert_close(torch.compile(outside, backend="eager", fullgraph=True)(query, made), wanted)
+    torch.testing.assert_close(torch.compile(inside, backend="eager")(query), wanted)
+    same(torch.compile(foci.create_block_mask, backend="eager")(MASKS["causal"], None, None, 40, 40, "cpu", 16), made)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="make block masks outside"):
+        torch.compile(inside, backend="eager", fullgraph=True)(query)

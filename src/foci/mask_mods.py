@@ -19,6 +19,7 @@ __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_mas
 
 _DEFAULT_BLOCK: Final = 128
 _PAIRS_AT_ONCE: Final = 1 << 22
+_NOT_IN_GRAPHS: Final = "which blocks a mask needs is found from values of tensors: make block masks outside, or pass the mask itself"
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -103,17 +104,27 @@ def create_block_mask(
     """
     if _arguments(mask_mod) != 4:
         raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")
-    batch, heads, block = 1 if B is None else B, 1 if H is None else H, as_block(BLOCK_SIZE)
-    _check_sizes(batch, heads, Q_LEN, KV_LEN)
-    at = _device(device)
-    bound = bind(None, mask_mod, at)
+    block, sizes = as_block(BLOCK_SIZE), _extent(B, H, Q_LEN, KV_LEN)
+    made: BlockMask = _block_mask(mask_mod, sizes, block, _device(device), apart=separate_full_blocks)
+    return made
+
+
+@torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
+def _block_mask(mask_mod: MaskMod, sizes: Extent, block: tuple[int, int], device: torch.device, *, apart: bool) -> BlockMask:
+    bound = bind(None, mask_mod, device)
     classes = classify(
-        bound.variant.mask, sizes=Extent(batch, heads, Q_LEN, KV_LEN), block=block, captures=bound.captures, ints=bound.ints,
-        floats=bound.floats, exact=True, device=at,
-    )  # fmt: skip
-    _demote_overhang(classes, (Q_LEN, KV_LEN), block)
-    made = from_classes(classes, (Q_LEN, KV_LEN), block, mask_mod, by_column=True, apart=separate_full_blocks)
-    return made.expand(batch, heads)
+        bound.variant.mask,
+        sizes=sizes,
+        block=block,
+        captures=bound.captures,
+        ints=bound.ints,
+        floats=bound.floats,
+        exact=True,
+        device=device,
+    )
+    _demote_overhang(classes, (sizes.Sq, sizes.Skv), block)
+    made = from_classes(classes, (sizes.Sq, sizes.Skv), block, mask_mod, by_column=True, apart=apart)
+    return made.expand(sizes.B, sizes.Hq)
 
 
 def _demote_overhang(classes: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> None:
@@ -145,25 +156,27 @@ def create_mask(
     count = _arguments(mod_fn)
     if count not in (4, 5):
         raise TypeError(f"mod_fn must be a function (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx), got {mod_fn!r}")
-    batch, heads = 1 if B is None else B, 1 if H is None else H
-    _check_sizes(batch, heads, Q_LEN, KV_LEN)
-    at = _device(device)
-    bound = bind(mod_fn, None, at) if count == 5 else bind(None, mod_fn, at)
-    b, h, q_idx, kv_idx = (torch.arange(n, device=at, dtype=torch.int32) for n in (batch, heads, Q_LEN, KV_LEN))
-    result = torch.empty(batch, heads, Q_LEN, KV_LEN, dtype=torch.bool, device=at)
-    lengths = {name: torch.tensor(n, device=at, dtype=torch.int32) for name, n in (("q_len", Q_LEN), ("kv_len", KV_LEN))}
-    step = max(1, _PAIRS_AT_ONCE // max(1, batch * heads * KV_LEN))
-    for rows in torch.split(torch.arange(Q_LEN, device=at), step):
+    made: Tensor = _mask(mod_fn, _extent(B, H, Q_LEN, KV_LEN), _device(device), is_score=count == 5)
+    return made
+
+
+@torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
+def _mask(mod_fn: Callable[..., Any], sizes: Extent, device: torch.device, *, is_score: bool) -> Tensor:
+    bound = bind(mod_fn, None, device) if is_score else bind(None, mod_fn, device)
+    b, h, q_idx, kv_idx = (torch.arange(n, device=device, dtype=torch.int32) for n in (sizes.B, sizes.Hq, sizes.Sq, sizes.Skv))
+    result = torch.empty(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, dtype=torch.bool, device=device)
+    lengths = {name: torch.tensor(n, device=device, dtype=torch.int32) for name, n in (("q_len", sizes.Sq), ("kv_len", sizes.Skv))}
+    step = max(1, _PAIRS_AT_ONCE // max(1, sizes.B * sizes.Hq * sizes.Skv))
+    for rows in torch.split(torch.arange(sizes.Sq, device=device), step):
         variables = {
-            "score": torch.zeros((), device=at),
+            "score": torch.zeros((), device=device),
             "b": b[:, None, None, None],
             "h": h[:, None, None],
             "q_idx": q_idx[rows, None],
             "kv_idx": kv_idx,
         }
-        score, attend = evaluate(
-            (bound.variant.score, bound.variant.mask), Env(variables | lengths, bound.captures, bound.ints, bound.floats)
-        )
+        env = Env(variables | lengths, bound.captures, bound.ints, bound.floats)
+        score, attend = evaluate((bound.variant.score, bound.variant.mask), env)
         result[:, :, rows] = attend & ~torch.isneginf(score)
     return result
 
@@ -176,10 +189,12 @@ def _arguments(function: Any) -> int:
     return sum(p.default is inspect.Parameter.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int) -> None:
-    for name, size in (("B", batch), ("H", heads), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
+def _extent(batch: int | None, heads: int | None, q_len: int, kv_len: int) -> Extent:
+    sizes = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
+    for name, size in (("B", sizes.B), ("H", sizes.Hq), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
+    return sizes
 
 
 @functools.cache
