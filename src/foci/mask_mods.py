@@ -102,8 +102,6 @@ def create_block_mask(
         >>> mask.kv_num_blocks
         tensor([[[2, 3, 3, 2]]], dtype=torch.int32)
     """
-    if _arguments(mask_mod) != 4:
-        raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")
     block, sizes = as_block(BLOCK_SIZE), _extent(B, H, Q_LEN, KV_LEN)
     made: BlockMask = _block_mask(mask_mod, sizes, block, _device(device), apart=separate_full_blocks)
     return made
@@ -111,6 +109,8 @@ def create_block_mask(
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
 def _block_mask(mask_mod: MaskMod, sizes: Extent, block: tuple[int, int], device: torch.device, *, apart: bool) -> BlockMask:
+    if _arguments(mask_mod) != 4:
+        raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")
     bound = bind(None, mask_mod, device)
     classes = classify(
         bound.variant.mask,
@@ -153,16 +153,16 @@ def create_mask(
         tensor([[[[ True, False],
                   [ True,  True]]]])
     """
-    count = _arguments(mod_fn)
-    if count not in (4, 5):
-        raise TypeError(f"mod_fn must be a function (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx), got {mod_fn!r}")
-    made: Tensor = _mask(mod_fn, _extent(B, H, Q_LEN, KV_LEN), _device(device), is_score=count == 5)
+    made: Tensor = _mask(mod_fn, _extent(B, H, Q_LEN, KV_LEN), _device(device))
     return made
 
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
-def _mask(mod_fn: Callable[..., Any], sizes: Extent, device: torch.device, *, is_score: bool) -> Tensor:
-    bound = bind(mod_fn, None, device) if is_score else bind(None, mod_fn, device)
+def _mask(mod_fn: Callable[..., Any], sizes: Extent, device: torch.device) -> Tensor:
+    count = _arguments(mod_fn)
+    if count not in (4, 5):
+        raise TypeError(f"mod_fn must be a function (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx), got {mod_fn!r}")
+    bound = bind(mod_fn, None, device) if count == 5 else bind(None, mod_fn, device)
     b, h, q_idx, kv_idx = (torch.arange(n, device=device, dtype=torch.int32) for n in (sizes.B, sizes.Hq, sizes.Sq, sizes.Skv))
     result = torch.empty(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, dtype=torch.bool, device=device)
     lengths = {name: torch.tensor(n, device=device, dtype=torch.int32) for name, n in (("q_len", sizes.Sq), ("kv_len", sizes.Skv))}
