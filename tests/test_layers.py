@@ -31,6 +31,7 @@ LAYERS = (
     ("foci.jagged",),
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
+    ("foci.integrations.patch",),
     ("foci",),
     ("foci.integrations", "foci.nn", "foci.graph", "foci.plots"),
     ("foci.demo",),

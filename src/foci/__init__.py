@@ -16,6 +16,7 @@ from foci.backends import unregister as unregister_backend
 from foci.block_mask import BlockMask
 from foci.context import observe, use
 from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
+from foci.integrations.patch import patch
 from foci.ir.trace import TraceError
 from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 from foci.planner import NoViableBackend
@@ -44,6 +45,7 @@ __all__ = [
     "masks",
     "observe",
     "or_masks",
+    "patch",
     "q_len",
     "register_backend",
     "scaled_dot_product_attention",

@@ -1,0 +1,239 @@
+"""`foci.patch()`: torch's attention functions become foci's, in code that nobody changes.
+
+Two designs were weighed. A `TorchFunctionMode` sees each call of `scaled_dot_product_attention`, however the caller came
+by the function. But it runs Python for every torch call in the block, reaches only the thread that entered it, does not
+see `flex_attention`, `create_block_mask` and `varlen_attn`, which are Python functions without torch's override protocol,
+and not the call inside `torch.nn.functional.multi_head_attention_forward` either, since a mode is off while it handles a
+function that calls others. Module globals are what is replaced here instead: each module that refers to one of torch's
+functions by a global name, as `torch.nn.functional` itself does and every `from torch.nn.functional import
+scaled_dot_product_attention` does, refers to foci's. It costs one pass over the loaded modules (some 20 ms) and nothing
+per call, holds in all threads, and is what torch.compile follows and guards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FunctionType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from foci import functional, mask_mods
+from foci.variant import Mask
+
+__all__ = ["Patch", "patch"]
+
+Function = Callable[..., Any]
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    return functional.flex_attention(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+    )
+
+
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    # num_splits is torch's tuning of its own kernels and changes no result.
+    if block_table is not None:
+        raise ValueError("block_table (keys in pages) is not supported by foci.varlen_attn: leave foci.patch() around this call")
+    return functional.varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+        return_aux=return_aux, scale=scale, window_size=window_size, enable_gqa=enable_gqa, seqused_k=seqused_k,
+    )  # fmt: skip
+
+
+def _create_block_mask(
+    mask_mod: Function,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> Any:
+    """foci's analysis in torch's class, so that `isinstance` and every method are as the code expects."""
+    if torch.compiler.is_dynamo_compiling():
+        return Mask(mask_mod)  # the analysis follows at run time, with the lengths and values of the call
+    from torch.nn.attention.flex_attention import BlockMask
+
+    # The last two order the work of torch's own backward kernel and change no result.
+    made = mask_mods.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks)
+    return BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, made.BLOCK_SIZE, mask_mod, made.seq_lengths
+    )
+
+
+_ROUTES: Final[tuple[tuple[str, str, Function], ...]] = (
+    ("torch.nn.functional", "scaled_dot_product_attention", _scaled_dot_product_attention),
+    ("torch.nn.attention.flex_attention", "flex_attention", _flex_attention),
+    ("torch.nn.attention.flex_attention", "create_block_mask", _create_block_mask),
+    ("torch.nn.attention.varlen", "varlen_attn", _varlen_attn),
+)
+"""Module, name, and what takes its place."""
+
+_UNTOUCHED: Final = ("foci.", "torch._C", "torch._dynamo", "torch._inductor", "torch.overrides")
+"""foci's own functions, and where torch finds its operators by name or identity."""
+
+_lock = threading.RLock()
+_starts = 0
+_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+"""Globals of a module, name, what stood there, and what stands there now."""
+
+
+class Patch:
+    """What `patch` returns: starts and stops the routing, by itself or as a context manager.
+
+    Starts are counted over the process: torch's functions come back when each start has met its stop.
+    """
+
+    def __init__(self) -> None:
+        self._own = 0
+
+    def start(self) -> Patch:
+        """Routes torch's functions to foci until `stop`.
+
+        Example:
+            >>> import foci
+            >>> routing = foci.patch().start()
+            >>> routing.stop()
+        """
+        global _starts
+        with _lock:
+            if _starts == 0:
+                _replace()
+            _starts += 1
+            self._own += 1
+        return self
+
+    def stop(self) -> None:
+        """Takes back one start.
+
+        Raises:
+            RuntimeError: if this object was not started, or was stopped as often already.
+        """
+        global _starts
+        with _lock:
+            if self._own == 0:
+                raise RuntimeError("foci.patch(): stop without a start")
+            self._own -= 1
+            _starts -= 1
+            if _starts == 0:
+                _restore()
+
+    def __enter__(self) -> Patch:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def patch() -> Patch:
+    """Routes torch's attention functions to foci: in a `with` block, or from `start()` to `stop()`.
+
+    `torch.nn.functional.scaled_dot_product_attention`, `torch.nn.attention.flex_attention.flex_attention` and
+    `create_block_mask`, and `torch.nn.attention.varlen.varlen_attn` are replaced in every module that has them as a global,
+    also `flex_attention = torch.compile(flex_attention)`. What foci refuses is foci's error: nothing falls back to torch.
+
+    It holds for all threads of the process, so start and stop it where no other thread counts on torch's own functions.
+    Copies out of reach of module globals stay torch's: in closures, default arguments, `functools.partial`, class
+    attributes, and `torch._C._nn`. So do kernels that call no Python function: the fast path of nn.TransformerEncoderLayer
+    in eval mode, and nn.MultiheadAttention with need_weights=True.
+
+    Returns:
+        A `Patch`; nothing is routed before its `start` or `with`.
+
+    Example:
+        >>> import foci, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> with foci.patch(), foci.observe() as log:
+        ...     out = layer(torch.randn(1, 8, 16))
+        >>> len(log.calls)
+        1
+    """
+    return Patch()
+
+
+def _globals() -> Iterator[dict[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict) and not name.startswith(_UNTOUCHED):
+            yield names
+
+
+def _replace() -> None:
+    # torch.compile looks torch's functions up by name once per process: before other functions go by these names.
+    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    routes = {getattr(importlib.import_module(module), name): function for module, name, function in _ROUTES}
+    by_id = {id(original): function for original, function in routes.items()}
+    for names in _globals():
+        for name, value in list(names.items()):
+            new = by_id.get(id(value))
+            if new is None and type(value) is FunctionType:
+                # torch.compile(flex_attention): foci's is fused as it is
+                new = by_id.get(id(value.__dict__.get("_torchdynamo_orig_callable")))
+            if new is not None:
+                names[name] = new
+                _replaced.append((names, name, value, new))
+
+
+def _restore() -> None:
+    for names, name, old, new in _replaced:
+        if names.get(name) is new:
+            names[name] = old
+    _replaced.clear()
+    # Modules that were imported meanwhile took foci's functions for torch's.
+    originals = {id(function): getattr(importlib.import_module(module), name) for module, name, function in _ROUTES}
+    for names in _globals():
+        for name, value in list(names.items()):
+            if id(value) in originals:
+                names[name] = originals[id(value)]
