@@ -15,7 +15,7 @@ HALF_FACTORS = {"query": 2.5, "key": 4.0, "value": 4.0, "captures": 4.0}
 HALF_FORWARD = 1.1
 FULL_FACTOR = 10.0
 # Units in the last place of the largest result that rounding alone may cost.
-FLOOR = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 16.0, torch.float64: 64.0}
+FLOOR = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 32.0, torch.float64: 64.0}
 
 
 def factor(name: str, dtype: torch.dtype) -> float:
@@ -44,7 +44,9 @@ def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Te
     assert found.shape == exact.shape, f"{name}: shape {tuple(found.shape)}, not {tuple(exact.shape)}"
     finite = exact[torch.isfinite(exact)]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    floor = FLOOR[dtype] * torch.finfo(found.dtype).eps * largest + 1e-30
+    # Sums kept in float32 next to half inputs need not be better than a sixteenth of the inputs' rounding.
+    rounding = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps / 16)
+    floor = FLOOR[dtype] * rounding * largest + 1e-30
     budget = factor(name, dtype) * error(plain, exact) + floor
     distance = error(found, exact)
     assert distance <= budget, f"{name}: off by {distance:.3g}, plain formula by {error(plain, exact):.3g}, budget {budget:.3g}"

@@ -278,7 +278,7 @@ def captured(make):
 
 
 def _head_scale(t):
-    return lambda score, b, h, q, kv: score * t.head[h] + t.head[0], causal
+    return lambda score, b, h, q, kv: score * t.head[h] + t.head[0] * kv * 0.01, causal
 
 
 def _dot(t):

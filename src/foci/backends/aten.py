@@ -126,7 +126,6 @@ def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    none = torch.empty(0, device=grad.device)
     random = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     queries = []
     key, value = (torch.zeros_like(t, dtype=torch.float32) for t in (call.key, call.value))
@@ -136,7 +135,7 @@ def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
             lengths = (part.query.shape[2], part.key.shape[2])
             rows = (grad[:, :, q], part.query, part.key, part.value, out[:, :, q], lse[:, :, q].contiguous())
             found = _aten._scaled_dot_product_flash_attention_backward(
-                *rows, none, none, *lengths, 0.0, part.causal, random, random, scale=part.scale
+                *rows, None, None, *lengths, 0.0, part.causal, random, random, scale=part.scale
             )
             if len(pieces) == 1 and kv.stop == call.key.shape[2]:
                 return found[0], found[1], found[2]
