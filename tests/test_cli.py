@@ -1,6 +1,7 @@
 """The command line, run as a user runs it."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,12 +159,18 @@ def test_words_that_name_no_mask(text, said):
         read_mask(text, SIZES)
 
 
-def test_every_name_stands_in_the_documentation():
-    from pathlib import Path
+DOCS = Path(__file__).parents[1] / "docs"
 
-    page = (Path(__file__).parents[1] / "docs" / "masks-and-scores.md").read_text(encoding="utf-8")
+
+def test_every_mask_and_score_stands_in_the_documentation():
+    page = (DOCS / "masks-and-scores.md").read_text(encoding="utf-8")
     missing = [name for module in (foci.masks, foci.scores) for name in module.__all__ if name != "EXAMPLES" and f"`{name}(" not in page]
     assert missing == []
+
+
+def test_every_backend_stands_in_the_documentation():
+    page = (DOCS / "backends.md").read_text(encoding="utf-8")
+    assert [name for name in foci.backends.names() if f"| `{name}` |" not in page] == []
 
 
 # -- foci demo
