@@ -1,0 +1,99 @@
+"""Writes docs/benchmarks.md and its plot from benchmarks/results/{blocked_cpu,overhead,block_mask}.jsonl.
+
+python benchmarks/report.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from measure import RESULTS
+
+DOCS = Path(__file__).parents[1] / "docs"
+Row = dict[str, object]
+
+
+def _rows(name: str) -> list[Row]:
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _table(head: list[str], lines: list[list[object]]) -> str:
+    cells = [head, ["---"] * len(head), *([str(c) for c in line] for line in lines)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def _where(rows: list[Row]) -> str:
+    last = rows[-1]
+    return f"{last['device']}, {last['threads']} threads, torch {last['torch']}, commit {last['commit']}."
+
+
+def _pivot(rows: list[Row], mask: str, direction: str, value: str) -> str:
+    chosen = [r for r in rows if r["mask"] == mask and r["direction"] == direction]
+    names = list(dict.fromkeys(str(r["implementation"]) for r in chosen))
+    found = {(r["length"], r["implementation"]): r[value] for r in chosen}
+    lengths = sorted({int(str(r["length"])) for r in chosen})
+    return _table(["S", *names], [[n, *(found.get((n, name), "") for name in names)] for n in lengths])
+
+
+def _plot(rows: list[Row]) -> None:
+    masks = list(dict.fromkeys(str(r["mask"]) for r in rows))
+    figure, axes = plt.subplots(2, len(masks), figsize=(4 * len(masks), 7), sharex=True, constrained_layout=True)
+    for column, mask in enumerate(masks):
+        for line, (value, label) in enumerate((("ms", "time, ms"), ("peak_mb", "peak memory over inputs, MB"))):
+            axis = axes[line, column]
+            for name in dict.fromkeys(str(r["implementation"]) for r in rows):
+                points = [r for r in rows if (r["mask"], r["implementation"], r["direction"]) == (mask, name, "forward+backward")]
+                points = points or [r for r in rows if (r["mask"], r["implementation"], r["direction"]) == (mask, name, "forward")]
+                style = "-" if points and points[0]["direction"] == "forward+backward" else "--"
+                axis.plot([r["length"] for r in points], [r[value] for r in points], style, marker="o", markersize=3, label=name)
+            axis.set(xscale="log", yscale="log", title=f"mask: {mask}" if line == 0 else None, ylabel=label if column == 0 else None)
+            axis.grid(alpha=0.3)
+    axes[1, 0].set_xlabel("S")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle("forward and backward (dashed: forward only), 4 heads of 64, float32, CPU")
+    figure.savefig(DOCS / "blocked-cpu.png", dpi=110)
+
+
+def main() -> None:
+    parts = ["# Benchmarks of what runs everywhere\n", "Made by `benchmarks/report.py` from `benchmarks/results/`.\n"]
+    blocked, overhead, masks = _rows("blocked_cpu"), _rows("overhead"), _rows("block_mask")
+    if blocked:
+        _plot(blocked)
+        parts += [
+            "## The blocked backend on the CPU\n",
+            _where(blocked) + " 4 heads of 64, float32, medians.\n",
+            "![time and memory](blocked-cpu.png)\n",
+        ]
+        for mask in dict.fromkeys(str(r["mask"]) for r in blocked):
+            for direction in ("forward", "forward+backward"):
+                parts += [f"### {mask}, {direction}\n", "Milliseconds:\n", _pivot(blocked, mask, direction, "ms") + "\n"]
+                parts += ["Peak memory over the inputs, MB:\n", _pivot(blocked, mask, direction, "peak_mb") + "\n"]
+    if overhead:
+        timed = [r for r in overhead if "case" in r]
+        parts += [
+            "## Host cost of one small call, (1, 2, 16, 8)\n",
+            _where(overhead) + " Microseconds; torch is its scaled_dot_product_attention.\n",
+        ]
+        lines = [[r["case"], r["backend"], r["foci_us"], r["torch_us"], r["over_us"]] for r in timed]
+        parts += [_table(["call", "backend", "foci", "torch", "over"], lines) + "\n"]
+        growth = next(r for r in overhead if "before" in r)
+        before, after = growth["before"], growth["after"]
+        assert isinstance(before, dict)
+        assert isinstance(after, dict)
+        parts += ["Entries of the caches after ten lengths, and after a thousand random lengths more:\n"]
+        parts += [_table(["cache", "before", "after"], [[key, before[key], after[key]] for key in before]) + "\n"]
+    if masks:
+        parts += ["## Making a block mask\n", "Blocks of 128 x 128; seconds, and what the process grew by at most.\n"]
+        lines = [[r["case"], r["length"], r["seconds"], r["peak_mb"], r["sparsity_percent"]] for r in masks]
+        parts += [_table(["mask", "S", "s", "MB", "sparsity, %"], lines) + "\n"]
+    (DOCS / "benchmarks.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
