@@ -78,13 +78,16 @@ def _extremes(tensor: Tensor) -> tuple[int | None, int | None]:
 
 
 def _pack(tensor: Tensor, batch: int) -> Packed:
-    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length; a batch of one repeated."""
+    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length; a batch of one repeated. H may lack."""
     if not tensor.is_nested:
-        heads, length, dim = tensor.shape[1:]
-        values = tensor.expand(batch, heads, length, dim).transpose(0, 1).reshape(1, heads, batch * length, dim)
+        heads, length, dim = tensor.shape[1:] if tensor.dim() == 4 else (1, *tensor.shape[1:])
+        values = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor
+        values = values.expand(batch, heads, length, dim).transpose(0, 1).reshape(1, heads, batch * length, dim)
         return Packed(values, torch.arange(batch + 1, device=tensor.device) * length, None, length, length)
     nested: Any = tensor
     offsets, lengths, values = nested.offsets(), nested.lengths(), nested.values()
+    if tensor.dim() == 3:
+        values = values.unsqueeze(0)
     if tensor.shape[0] == batch:
         return Packed(values.unsqueeze(0), offsets, lengths, *_extremes(tensor))
     heads, tokens, dim = values.shape
@@ -123,6 +126,11 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     if extras.outputs.weights:
         raise ValueError("weights of nested tensors are ragged in two dimensions; ask for column_sums or row_max")
     query, key, value = tensors
+    if query.dim() > 4:
+        raise ValueError(
+            "query, key and value ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
+            f"got {query.dim()}"
+        )
     batch = max(t.shape[0] for t in tensors)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.shape[0] not in (1, batch):
@@ -157,7 +165,7 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return _nested_entries(run(_entries(tensors), score, mask, extras), tensors[0])
-    call = _packed_call(_of_four_dims(tensors), extras)
+    call = _packed_call(tensors, extras)
     return _as_query(run(call.tensors, score, mask, call.extras), call, heads=tensors[0].dim() == 4)
 
 
@@ -166,20 +174,8 @@ def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: E
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return decision(_entries(tensors), score, mask, extras)
-    call = _packed_call(_of_four_dims(tensors), extras)
+    call = _packed_call(tensors, extras)
     return decision(call.tensors, score, mask, call.extras)
-
-
-def _of_four_dims(tensors: Tensors) -> Tensors:
-    if tensors[0].dim() == 3:
-        query, key, value = (t.unsqueeze(1) for t in tensors)
-        return query, key, value
-    if tensors[0].dim() != 4:
-        raise ValueError(
-            "query, key and value ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
-            f"got {tensors[0].dim()}"
-        )
-    return tensors
 
 
 def _is_over_entries(tensors: Tensors) -> bool:

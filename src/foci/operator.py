@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ __all__ = ["attend"]
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths")
+_Kind: Final = torch._C._functorch.TransformType
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _NO_NEEDS: Final[tuple[bool, bool, bool]] = (False, False, False)
 
@@ -33,8 +34,12 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         NoViableBackend: if no backend accepts the problem.
     """
     tensors = (operands.query, operands.key, operands.value, *operands.captures)
-    if _has_forward_gradient(tensors):
+    transforms = _transforms()
+    if _has_forward_gradient(tensors) or _Kind.Jvp in transforms:
         return _formula_kernel(formula, operands)
+    if _Kind.Grad in transforms:
+        call = _Call(formula, operands, allowed)
+        return _results(formula, _Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not _is_plain_eager(tensors):
         return _results(formula, torch.ops.foci.attention(*_flatten(formula, operands, allowed)))
     needs: Needs = (*_NO_NEEDS, (False,) * len(operands.captures))
@@ -52,6 +57,14 @@ def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
         and not torch.compiler.is_compiling()
         and all(type(t) in _PLAIN for t in tensors)
     )
+
+
+def _transforms() -> list[Any]:
+    """Kinds of the torch.func transforms that are open."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return []
+    return [level.key() for level in functorch.get_interpreter_stack() or ()]
 
 
 def _has_forward_gradient(tensors: Sequence[Tensor]) -> bool:
@@ -301,9 +314,135 @@ class _Attention(torch.autograd.Function):
         rest = iter(saved[count:])
         optional = (next(rest) if p else None for p in present)
         operands = Operands(*saved[:3], tuple(saved[3:count]), *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
-        run = _call_backward if torch.is_grad_enabled() else run_backward
-        g = run(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
+        if _is_batched(grads):
+            g = _formula_backward(formula, operands, grads, needs)
+        else:
+            run = _call_backward if torch.is_grad_enabled() else run_backward
+            g = run(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
         return (None, None, None, None, g.query, g.key, g.value, *g.captures)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call under torch.func, whose transforms see only the arguments of their own level: all tensors apart from the rest."""
+
+    formula: Formula
+    operands: Operands
+    allowed: Allowed
+
+    @property
+    def captured(self) -> int:
+        return len(self.operands.captures)
+
+    def tensors(self) -> list[Tensor]:
+        """Query, key, value, captured tensors, and the optional ones that are there."""
+        o = self.operands
+        optional = [getattr(o, name) for name in _OPTIONAL]
+        return [o.query, o.key, o.value, *o.captures, *(t for t in optional if t is not None)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Operands:
+        """The operands of these tensors, ordered as `tensors` has them."""
+        count = 3 + self.captured
+        rest = iter(tensors[count:])
+        optional: dict[str, Any] = {name: next(rest) for name in _OPTIONAL if getattr(self.operands, name) is not None}
+        query, key, value, *captures = tensors[:count]
+        return replace(self.operands, query=query, key=key, value=value, captures=tuple(captures), **optional)
+
+
+class _Transformed(torch.autograd.Function):
+    """Attention under torch.func's grad, vjp and jacrev, which custom operators do not take part in."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> Outputs:
+        return tuple(torch.ops.foci.attention(*_flatten(call.formula, call.with_tensors(tensors), call.allowed)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:], output[0], output[1])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        needs = "".join(str(int(need)) for need in ctx.needs_input_grad[1 : 4 + call.captured])
+        *tensors, out, lse = ctx.saved_tensors
+        found = iter(_TransformedBackward.apply(call, needs, grads[0], grads[1], grads[3], grads[4], out, lse, *tensors))  # type: ignore[no-untyped-call]
+        return (None, *(next(found) if flag == "1" else None for flag in needs), *[None] * (len(tensors) - len(needs)))
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The gradient of `_Transformed`, with a derivative of its own: that of the plain formula's gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        grad_out, grad_lse, grad_columns, grad_weights, out, lse, *inputs = tensors
+        asked = call.formula.outputs
+        others = (grad_lse, grad_columns if asked.column_sums else None, grad_weights if asked.weights else None)
+        flat = _flatten(call.formula, call.with_tensors(inputs), call.allowed)
+        return tuple(torch.ops.foci.attention_backward(grad_out, *others, out, lse, needs, *flat))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.wanted = inputs[:2]
+        ctx.save_for_backward(*inputs[2:6], *inputs[8:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        count = 7 + ctx.call.captured  # cotangents, query, key, value, captures
+        varied = [n for n in range(count) if saved[n].is_floating_point()]
+
+        def first(*some: Tensor) -> tuple[Tensor, ...]:
+            tensors = list(saved)
+            for n, tensor in zip(varied, some, strict=True):
+                tensors[n] = tensor
+            return _formula_gradient(ctx.call, ctx.wanted, tensors)
+
+        pull = torch.func.vjp(first, *(saved[n] for n in varied))[1]
+        found = dict(zip(varied, pull(tuple(grads)), strict=True))
+        every = [found.get(n) for n in range(len(saved))]
+        return (None, None, *every[:4], None, None, *every[4:])
+
+
+def _formula_gradient(call: _Call, needs: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of the plain formula for cotangents of out, lse, column sums and weights, by torch.func alone."""
+    cotangents, inputs = tensors[:4], list(tensors[4:])
+    wanted = [n for n, flag in enumerate(needs) if flag == "1"]
+    asked = call.formula.outputs
+    present = (True, True, asked.column_sums, asked.weights)
+
+    def formula(*some: Tensor) -> tuple[Tensor, ...]:
+        for n, tensor in zip(wanted, some, strict=True):
+            inputs[n] = tensor
+        results = _formula_kernel(call.formula, call.with_tensors(inputs))
+        outputs = (results.out, results.lse, results.column_sums, results.weights)
+        return tuple(o for o, on in zip(outputs, present, strict=True) if on and o is not None)
+
+    pull = torch.func.vjp(formula, *(inputs[n] for n in wanted))[1]
+    gradients: tuple[Tensor, ...] = pull(tuple(c for c, on in zip(cotangents, present, strict=True) if on))
+    return gradients
+
+
+def _is_batched(tensors: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+
+
+def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:
+    """Gradients for a whole batch of cotangents (`is_grads_batched`), whose tensors no kernel can read."""
+    flags = (*needs[:3], *needs[3])
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(on) for t, on in zip((operands.query, operands.key, operands.value, *operands.captures), flags)]
+        results = _formula_kernel(formula, replace(operands, query=leaves[0], key=leaves[1], value=leaves[2], captures=tuple(leaves[3:])))
+    outputs = (results.out, results.lse, None, results.column_sums, results.weights)
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None and o.requires_grad]
+    wanted = [leaf for leaf, on in zip(leaves, flags) if on]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return _gradients([next(found) if on else None for on in flags])
 
 
 def _unbatched(args: Sequence[Any], in_dims: Sequence[Any], n: int) -> list[Any]:
