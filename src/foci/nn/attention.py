@@ -1,0 +1,402 @@
+"""Multi-head attention: torch.nn's module on foci, with grouped heads, rotary positions, variants and a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import foci
+from foci.nn import masking
+from foci.nn.cache import LayerCache, Memory, Stored
+from foci.nn.masking import Functions
+from foci.nn.packing import Packing, Pair, pack_nested, pack_whole
+from foci.nn.rotary import RotaryEmbedding
+from foci.variant import Mask, Score
+
+__all__ = ["MultiheadAttention", "SlidingWindowAttention", "adopt", "is_plain_attention"]
+
+Variant: TypeAlias = Callable[..., Any] | torch.nn.Module | None
+Projected: TypeAlias = tuple[Tensor, Tensor, Tensor]
+_NEEDS_MASK: Final = (
+    "Need attn_mask if specifying the is_causal hint. "
+    "You may use the Transformer module method `generate_square_subsequent_mask` to create this mask."
+)
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` (Vaswani et al., 2017, section 3.2.2) on foci, and what torch's has not.
+
+    Parameters, their names and their initialisation are torch's. Weights are computed only where they are asked for; a
+    row that may attend to nothing gives zeros, in the weights too.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in torch.
+        num_kv_heads: heads of key and value, a divisor of num_heads (Ainslie et al., 2023); num_heads by default.
+        rotary: turns queries and keys by their positions; for self-attention.
+        mask: which keys each query attends to, besides what `forward` is given: a `foci.Mask`, a function
+            (b, h, q_idx, kv_idx) -> bool, or a module that returns one. Indices are positions in the padded sequence.
+        score: what happens to the scaled scores: a `foci.Score`, a function, or a module that returns one, whose
+            parameters are then learned.
+
+    Raises:
+        ValueError, AssertionError: as torch; ValueError for num_kv_heads that does not divide num_heads.
+
+    Example:
+        >>> import torch, foci, foci.nn
+        >>> attention = foci.nn.MultiheadAttention(64, 8, batch_first=True, num_kv_heads=2, mask=foci.masks.causal())
+        >>> x = torch.randn(2, 10, 64)
+        >>> out, weights = attention(x, x, x)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 10, 10]))
+    """
+
+    num_kv_heads: int
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
+        device: Any = None, dtype: torch.dtype | None = None, *, num_kv_heads: int | None = None,
+        rotary: RotaryEmbedding | None = None, mask: Variant = None, score: Variant = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        adopt(self, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "num_kv_heads" not in self.__dict__:  # pickled by torch.nn
+            _plug(self, num_kv_heads=self.num_heads)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, batch_first={self.batch_first}"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool | foci.AuxRequest = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False, *, cache: LayerCache | Memory | None = None,
+    ) -> Any:  # fmt: skip
+        """Attention of query over key and value.
+
+        Args:
+            query: [L, B, E], [B, L, E] with batch_first, [L, E], or a NestedTensor [B, ragged, E].
+            key, value: the same with their own length and dims.
+            key_padding_mask: [B, S] or [S], bool, true for keys to leave out, or floating, added to their scores.
+            need_weights: also return the weights; or a `foci.AuxRequest`, for row statistics without them.
+            attn_mask: [L, S] or [B * H, L, S], bool, true where not to attend, or floating, added; may require grad.
+            average_attn_weights: weights averaged over heads.
+            is_causal: a hint that attn_mask is causal, which is then not read; needs attn_mask.
+            cache: earlier keys and values, which the new ones join; queries then see no token after their own.
+
+        Returns:
+            The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
+            a `foci.AuxOutput`; or None. Unbatched ones without B.
+
+        Raises:
+            AssertionError, RuntimeError: for wrong arguments, in torch's words.
+        """
+        padding: Any = key_padding_mask
+        if isinstance(padding, (Packing, Pair)):
+            return self._packed((query, key, value), padding, attn_mask, is_causal=is_causal), None
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._nested((query, key, value), padding, need_weights, attn_mask, average=average_attn_weights, is_causal=is_causal)
+        masking.check_mask("key_padding_mask", padding)
+        masking.check_mask("attn_mask", attn_mask)
+        batched = masking.check_shapes(query, key, value, padding, attn_mask)
+        if is_causal and attn_mask is None and not isinstance(cache, LayerCache):
+            raise RuntimeError(_NEEDS_MASK)
+        if not batched:
+            query, key, value = _unsqueezed((query, key, value), 0 if self.batch_first else 1)
+            padding = None if padding is None else padding.unsqueeze(0)
+        self._check_inputs(query, key, value)
+        out, extra = self._dense((query, key, value), padding, need_weights, attn_mask, is_causal=is_causal, cache=cache)
+        out = out if self.batch_first else out.transpose(0, 1)
+        if isinstance(extra, Tensor) and average_attn_weights:
+            extra = extra.mean(dim=1)
+        if batched:
+            return out, extra
+        out = out.squeeze(0 if self.batch_first else 1)
+        if isinstance(extra, Tensor):
+            return out, extra.squeeze(0)
+        return out, None if extra is None else foci.AuxOutput(*(None if t is None else t.squeeze(0) for t in extra))
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        if not self._qkv_same_embed_dim and key.shape[:2] != value.shape[:2]:
+            raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
+        if self._qkv_same_embed_dim and key.shape != value.shape:
+            raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
+        """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor."""
+        sizes = (self.embed_dim, *[self.num_kv_heads * self.head_dim] * 2)
+        if self.in_proj_weight is None:
+            biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+            weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            parts: Any = [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+        elif query is key and key is value:
+            parts = linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, dim=-1)
+        else:
+            weights = self.in_proj_weight.split(sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+            if key is value:
+                bias = None if self.in_proj_bias is None else self.in_proj_bias[sizes[0] :]
+                both = linear(key, self.in_proj_weight[sizes[0] :], bias).split(sizes[1:], dim=-1)
+                parts = (linear(query, weights[0], biases[0]), *both)
+            else:
+                parts = [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        return q, k, v
+
+    def _own(self) -> Functions:
+        """The module's own mask and score."""
+        mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in (self.mask, self.score))
+        if mask is not None and not isinstance(mask, Mask):
+            mask = Mask(mask)
+        return Functions(mask, score if score is None or isinstance(score, Score) else Score(score))
+
+    def _extra_keys(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [n, Hkv, D] that every sequence has besides its own: bias_k and bias_v, then zeros."""
+        keys, values = [], []
+        if self.bias_k is not None and self.bias_v is not None:
+            keys.append(self.bias_k.view(1, self.num_kv_heads, self.head_dim))
+            values.append(self.bias_v.view(1, self.num_kv_heads, self.head_dim))
+        if self.add_zero_attn:
+            zeros = self.out_proj.weight.new_zeros((1, self.num_kv_heads, self.head_dim))
+            keys.append(zeros)
+            values.append(zeros)
+        return (torch.cat(keys), torch.cat(values)) if keys else None
+
+    def _dense(
+        self, inputs: Projected, padding: Tensor | None, need_weights: bool | foci.AuxRequest, attn_mask: Tensor | None, *,
+        is_causal: bool, cache: LayerCache | Memory | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Output [B, L, E], and weights [B, H, L, S] or auxiliary outputs."""
+        order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        q, k, v, stored = self._heads(inputs, padding, order, cache)
+        functions = self._own()
+        if stored is not None:
+            place = masking.cached_place(stored)
+            functions = masking.placed(functions.and_(masking.CAUSAL), place, masking.itself)
+            padding = None
+        if padding is not None:
+            masking.check_padding_shape(padding, k.shape[0], k.shape[2])
+            functions = functions.and_(masking.key_padding(padding))
+        if attn_mask is not None and is_causal:
+            functions = functions.and_(masking.CAUSAL)
+        elif attn_mask is not None:
+            lengths = (q.shape[2], k.shape[2])
+            functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=q.shape[0], heads=self.num_heads)))
+        extra = self._extra_keys()
+        if extra is not None:
+            count = extra[0].shape[0]
+            more = (e.to(k.dtype).transpose(0, 1).expand(k.shape[0], -1, -1, -1) for e in extra)
+            k, v = (torch.cat((t, e), dim=2) for t, e in zip((k, v), more, strict=True))
+            functions = masking.with_extra_keys(functions, count)
+        asked = foci.AuxRequest(weights=True) if need_weights is True else need_weights or None
+        found = foci.attention(
+            q, k, v, mask=functions.mask, score=functions.score, dropout_p=self.dropout if self.training else 0.0, return_aux=asked
+        )
+        out, aux = found if asked is not None else (found, None)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), aux.weights if need_weights is True else aux
+
+    def _heads(
+        self, inputs: Projected, padding: Tensor | None, order: tuple[int, ...], cache: LayerCache | Memory | None
+    ) -> tuple[Tensor, Tensor, Tensor, Stored | None]:
+        """Projected, turned and joined with the cache: [B, H, L, D], [B, Hkv, S, D] twice."""
+        if isinstance(cache, Memory) and cache.key is not None and cache.value is not None:
+            weight, bias = self._query_parameters()
+            q = linear(inputs[0], weight, bias).unflatten(-1, (-1, self.head_dim)).permute(order)
+            return q, cache.key, cache.value, None
+        q, k, v = (part.permute(order) for part in self._project(*inputs))
+        if isinstance(cache, Memory):
+            cache.key, cache.value = k.detach(), v.detach()
+            return q, k, v, None
+        dropped = None
+        if cache is not None and padding is not None:
+            dropped = padding == -torch.inf if padding.is_floating_point() else padding
+        if self.rotary is not None:
+            if cache is None:
+                turns = [torch.arange(t.shape[2], device=t.device) for t in (q, k)]
+            else:
+                turns = [cache.positions(q.shape[0], q.shape[2], dropped, q.device)] * 2
+            q, k = (self.rotary(t, positions) for t, positions in zip((q, k), turns, strict=True))
+        if cache is None:
+            return q, k, v, None
+        stored = cache.append(k, v, dropped)
+        return q, stored.key, stored.value, stored
+
+    def _query_parameters(self) -> tuple[Tensor, Tensor | None]:
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
+        assert weight is not None
+        return weight, None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+
+    def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
+        """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
+        query, key = padding if isinstance(padding, Pair) else (padding, padding)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(_NEEDS_MASK)
+        q, k, v = self._project(*inputs)
+        if self.rotary is not None:
+            q, k = (self.rotary(t.transpose(0, 1)[None], p.positions(t.shape[0]))[0].transpose(0, 1) for t, p in ((q, query), (k, key)))
+        functions = self._own()
+        if attn_mask is not None and not is_causal:
+            lengths = (query.shape[1], key.shape[1])
+            functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=query.batch, heads=self.num_heads)))
+        elif is_causal and query is not key:
+            functions = functions.and_(masking.CAUSAL)
+        functions = masking.placed(functions, masking.packed_place(query), masking.packed_place(key))
+        if is_causal and query is key:  # packing keeps the order
+            functions = functions.and_(masking.CAUSAL)
+        functions = functions.and_(masking.packed_bias(key))
+        offsets, longest, extra = key.offsets, key.longest, self._extra_keys()
+        if extra is not None:
+            count = extra[0].shape[0]
+            k, v = (_appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
+            offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
+            functions = masking.with_extra_keys(functions, count)
+        out = foci.varlen_attn(
+            q, k, v, query.offsets, offsets, query.longest, longest, enable_gqa=True, mask=functions.mask,
+            score=None if functions.score is None else functions.score.function, dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.out_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _nested(
+        self, inputs: Projected, padding: Any, need_weights: bool | foci.AuxRequest, attn_mask: Tensor | None, *, average: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """NestedTensors [B, ragged, E], or dense tensors beside them; weights are padded with zeros to the longest."""
+        if padding is not None:
+            raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
+        if not isinstance(need_weights, bool):
+            raise ValueError("row statistics of nested inputs are ragged; call foci.attention with nested tensors for them")
+        query, key, value = inputs
+        query_packing = _packing(query, batch_first=self.batch_first)
+        key_packing = query_packing if _same_sequences(query, key) else _packing(key, batch_first=self.batch_first)
+        q = query_packing.pack(query)
+        k = q if key is query else key_packing.pack(key)
+        v = k if value is key else key_packing.pack(value)
+        if not need_weights:
+            return query_packing.pad(self._packed((q, k, v), Pair(query_packing, key_packing), attn_mask, is_causal=is_causal)), None
+        blocked = torch.arange(key_packing.longest, device=k.device) >= key_packing.lengths[:, None]
+        rows = torch.arange(query_packing.longest, device=q.device) >= query_packing.lengths[:, None]
+        padded = [p.padded(t) for t, p in ((q, query_packing), (k, key_packing), (v, key_packing))]
+        dense = padded if self.batch_first else [t.transpose(0, 1) for t in padded]
+        out, weights = self(*dense, blocked, attn_mask=attn_mask, average_attn_weights=average, is_causal=is_causal)
+        out = out if self.batch_first else out.transpose(0, 1)
+        weights = weights.masked_fill(rows[:, :, None] if average else rows[:, None, :, None], 0.0)
+        return query_packing.pad(out[~rows]), weights
+
+
+class SlidingWindowAttention(MultiheadAttention):
+    """`MultiheadAttention` in which a query sees the keys near it (Beltagy et al., 2020, section 3.1).
+
+    Args:
+        embed_dim, num_heads: as in `MultiheadAttention`.
+        left, right: how many keys before and after its own position a query sees; None for all.
+        dropout, bias, batch_first, num_kv_heads, rotary: as in `MultiheadAttention`.
+
+    Raises:
+        ValueError: for a negative window.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> attention = foci.nn.SlidingWindowAttention(32, 4, left=16, batch_first=True)
+        >>> x = torch.randn(1, 100, 32)
+        >>> attention(x, x, x, need_weights=False)[0].shape
+        torch.Size([1, 100, 32])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, left: int | None, right: int | None = 0, dropout: float = 0.0, bias: bool = True,
+        batch_first: bool = False, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, rotary=rotary,
+            mask=foci.masks.window(left, right),
+        )  # fmt: skip
+
+
+def adopt(
+    module: torch.nn.MultiheadAttention, *, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None, mask: Variant = None,
+    score: Variant = None,
+) -> None:  # fmt: skip
+    """Makes torch's attention foci's, in place, its parameters kept; new ones where key heads are grouped.
+
+    Raises:
+        ValueError: for num_kv_heads that does not divide num_heads.
+    """
+    heads = module.num_heads if num_kv_heads is None else num_kv_heads
+    if heads < 1 or module.num_heads % heads:
+        raise ValueError(f"num_kv_heads must divide num_heads = {module.num_heads}; got {num_kv_heads}")
+    if not isinstance(module, MultiheadAttention):
+        module.__class__ = MultiheadAttention
+    _plug(module, num_kv_heads=heads, rotary=rotary, mask=mask, score=score)
+    if heads != module.num_heads:
+        _group(module, heads * module.head_dim)
+
+
+def _plug(module: torch.nn.Module, *, num_kv_heads: int, rotary: Any = None, mask: Variant = None, score: Variant = None) -> None:
+    module.num_kv_heads = num_kv_heads
+    module.rotary, module.mask, module.score = rotary, mask, score
+
+
+def _group(module: torch.nn.MultiheadAttention, width: int) -> None:
+    """Parameters for keys and values of `width` features."""
+    size = module.embed_dim
+
+    def parameter(like: Tensor, *shape: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(like.new_empty(shape))
+
+    if module.in_proj_weight is not None:
+        module.in_proj_weight = parameter(module.in_proj_weight, size + 2 * width, size)
+    else:
+        assert module.k_proj_weight is not None and module.v_proj_weight is not None
+        module.k_proj_weight = parameter(module.k_proj_weight, width, module.kdim)
+        module.v_proj_weight = parameter(module.v_proj_weight, width, module.vdim)
+    if module.in_proj_bias is not None:
+        module.in_proj_bias = parameter(module.in_proj_bias, size + 2 * width)
+    if module.bias_k is not None and module.bias_v is not None:
+        module.bias_k, module.bias_v = (parameter(module.bias_k, 1, 1, width) for _ in range(2))
+    module._reset_parameters()
+
+
+def is_plain_attention(module: torch.nn.Module) -> bool:
+    """Whether the module computes as `MultiheadAttention` does, so that it may be given packed tokens."""
+    return isinstance(module, MultiheadAttention) and type(module).forward is MultiheadAttention.forward and "forward" not in vars(module)
+
+
+def _unsqueezed(inputs: Projected, dim: int) -> Projected:
+    """A batch of one; inputs that are one tensor stay one."""
+    query, key, value = inputs
+    q = query.unsqueeze(dim)
+    k = q if key is query else key.unsqueeze(dim)
+    return q, k, k if value is key else value.unsqueeze(dim)
+
+
+def _packing(tensor: Tensor, *, batch_first: bool) -> Packing:
+    return pack_nested(tensor) if tensor.is_nested else pack_whole(tensor, batch_first=batch_first)
+
+
+def _same_sequences(query: Tensor, key: Tensor) -> bool:
+    if query is key:
+        return True
+    both = query.is_nested and key.is_nested and query.layout == key.layout == torch.jagged
+    return both and query.offsets() is key.offsets()  # type: ignore[operator]
+
+
+def _appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
+    """[T, H, D] with the same [n, H, D] behind each sequence."""
+    count, total = extra.shape[0], tokens.shape[0]
+    places = torch.arange(total, device=tokens.device) + count * packing.sequence_ids(total)
+    ends = packing.offsets[1:, None] + count * torch.arange(packing.batch, device=tokens.device)[:, None]
+    behind = (ends + torch.arange(count, device=tokens.device)).flatten()
+    both = torch.cat((tokens, extra.repeat(packing.batch, 1, 1)))
+    order = torch.empty_like(torch.cat((places, behind))).scatter_(0, torch.cat((places, behind)), torch.arange(both.shape[0], device=both.device))
+    return both.index_select(0, order)

@@ -1,0 +1,261 @@
+"""Keys and values of earlier tokens, for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["KVCache", "LayerCache", "Memory", "Stored"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What a layer attends to after `LayerCache.append`.
+
+    Attributes:
+        key, value: [B, Hkv, S, D], the new tokens included.
+        start: number of tokens before the new ones, where it is the same in every row.
+        positions: int64 [B, n], position of each new token; None where that is `start` plus its index.
+    """
+
+    key: Tensor
+    value: Tensor
+    start: int
+    positions: Tensor | None
+
+
+@dataclass(eq=False)
+class Memory:
+    """Keys and values of an encoder's output, projected once."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+class _Buffer(Protocol):
+    """Where keys or values are kept."""
+
+    def write(self, start: int, new: Tensor) -> None:
+        """Stores [B, Hkv, n, D] from position `start` on."""
+        ...
+
+    def scatter(self, positions: Tensor, new: Tensor, stop: int) -> None:
+        """Stores each token at its position, [B, n]; positions reach to `stop`, and -1 is nowhere."""
+        ...
+
+    def read(self, stop: int) -> Tensor:
+        """[B, Hkv, stop, D]."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows of the batch, in this order."""
+        ...
+
+
+class _Static:
+    """One tensor [B, Hkv, max_length + 1, D]; the last place takes what is to go nowhere."""
+
+    def __init__(self, like: Tensor, max_length: int) -> None:
+        batch, heads, _, dim = like.shape
+        self.data = like.new_zeros((batch, heads, max_length + 1, dim))
+
+    def write(self, start: int, new: Tensor) -> None:
+        self.data[:, :, start : start + new.shape[2]] = new
+
+    def scatter(self, positions: Tensor, new: Tensor, stop: int) -> None:
+        places = torch.where(positions < 0, self.data.shape[2] - 1, positions)
+        self.data.scatter_(2, places[:, None, :, None].expand_as(new), new)
+
+    def read(self, stop: int) -> Tensor:
+        return self.data[:, :, :stop]
+
+    def select(self, rows: Tensor) -> None:
+        self.data = self.data.index_select(0, rows)
+
+
+class _Paged:
+    """Pages [pages, Hkv, page_size, D] and a table int64 [B, pages of a row]; page 0 takes what is to go nowhere."""
+
+    def __init__(self, like: Tensor, page_size: int) -> None:
+        batch, heads, _, dim = like.shape
+        self.page_size = page_size
+        self.pool = like.new_zeros((1, heads, page_size, dim))
+        self.table = torch.zeros((batch, 0), dtype=torch.int64, device=like.device)
+        self.used = 1
+
+    def write(self, start: int, new: Tensor) -> None:
+        positions = torch.arange(start, start + new.shape[2], device=new.device).expand(new.shape[0], -1)
+        self.scatter(positions, new, start + new.shape[2])
+
+    def scatter(self, positions: Tensor, new: Tensor, stop: int) -> None:
+        self._grow(-(-stop // self.page_size))
+        known = positions.clamp_min(0)
+        pages = torch.where(positions < 0, 0, self.table.gather(1, known // self.page_size))
+        self.pool[pages, :, known % self.page_size] = new.transpose(1, 2)
+
+    def read(self, stop: int) -> Tensor:
+        count = -(-stop // self.page_size)
+        pages = self.pool[self.table[:, :count]]  # [B, count, Hkv, page_size, D]
+        return pages.transpose(1, 2).flatten(2, 3)[:, :, :stop]
+
+    def select(self, rows: Tensor) -> None:
+        # rows may be chosen twice, and then write apart from each other: every row gets pages of its own
+        table = self.table.index_select(0, rows)
+        self.pool = torch.cat((self.pool[:1], self.pool[table.flatten()]))
+        self.used = self.pool.shape[0]
+        self.table = torch.arange(1, self.used, device=table.device).view(table.shape)
+
+    def _grow(self, count: int) -> None:
+        batch, have = self.table.shape
+        if count <= have:
+            return
+        needed = self.used + batch * (count - have)
+        if needed > self.pool.shape[0]:
+            more = max(needed, 2 * self.pool.shape[0]) - self.pool.shape[0]
+            self.pool = torch.cat((self.pool, self.pool.new_zeros((more, *self.pool.shape[1:]))))
+        added = torch.arange(self.used, needed, device=self.table.device).view(batch, -1)
+        self.table = torch.cat((self.table, added), dim=1)
+        self.used = needed
+
+
+class LayerCache:
+    """The part of a `KVCache` that one layer fills.
+
+    Attributes:
+        longest: tokens of the longest row, or a bound on it.
+        counts: int64 [B], tokens of each row where they differ; else None.
+        memory: keys and values of an encoder's output, for a decoder layer.
+    """
+
+    def __init__(self, max_length: int, page_size: int | None) -> None:
+        self.max_length = max_length
+        self.page_size = page_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.longest = 0
+        self.counts: Tensor | None = None
+        self.memory = Memory()
+        self._buffers: tuple[_Buffer, _Buffer] | None = None
+
+    def append(self, key: Tensor, value: Tensor, padding: Tensor | None) -> Stored:
+        """Stores new tokens.
+
+        Args:
+            key, value: [B, Hkv, n, D].
+            padding: bool [B, n], true for what is no token and is not stored; or None.
+
+        Raises:
+            ValueError: if they do not fit, or come in another batch size or dtype.
+        """
+        new, start = key.shape[2], self.longest
+        if start + new > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} tokens; {start} are there and {new} are to be added")
+        if self._buffers is None:
+            self._buffers = (self._buffer(key), self._buffer(value))
+        buffers, positions = self._buffers, None
+        stop = start + new
+        with torch.no_grad():
+            if padding is None and self.counts is None:
+                for buffer, tokens in zip(buffers, (key, value), strict=True):
+                    buffer.write(start, tokens.detach())
+            else:
+                keep = torch.ones((key.shape[0], new), dtype=torch.bool, device=key.device) if padding is None else ~padding
+                counts = torch.full((key.shape[0],), start, device=key.device) if self.counts is None else self.counts
+                positions = counts[:, None] + keep.long().cumsum(1) - 1
+                for buffer, tokens in zip(buffers, (key, value), strict=True):
+                    buffer.scatter(torch.where(keep, positions, -1), tokens.detach(), stop)
+                self.counts = counts + keep.sum(1)
+                positions = positions.clamp_min(0)
+        self.longest = stop
+        return Stored(buffers[0].read(stop), buffers[1].read(stop), start, positions)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows of the batch, in this order."""
+        if self._buffers is not None:
+            for buffer in self._buffers:
+                buffer.select(rows)
+        self.counts = None if self.counts is None else self.counts[rows]
+        if self.memory.key is not None and self.memory.value is not None:
+            self.memory = Memory(self.memory.key[rows], self.memory.value[rows])
+
+    def positions(self, batch: int, new: int, padding: Tensor | None, device: torch.device) -> Tensor:
+        """Positions that the next `append` will give to new tokens: int64 [n], or [B, n] where rows differ."""
+        if padding is None and self.counts is None:
+            return torch.arange(self.longest, self.longest + new, device=device)
+        keep = torch.ones((batch, new), dtype=torch.bool, device=device) if padding is None else ~padding
+        counts = torch.full((batch,), self.longest, device=device) if self.counts is None else self.counts
+        return (counts[:, None] + keep.long().cumsum(1) - 1).clamp_min(0)
+
+    def _buffer(self, like: Tensor) -> Any:
+        return _Static(like, self.max_length) if self.page_size is None else _Paged(like, self.page_size)
+
+
+class KVCache:
+    """Keys and values of the tokens that a model has seen, one `LayerCache` for each layer.
+
+    Given to `TransformerEncoder`, `TransformerDecoder` or one of their layers as `cache=`, it makes them attend to all
+    tokens so far: each call adds the tokens it is given, and each of them sees those before it and itself. Rows may have
+    different lengths: a padding mask, on any side, leaves tokens out. No gradient flows through a cache.
+
+    Static, it is one tensor of `max_length` for each layer, and attention reads it in place. Paged (Kwon et al., 2023), it
+    grows by pages of `page_size` tokens; attention has no paged kernel here, so the pages of a call are gathered into one
+    tensor first: memory at rest is saved, traffic is not.
+
+    Args:
+        num_layers: layers of the model.
+        max_length: largest number of tokens of a row.
+        page_size: tokens of a page; None for a static cache.
+
+    Raises:
+        ValueError: for sizes that are not positive.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> layer = foci.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> model = foci.nn.TransformerEncoder(layer, 2).eval()
+        >>> cache = foci.nn.KVCache(num_layers=2, max_length=64)
+        >>> prompt, token = torch.randn(3, 10, 32), torch.randn(3, 1, 32)
+        >>> model(prompt, cache=cache).shape, model(token, cache=cache).shape, cache.length
+        (torch.Size([3, 10, 32]), torch.Size([3, 1, 32]), 11)
+    """
+
+    def __init__(self, num_layers: int, max_length: int, *, page_size: int | None = None) -> None:
+        for name, size in (("num_layers", num_layers), ("max_length", max_length), ("page_size", page_size)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        self.layers = tuple(LayerCache(max_length, page_size) for _ in range(num_layers))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self.layers[layer]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, or a bound on it where rows were padded."""
+        return self.layers[0].longest
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """int64 [B], tokens of each row; None where all have `length`."""
+        return self.layers[0].counts
+
+    def reset(self) -> None:
+        """Forgets every token."""
+        for layer in self.layers:
+            layer.reset()
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows of the batch, in this order: what beam search and finished rows need.
+
+        Args:
+            rows: integer [new batch], of the present rows; one may appear twice.
+        """
+        for layer in self.layers:
+            layer.select(rows)

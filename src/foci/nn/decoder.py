@@ -1,0 +1,216 @@
+"""Transformer decoder: torch.nn's modules on foci, without work on padding of either side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+
+from foci.nn.attention import Variant, adopt
+from foci.nn.cache import KVCache, LayerCache, Memory
+from foci.nn.encoder import Activation, attend_self, clones, set_variants, warn_padded, why_not_tokens
+from foci.nn.masking import check_mask, detect_causal
+from foci.nn.packing import Packing, Pair, entered, entered_pair, left
+from foci.nn.rotary import RotaryEmbedding
+
+__all__ = ["TransformerDecoder", "TransformerDecoderLayer"]
+
+_METHODS = ("forward", "_layer", "_sa_block", "_mha_block", "_ff_block")
+
+
+class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` on foci: padding of target and memory is left out of every computation.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype:
+            as in torch.
+        num_kv_heads: as in `foci.nn.MultiheadAttention`, for both attentions.
+        rotary, mask, score: the same, for self-attention.
+
+    Raises:
+        RuntimeError: for an unknown name of an activation.
+        ValueError, AssertionError: as `foci.nn.MultiheadAttention`.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> layer = foci.nn.TransformerDecoderLayer(32, 4, batch_first=True)
+        >>> layer(torch.randn(2, 5, 32), torch.randn(2, 9, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    takes_tokens = False
+    """Set it in a subclass with a method of its own that works on tokens [T, E]."""
+
+    def __init__(
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Activation = relu,
+        layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, bias: bool = True, device: Any = None,
+        dtype: torch.dtype | None = None, *, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None,
+        mask: Variant = None, score: Variant = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
+        adopt(self.self_attn, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
+        adopt(self.multihead_attn, num_kv_heads=num_kv_heads)
+
+    def forward(
+        self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool = False,
+        memory_is_causal: bool = False, *, cache: LayerCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The layer's output.
+
+        Args:
+            tgt, memory: [S, B, E], [B, S, E] with batch_first, [S, E], or NestedTensors [B, ragged, E].
+            tgt_mask, memory_mask: [T, T] and [T, S], or [B * H, ...], bool, true where not to attend, or floating, added.
+            tgt_key_padding_mask, memory_key_padding_mask: [B, T] and [B, S], bool, true where there is padding, or floating.
+            tgt_is_causal, memory_is_causal: hints that the masks are causal.
+            cache: earlier tokens, which tgt continues; keeps the memory's keys and values as well.
+
+        Returns:
+            As tgt, zeros where there is padding.
+
+        Raises:
+            AssertionError, RuntimeError: for wrong arguments, in torch's words.
+        """
+        masks, causal = (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal)
+        if isinstance(tgt_key_padding_mask, Packing):
+            return self._layer((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), masks, causal, cache)
+        batch_first = self.self_attn.batch_first
+        check_masks(tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        reason = why_not_tokens(self, type(self), ())
+        target, source = enter_both(
+            (tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), batch_first=batch_first, may_pack=reason is None and cache is None
+        )
+        return left(self._layer(target, source, masks, causal, cache), target[1], batch_first=batch_first)
+
+    def _layer(
+        self, target: tuple[Tensor, Any], memory: tuple[Tensor, Any], masks: tuple[Tensor | None, ...], causal: tuple[bool, bool],
+        cache: LayerCache | None,
+    ) -> Tensor:  # fmt: skip
+        (x, padding), (mem, mem_padding) = target, memory
+        cross = Pair(padding, mem_padding) if isinstance(padding, Packing) else mem_padding
+        more = {} if cache is None else {"cache": cache.memory}
+        if self.norm_first:
+            x = x + attend_self(self, self.norm1(x), masks[0], padding, is_causal=causal[0], cache=cache)
+            x = x + self._mha_block(self.norm2(x), mem, masks[1], cross, causal[1], **more)
+            return x + self._ff_block(self.norm3(x))
+        x = self.norm1(x + attend_self(self, x, masks[0], padding, is_causal=causal[0], cache=cache))
+        x = self.norm2(x + self._mha_block(x, mem, masks[1], cross, causal[1], **more))
+        out: Tensor = self.norm3(x + self._ff_block(x))
+        return out
+
+    def _sa_block(
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
+    ) -> Tensor:
+        more = {} if cache is None else {"cache": cache}
+        x = self.self_attn(
+            x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, need_weights=False, **more
+        )[0]
+        out: Tensor = self.dropout1(x)
+        return out
+
+    def _mha_block(
+        self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, is_causal: bool = False, cache: Memory | None = None
+    ) -> Tensor:
+        more = {} if cache is None else {"cache": cache}
+        x = self.multihead_attn(
+            x, mem, mem, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, need_weights=False, **more
+        )[0]
+        out: Tensor = self.dropout2(x)
+        return out
+
+
+class TransformerDecoder(torch.nn.TransformerDecoder):
+    """`torch.nn.TransformerDecoder` on foci: padding masks make every layer compute tokens only, in training too.
+
+    Padding of target and memory is left out before the first layer; the target's is put back, as zeros, behind the last
+    norm. What is said of hooks in `TransformerEncoder` holds here too.
+
+    Args:
+        decoder_layer: the layer to copy; foci's or any other.
+        num_layers, norm: as in torch.
+        masks, scores: a mask or score for each layer (None for none), put into its self-attention.
+
+    Raises:
+        ValueError: for another number of masks or scores than layers.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> layer = foci.nn.TransformerDecoderLayer(32, 4, batch_first=True)
+        >>> decoder = foci.nn.TransformerDecoder(layer, 2)
+        >>> decoder(torch.randn(2, 5, 32), torch.randn(2, 9, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self, decoder_layer: torch.nn.Module, num_layers: int, norm: torch.nn.Module | None = None, *,
+        masks: Sequence[Variant] | None = None, scores: Sequence[Variant] | None = None,
+    ) -> None:  # fmt: skip
+        torch.nn.Module.__init__(self)
+        self.layers = clones(decoder_layer, num_layers)
+        self.num_layers = num_layers
+        self.norm = norm
+        set_variants(self.layers, masks=masks, scores=scores)
+
+    def forward(
+        self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False, *, cache: KVCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The last layer's output, normed.
+
+        Args:
+            tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in
+                `TransformerDecoderLayer.forward`.
+            tgt_is_causal: a hint that tgt_mask is causal; None has it looked at.
+            cache: earlier tokens, which tgt continues; keeps the memory's keys and values as well.
+
+        Returns:
+            As tgt, zeros where there is padding.
+
+        Raises:
+            AssertionError, RuntimeError: for wrong arguments, in torch's words.
+        """
+        check_masks(tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        batch_first = bool(getattr(getattr(self.layers[0], "self_attn", None), "batch_first", False)) if len(self.layers) else False
+        reason = next((r for r in map(_why_not, self.layers) if r is not None), None)
+        (x, padding), (mem, mem_padding) = enter_both(
+            (tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), batch_first=batch_first, may_pack=reason is None and cache is None
+        )
+        if reason is not None and (isinstance(padding, Tensor) or isinstance(mem_padding, Tensor)):
+            warn_padded(self, reason)
+        causal = detect_causal(tgt_mask, tgt_is_causal, None if tgt.is_nested else tgt.shape[-2] if batch_first else tgt.shape[0])
+        for n, layer in enumerate(self.layers):
+            more = {} if cache is None else {"cache": cache[n]}
+            x = layer(
+                x, mem, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=padding, memory_key_padding_mask=mem_padding,
+                tgt_is_causal=causal, memory_is_causal=memory_is_causal, **more,
+            )  # fmt: skip
+        if self.norm is not None:
+            x = self.norm(x)
+        return left(x, padding, batch_first=batch_first)
+
+
+def check_masks(tgt_mask: Any, memory_mask: Any, tgt_key_padding_mask: Any, memory_key_padding_mask: Any) -> None:
+    """Raises torch's AssertionError for a mask of a wrong dtype."""
+    check_mask("tgt_mask", tgt_mask)
+    check_mask("memory_mask", memory_mask)
+    check_mask("tgt_key_padding_mask", tgt_key_padding_mask)
+    check_mask("memory_key_padding_mask", memory_key_padding_mask)
+
+
+def enter_both(
+    target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool, may_pack: bool
+) -> tuple[tuple[Tensor, Any], ...]:
+    """Target and memory as layers compute with them, each with what stands for its padding mask."""
+    entered_target = entered(*target, batch_first=batch_first, may_pack=may_pack)
+    entered_memory = entered(*memory, batch_first=batch_first, may_pack=may_pack)
+    return entered_pair(entered_target, entered_memory, batch_first=batch_first)
+
+
+def _why_not(layer: torch.nn.Module) -> str | None:
+    if not isinstance(layer, TransformerDecoderLayer):
+        return f"its layers are {type(layer).__name__}, not foci.nn.TransformerDecoderLayer"
+    return why_not_tokens(layer, TransformerDecoderLayer, _METHODS)

@@ -1,0 +1,237 @@
+"""Transformer encoder: torch.nn's modules on foci, without work on padding."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+
+from foci.nn.attention import Variant, adopt, is_plain_attention
+from foci.nn.cache import KVCache, LayerCache
+from foci.nn.masking import check_mask, detect_causal
+from foci.nn.packing import Packing, entered, left
+from foci.nn.rotary import RotaryEmbedding
+
+__all__ = ["TransformerEncoder", "TransformerEncoderLayer", "attend_self", "clones", "overridden", "set_variants", "warn_padded"]
+
+Activation = str | Callable[[Tensor], Tensor]
+
+
+class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` on foci: one forward for training, evaluation and torch.compile.
+
+    With a padding mask, on any side or with holes, the layer computes tokens only, and returns zeros elsewhere. Finding
+    them reads the mask once, which on a GPU waits for the device. Where Python may not read values (torch.compile,
+    torch.export, transforms) the padded batch is computed with a mask, to the same result.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype:
+            as in torch.
+        num_kv_heads, rotary, mask, score: as in `foci.nn.MultiheadAttention`.
+
+    Raises:
+        RuntimeError: for an unknown name of an activation.
+        ValueError, AssertionError: as `foci.nn.MultiheadAttention`.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> layer = foci.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> padding = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+        >>> out = layer(torch.randn(2, 6, 32), src_key_padding_mask=padding)
+        >>> out.shape, float(out[1, 3:].abs().sum())
+        (torch.Size([2, 6, 32]), 0.0)
+    """
+
+    takes_tokens = False
+    """Set it in a subclass with a `forward`, `_sa_block` or `_ff_block` of its own that works on tokens [T, E]."""
+
+    def __init__(
+        self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Activation = relu,
+        layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, bias: bool = True, device: Any = None,
+        dtype: torch.dtype | None = None, *, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None,
+        mask: Variant = None, score: Variant = None,
+    ) -> None:  # fmt: skip
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
+        adopt(self.self_attn, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
+
+    def forward(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False, *,
+        cache: LayerCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The layer's output.
+
+        Args:
+            src: [S, B, E], [B, S, E] with batch_first, [S, E], or a NestedTensor [B, ragged, E].
+            src_mask: [S, S] or [B * H, S, S], bool, true where not to attend, or floating, added to the scores.
+            src_key_padding_mask: [B, S] or [S], bool, true where there is padding, or floating, -inf there.
+            is_causal: a hint that src_mask is causal.
+            cache: earlier tokens, which src continues.
+
+        Returns:
+            As src, zeros where there is padding.
+
+        Raises:
+            AssertionError, RuntimeError: for wrong arguments, in torch's words.
+        """
+        if isinstance(src_key_padding_mask, Packing):
+            return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
+        check_mask("src_key_padding_mask", src_key_padding_mask)
+        check_mask("src_mask", src_mask)
+        batch_first = self.self_attn.batch_first
+        can_pack = cache is None and is_plain_attention(self.self_attn)
+        x, padding = entered(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
+        x = self._layer(x, src_mask, padding, is_causal=is_causal, cache=cache)
+        return left(x, padding, batch_first=batch_first)
+
+    def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
+        if self.norm_first:
+            x = x + attend_self(self, self.norm1(x), mask, padding, is_causal=is_causal, cache=cache)
+            return x + self._ff_block(self.norm2(x))
+        x = self.norm1(x + attend_self(self, x, mask, padding, is_causal=is_causal, cache=cache))
+        out: Tensor = self.norm2(x + self._ff_block(x))
+        return out
+
+    def _sa_block(
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
+    ) -> Tensor:
+        more = {} if cache is None else {"cache": cache}
+        x = self.self_attn(
+            x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, need_weights=False, is_causal=is_causal, **more
+        )[0]
+        out: Tensor = self.dropout1(x)
+        return out
+
+
+class TransformerEncoder(torch.nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder` on foci: a padding mask makes every layer compute tokens only, in training too.
+
+    Padding is left out before the first layer and put back, as zeros, behind the last norm; the mask is read once. Hooks
+    on layers see tokens [T, E] then, and a `foci.nn.Packing` in place of the mask, whose `pad` gives the padded form;
+    `enable_nested_tensor=False` hands padded batches from layer to layer instead, and each leaves padding out by itself.
+
+    Args:
+        encoder_layer: the layer to copy; foci's or any other.
+        num_layers, norm: as in torch.
+        enable_nested_tensor: whether layers are given tokens.
+        mask_check: has no meaning here; padding may be anywhere.
+        masks, scores: a mask or score for each layer (None for none), put into its self-attention.
+
+    Raises:
+        ValueError: for another number of masks or scores than layers.
+
+    Example:
+        >>> import torch, foci, foci.nn
+        >>> layer = foci.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> local = foci.masks.window(8, 8)
+        >>> encoder = foci.nn.TransformerEncoder(layer, 2, masks=[local, None])
+        >>> encoder(torch.randn(2, 6, 32)).shape
+        torch.Size([2, 6, 32])
+    """
+
+    def __init__(
+        self, encoder_layer: torch.nn.Module, num_layers: int, norm: torch.nn.Module | None = None, enable_nested_tensor: bool = True,
+        mask_check: bool = True, *, masks: Sequence[Variant] | None = None, scores: Sequence[Variant] | None = None,
+    ) -> None:  # fmt: skip
+        torch.nn.Module.__init__(self)  # torch's own constructor warns of limits that are not here
+        self.layers = clones(encoder_layer, num_layers)
+        self.num_layers = num_layers
+        self.norm = norm
+        self.enable_nested_tensor = self.use_nested_tensor = enable_nested_tensor
+        self.mask_check = mask_check
+        set_variants(self.layers, masks=masks, scores=scores)
+
+    def forward(
+        self, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None, *,
+        cache: KVCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The last layer's output, normed.
+
+        Args:
+            src, src_key_padding_mask: as in `TransformerEncoderLayer.forward`.
+            mask: its src_mask.
+            is_causal: a hint that mask is causal; None has it looked at.
+            cache: earlier tokens, which src continues.
+
+        Returns:
+            As src, zeros where there is padding.
+
+        Raises:
+            AssertionError, RuntimeError: for wrong arguments, in torch's words.
+        """
+        check_mask("src_key_padding_mask", src_key_padding_mask)
+        check_mask("mask", mask)
+        batch_first = _batch_first(self.layers, src)
+        reason = next((r for r in map(overridden, self.layers) if r is not None), None)
+        x, padding = entered(
+            src, src_key_padding_mask, batch_first=batch_first, may_pack=self.use_nested_tensor and reason is None and cache is None
+        )
+        if reason is not None and isinstance(padding, Tensor):
+            warn_padded(self, reason)
+        causal = detect_causal(mask, is_causal, None if src.is_nested else src.shape[-2] if batch_first else src.shape[0])
+        for n, layer in enumerate(self.layers):
+            more = {} if cache is None else {"cache": cache[n]}
+            x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
+        if self.norm is not None:
+            x = self.norm(x)
+        return left(x, padding, batch_first=batch_first)
+
+
+def attend_self(
+    layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None
+) -> Tensor:
+    """A layer's self-attention block; only told of a cache if there is one, as a subclass's block may not know it."""
+    if cache is None:
+        return layer._sa_block(x, mask, padding, is_causal=is_causal)  # type: ignore[no-any-return]
+    return layer._sa_block(x, mask, padding, is_causal=is_causal, cache=cache)  # type: ignore[no-any-return]
+
+
+def clones(layer: torch.nn.Module, count: int) -> torch.nn.ModuleList:
+    """Deep copies."""
+    return torch.nn.ModuleList([copy.deepcopy(layer) for _ in range(count)])
+
+
+def set_variants(layers: Any, *, masks: Sequence[Variant] | None, scores: Sequence[Variant] | None) -> None:
+    """One mask and score for the self-attention of each layer."""
+    for name, variants in (("mask", masks), ("score", scores)):
+        if variants is None:
+            continue
+        if len(variants) != len(layers):
+            raise ValueError(f"{name}s must hold one {name} or None for each of {len(layers)} layers; got {len(variants)}")
+        for layer, variant in zip(layers, variants, strict=True):
+            setattr(layer.self_attn, name, variant)
+
+
+def overridden(layer: torch.nn.Module) -> str | None:
+    """Why a layer may not be given tokens [T, E], if it may not."""
+    if not isinstance(layer, TransformerEncoderLayer):
+        return f"its layers are {type(layer).__name__}, not foci.nn.TransformerEncoderLayer"
+    return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_layer", "_sa_block", "_ff_block"))
+
+
+def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -> str | None:
+    """Why a layer of foci may not be given tokens [T, E], if it may not: it has methods or an attention of its own."""
+    if getattr(layer, "takes_tokens", False):
+        return None
+    own = [name for name in methods if getattr(type(layer), name) is not getattr(base, name) or name in vars(layer)]
+    if own:
+        return f"{type(layer).__name__} has a {own[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
+    attentions = (module for module in layer.children() if "attn" in type(module).__name__.lower() or isinstance(module, torch.nn.MultiheadAttention))
+    if not is_plain_attention(layer.self_attn) or not all(is_plain_attention(module) for module in attentions):
+        return f"{type(layer).__name__} has an attention that is not foci.nn.MultiheadAttention"
+    return None
+
+
+def warn_padded(module: torch.nn.Module, reason: str) -> None:
+    """Says, where Python runs, that padding is computed."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{type(module).__name__} hands padded batches from layer to layer: {reason}", stacklevel=3)
+
+
+def _batch_first(layers: Any, src: Tensor) -> bool:
+    attention = getattr(layers[0], "self_attn", None) if len(layers) else None
+    return bool(getattr(attention, "batch_first", False))

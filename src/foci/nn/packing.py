@@ -1,0 +1,297 @@
+"""Batches without their padding: which positions hold tokens, found once, and the way there and back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packing", "Pair", "cleared", "entered", "entered_pair", "is_readable", "left", "pack_mask", "pack_nested", "pack_whole"]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor, each at most once; the backward pass writes them back instead of adding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.total = rows.shape[0]
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return _Scatter.apply(grad, indices, ctx.total), None  # type: ignore[no-untyped-call]
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows into zeros; the backward pass takes them out again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        return rows.new_zeros((total, *rows.shape[1:])).index_copy_(0, indices, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        return _Gather.apply(grad, indices), None, None  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the tokens of a padded batch are. Modules of `foci.nn` hand it on in place of a padding mask.
+
+    Attributes:
+        offsets: int64 [B + 1], first token of each sequence among all tokens, and the end of the last.
+        longest: tokens of the longest sequence.
+        shape: (B, S), the padded batch.
+        indices: int64 [T], row of each token in the padded tensor with its first two dims merged; None if every row is one.
+        columns: int64 [T], position of each token in its padded row; None if that is its place within the sequence.
+        starts: int64 [B], first position of each row, where tokens lie side by side; else None.
+        bias: [T], what a floating padding mask adds to each key's scores; None for nothing.
+        nested: the NestedTensor that the batch was, None for a padded tensor.
+        batch_first: whether the padded tensor is [B, S, E], else [S, B, E].
+
+    Example:
+        >>> import torch
+        >>> from foci.nn.packing import pack_mask
+        >>> padding = torch.tensor([[False, False, True], [False, True, True]])
+        >>> packing = pack_mask(padding, batch_first=True)
+        >>> packing.pack(torch.arange(6.0).view(2, 3, 1)).flatten()
+        tensor([0., 1., 3.])
+        >>> packing.pad(torch.ones(3, 1))[..., 0]
+        tensor([[1., 1., 0.],
+                [1., 0., 0.]])
+    """
+
+    offsets: Tensor
+    longest: int
+    shape: tuple[int, int]
+    indices: Tensor | None = None
+    columns: Tensor | None = None
+    starts: Tensor | None = None
+    bias: Tensor | None = None
+    nested: Tensor | None = None
+    batch_first: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.shape[0]
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """int64 [B], tokens of each sequence."""
+        return self.offsets.diff()
+
+    def sequence_ids(self, tokens: int) -> Tensor:
+        """int64 [T], the sequence of each token."""
+        numbers = torch.arange(self.batch, device=self.offsets.device)
+        return torch.repeat_interleave(numbers, self.lengths, output_size=tokens)
+
+    def positions(self, tokens: int) -> Tensor:
+        """int64 [T], position of each token in its padded row."""
+        if self.columns is not None:
+            return self.columns
+        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=tokens)
+        return torch.arange(tokens, device=starts.device) - starts
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """The tokens of a tensor of this batch: [T, ...] of [B, S, ...], of [S, B, ...] or of a NestedTensor."""
+        if padded.is_nested:
+            return _nested_values(padded)
+        rows = padded.flatten(0, 1)
+        return rows if self.indices is None else _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call, no-any-return]
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """The inverse of `pack`: zeros where no token is, or a NestedTensor if the batch was one."""
+        if self.nested is not None:
+            return self._nest(tokens, self.nested)
+        if self.indices is not None:
+            tokens = _Scatter.apply(tokens, self.indices, self.shape[0] * self.shape[1])  # type: ignore[no-untyped-call]
+        return tokens.unflatten(0, self.shape if self.batch_first else self.shape[::-1])
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """[B, longest, ...] of [T, ...], zeros behind the end of each sequence."""
+        ids = self.sequence_ids(tokens.shape[0])
+        places = torch.arange(tokens.shape[0], device=tokens.device) - self.offsets[ids] + ids * self.longest
+        full: Tensor = _Scatter.apply(tokens, places, self.batch * self.longest)  # type: ignore[no-untyped-call]
+        return full.unflatten(0, (self.batch, self.longest))
+
+    def _nest(self, tokens: Tensor, source: Tensor) -> Tensor:
+        if source.layout != torch.jagged:
+            parts = tokens.split(self.lengths.tolist())
+            return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
+        return torch.nested.nested_tensor_from_jagged(
+            tokens, offsets=self.offsets, min_seqlen=_shortest(source), max_seqlen=self.longest
+        )
+
+
+class Pair(NamedTuple):
+    """Packings of queries and of keys, where they differ."""
+
+    query: Packing
+    key: Packing
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether Python may look at the values: not while a graph is made, a CUDA graph captured or a transform applied."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type != "meta"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.jit.is_tracing()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
+    """The packing of a padding mask; None if it masks nothing and adds nothing. Reads the device once.
+
+    Args:
+        padding: [B, S], bool, true where there is padding; or floating, -inf where there is padding, added to the scores
+            of the key elsewhere.
+        batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
+    """
+    floating = padding.is_floating_point()
+    keep = padding > -torch.inf if floating else padding.logical_not()
+    batch, length = keep.shape
+    if keep.numel() == 0:
+        return None
+    lengths = keep.sum(1)
+    rises = (keep[:, 1:] & ~keep[:, :-1]).sum(1)
+    adds = (keep & (padding != 0)).any() if floating else keep.new_zeros(())
+    facts = torch.stack([lengths.sum(), lengths.max(), rises.max(), (rises + keep[:, 0]).max(), adds.long()])
+    tokens, longest, inner, runs, biased = facts.tolist()  # the one synchronisation
+    bias_used = bool(biased) or padding.requires_grad
+    if tokens == batch * length and not bias_used:
+        return None
+    flat = torch.nonzero_static(keep.flatten(), size=tokens).squeeze(1)
+    rows, columns = flat // length, flat % length
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Packing(
+        offsets=offsets,
+        longest=longest,
+        shape=(batch, length),
+        indices=flat if batch_first else columns * batch + rows,
+        columns=None if inner == 0 else columns,
+        starts=keep.long().argmax(1) if inner > 0 and runs <= 1 else None,
+        bias=padding.flatten().index_select(0, flat) if bias_used else None,
+        batch_first=batch_first,
+    )
+
+
+def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:
+    """The packing of a batch [B, S, E] or [S, B, E] without padding."""
+    batch, length = tensor.shape[:2] if batch_first else (tensor.shape[1], tensor.shape[0])
+    offsets = torch.arange(batch + 1, device=tensor.device) * length
+    indices = None
+    if not batch_first:
+        indices = torch.arange(batch * length, device=tensor.device).view(length, batch).T.flatten()
+    return Packing(offsets, length, (batch, length), indices, batch_first=batch_first)
+
+
+def pack_nested(tensor: Tensor) -> Packing:
+    """The packing of a NestedTensor [B, ragged, E] of jagged or strided layout.
+
+    Raises:
+        ValueError: for another number of dims, or another ragged dim.
+    """
+    if tensor.dim() != 3 or (tensor.layout == torch.jagged and tensor._ragged_idx != 1):  # type: ignore[attr-defined]
+        raise ValueError(f"a nested input must be [batch, ragged length, features]; got {tensor.dim()} dimensions")
+    if tensor.layout != torch.jagged:
+        sizes = tensor._nested_tensor_size()[:, 0]
+        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)
+        longest = int(sizes.max()) if sizes.numel() else 0
+        return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
+    whole: Any = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
+    # a graph knows no length that it was not told: the number of all tokens is a bound
+    longest = whole._get_max_seqlen() if is_readable(whole.values()) else whole._maybe_max_seqlen or whole.values().shape[0]
+    return Packing(whole.offsets(), longest, (tensor.shape[0], longest), nested=whole)
+
+
+def _nested_values(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.jagged:
+        return torch.cat(tensor.unbind())
+    whole = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
+    values: Tensor = whole.values()
+    return values
+
+
+def _shortest(tensor: Tensor) -> int:
+    return tensor._get_min_seqlen()  # type: ignore[attr-defined, no-any-return]
+
+
+def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:
+    """Zeros where a padding mask [B, S] (or [S], for [S, E]) says that there is padding."""
+    if padding is None:
+        return tensor
+    where = padding == -torch.inf if padding.is_floating_point() else padding
+    if where.dim() == 2 and not batch_first:
+        where = where.T
+    return tensor.masked_fill(where.unsqueeze(-1), 0.0)
+
+
+def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) -> tuple[Tensor, Any]:
+    """A batch as layers compute with it, and what stands for its padding mask.
+
+    Tokens [T, E] with their `Packing` where values may be read and there is padding to leave out; the batch as it is, with
+    None, where there is none; else the batch with zeros for padding, with the mask.
+
+    Args:
+        x: [B, S, E], [S, B, E], [S, E] or a NestedTensor [B, ragged, E].
+        padding: None, or a bool or floating mask [B, S] or [S].
+        batch_first: whether a padded batch is [B, S, E].
+        may_pack: false leaves x padded, or nested.
+
+    Raises:
+        ValueError: for a nested x with a mask.
+        AssertionError: for a mask of another shape, in torch's words.
+    """
+    if x.is_nested:
+        if padding is not None:
+            raise ValueError("a nested input takes no padding mask: its offsets say where each sequence ends")
+        if not may_pack:
+            return x, None
+        packing = pack_nested(x)
+        return packing.pack(x), packing
+    if padding is None:
+        return x, None
+    if x.dim() == 3:
+        sizes = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+        for dim, size in enumerate(sizes):
+            if padding.dim() != 2 or padding.shape[dim] != size:
+                raise AssertionError(f"Expected key_padded_mask.shape to be {tuple(sizes)}, but got {tuple(padding.shape)}")
+        if is_readable(padding) and is_readable(x):
+            packed = pack_mask(padding, batch_first=batch_first)
+            if packed is None:
+                return x, None
+            if may_pack:
+                return packed.pack(x), packed
+    return cleared(x, padding, batch_first=batch_first), padding
+
+
+def left(x: Tensor, padding: Any, *, batch_first: bool) -> Tensor:
+    """The way back from `entered`: the batch as it came, zeros where there is padding."""
+    if isinstance(padding, Packing):
+        return padding.pad(x)
+    return cleared(x, padding, batch_first=batch_first)
+
+
+def entered_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool) -> tuple[tuple[Tensor, Any], ...]:
+    """Both with a `Packing`, or neither: one without padding is packed whole beside one that is packed."""
+    packed = [isinstance(padding, Packing) for _, padding in (target, memory)]
+    if packed[0] == packed[1]:
+        return target, memory
+
+    def whole(x: Tensor) -> tuple[Tensor, Packing]:
+        packing = pack_whole(x, batch_first=batch_first)
+        return packing.pack(x), packing
+
+    return (target, whole(memory[0])) if packed[0] else (whole(target[0]), memory)
