@@ -16,6 +16,7 @@ from foci.ir.trace import length_symbol
 
 __all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "q_len"]
 
+
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def q_len() -> Any:
     """Number of queries of the sequence at hand. For use inside a score or mask function.

@@ -132,7 +132,16 @@ def test_gradcheck():  # JAG-04
 
     def attend(q, k, v, slopes):
         return foci.varlen_attn(
-            q, k, v, offsets, offsets, 3, 3, score=lambda s, b, h, i, j: s.sin() + slopes[h] * (i - j), mask=foci.masks.causal(), return_aux=ASKED
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            3,
+            3,
+            score=lambda s, b, h, i, j: s.sin() + slopes[h] * (i - j),
+            mask=foci.masks.causal(),
+            return_aux=ASKED,
         )
 
     inputs = [rand(5, 2, 3, seed=n).requires_grad_() for n in range(3)]
@@ -297,7 +306,9 @@ def test_sink():  # JAG-04 SDPA-19
     want = torch.cat([o[0].transpose(0, 1) for o, _ in dense])
     torch.testing.assert_close(unpacked(out), want)
     torch.testing.assert_close(unpacked(aux.lse), torch.cat([a.lse[0].T for _, a in dense]))
-    torch.testing.assert_close(torch.autograd.grad(unpacked(out).square().sum(), (values, sink)), torch.autograd.grad(want.square().sum(), (values, sink)))
+    torch.testing.assert_close(
+        torch.autograd.grad(unpacked(out).square().sum(), (values, sink)), torch.autograd.grad(want.square().sum(), (values, sink))
+    )
 
 
 # Packed tensors ----------------------------------------------------------------------------------------------------
@@ -402,7 +413,9 @@ def wrong(name):
         "dims": (rand(2, 8), k, k),
         "other dims": (rand(2, 5, 8), k, k),
         "ragged": (flat, k, k),
-        "head dim": tuple(torch.nested.nested_tensor_from_jagged(rand(2, 4, 8), offsets=torch.tensor([0, 3, 8]), jagged_dim=3) for _ in range(3)),
+        "head dim": tuple(
+            torch.nested.nested_tensor_from_jagged(rand(2, 4, 8), offsets=torch.tensor([0, 3, 8]), jagged_dim=3) for _ in range(3)
+        ),
         "batch": (q, *(nested((3, 5, 1), 2, 8)[1] for _ in range(2))),
         "tokens": (q, nested((3, 5), 2, 8)[1], nested((3, 6), 2, 8)[1]),
         "strided": tuple(torch.nested.nested_tensor([rand(2, 3, 8)]) for _ in range(3)),

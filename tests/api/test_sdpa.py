@@ -79,7 +79,9 @@ def test_dims_and_broadcasting(shapes, backend):  # SDPA-01 SDPA-02
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 9), (9, 5), (1, 6), (6, 1), (300, 260)], ids=str)
 def test_lengths_and_causal(lengths, is_causal, dtype):  # SDPA-01 SDPA-05
     q, kv = lengths
-    check(rand(1, 2, q, 8, dtype=dtype), rand(1, 2, kv, 8, dtype=dtype, seed=1), rand(1, 2, kv, 8, dtype=dtype, seed=2), is_causal=is_causal)
+    check(
+        rand(1, 2, q, 8, dtype=dtype), rand(1, 2, kv, 8, dtype=dtype, seed=1), rand(1, 2, kv, 8, dtype=dtype, seed=2), is_causal=is_causal
+    )
 
 
 def bool_mask(*shape):
@@ -88,7 +90,21 @@ def bool_mask(*shape):
     return mask
 
 
-MASK_SHAPES = [(7,), (1,), (5, 7), (5, 1), (1, 7), (3, 5, 7), (3, 1, 7), (1, 5, 7), (2, 3, 5, 7), (2, 1, 1, 7), (1, 3, 5, 7), (2, 1, 5, 1), (1, 1, 1, 1)]
+MASK_SHAPES = [
+    (7,),
+    (1,),
+    (5, 7),
+    (5, 1),
+    (1, 7),
+    (3, 5, 7),
+    (3, 1, 7),
+    (1, 5, 7),
+    (2, 3, 5, 7),
+    (2, 1, 1, 7),
+    (1, 3, 5, 7),
+    (2, 1, 5, 1),
+    (1, 1, 1, 1),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -175,7 +191,9 @@ def test_causal_values(corner, lengths, backend):  # SDPA-05
         check(q, k, v, mask, backend=backend, expected=lambda *args: math_path(*args[:3], attn_mask=dense))
         with use(backend):
             torch.testing.assert_close(foci.attention(q, k, v, mask=mask), math_path(q, k, v, dense))
-    torch.testing.assert_close(foci.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], ours), math_path(q[0, 0], k[0, 0], v[0, 0], dense))
+    torch.testing.assert_close(
+        foci.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], ours), math_path(q[0, 0], k[0, 0], v[0, 0], dense)
+    )
 
 
 def test_causal_values_never_become_matrices():  # SDPA-05
@@ -227,7 +245,11 @@ STRIDES = {
     "last stride not 1": lambda: tuple(rand(2, 4, 8, 6, seed=n).mT for n in range(3)),
     "packed": lambda: tuple(t.transpose(1, 2) for t in packed()),
     "every second": lambda: tuple(rand(2, 4, 12, 16, seed=n)[:, :, ::2, ::2] for n in range(3)),
-    "zero strides on key and value": lambda: (rand(2, 4, 6, 8), rand(1, 1, 6, 8, seed=1).expand(2, 4, 6, 8), rand(2, 1, 1, 8, seed=2).expand(2, 4, 6, 8)),
+    "zero strides on key and value": lambda: (
+        rand(2, 4, 6, 8),
+        rand(1, 1, 6, 8, seed=1).expand(2, 4, 6, 8),
+        rand(2, 1, 1, 8, seed=2).expand(2, 4, 6, 8),
+    ),
     "storage offsets": lambda: tuple(rand(3, 5, 7, 9, seed=n)[1:, 1:, 1:, 1:] for n in range(3)),
     "odd strides of singletons": lambda: tuple(torch.as_strided(rand(48, seed=n), (1, 1, 6, 8), (5, 3, 8, 1)) for n in range(3)),
     "[B, S, H, D]": lambda: tuple(rand(2, 6, 4, 8, seed=n).transpose(1, 2) for n in range(3)),
@@ -290,7 +312,12 @@ def test_rows_without_keys(kind, backend):  # SDPA-06
     with use(backend):
         out = foci.scaled_dot_product_attention(q, k, v, given)
         _, aux = foci.attention(
-            q, k, v, mask=given if kind == "bool" else None, bias=None if kind == "bool" else given, return_aux=foci.AuxRequest(lse=True, weights=True)
+            q,
+            k,
+            v,
+            mask=given if kind == "bool" else None,
+            bias=None if kind == "bool" else given,
+            return_aux=foci.AuxRequest(lse=True, weights=True),
         )
         out.backward(rand(*out.shape))
     assert not out[:, :, [1, 4]].any()
@@ -350,7 +377,11 @@ def test_dtypes(dtype, backend):  # SDPA-09 SDPA-20
 
 @pytest.mark.parametrize(
     "dtypes",
-    [(torch.float32, torch.float16, torch.float16), (torch.float32, torch.float32, torch.float64), (torch.bfloat16, torch.float16, torch.bfloat16)],
+    [
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_mixed_dtypes_are_refused(dtypes):  # SDPA-09
@@ -403,7 +434,9 @@ def test_dropout_mask_can_be_rebuilt():  # SDPA-08
     out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
     torch.manual_seed(5)
     seed = torch.randint(0, 2**63 - 1, (1,))
-    b, h, i, j = (torch.arange(n).view(shape) for n, shape in ((2, (-1, 1, 1, 1)), (4, (1, -1, 1, 1)), (9, (1, 1, -1, 1)), (9, (1, 1, 1, -1))))
+    b, h, i, j = (
+        torch.arange(n).view(shape) for n, shape in ((2, (-1, 1, 1, 1)), (4, (1, -1, 1, 1)), (9, (1, 1, -1, 1)), (9, (1, 1, 1, -1)))
+    )
     weights = (q @ k.mT / math.sqrt(8)).softmax(-1) * keep(seed, 0.4, b, h, i, j) / 0.6
     torch.testing.assert_close(out, weights @ v)
 
@@ -681,4 +714,6 @@ def test_sink_alone():  # SDPA-19
     want = logits.softmax(-1)[..., :-1] @ v
     out = foci.attention(q, k, v, sink=sink)
     torch.testing.assert_close(out, want)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v, sink)), torch.autograd.grad(want.square().sum(), (q, k, v, sink)))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), (q, k, v, sink)), torch.autograd.grad(want.square().sum(), (q, k, v, sink))
+    )
