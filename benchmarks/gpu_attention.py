@@ -34,7 +34,7 @@ from foci.backends.contract import Plan
 from foci.backends.triton import BACKEND
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
-from foci.variant import bind
+from foci.binding import bind
 
 DEVICE = torch.device("cuda")
 
@@ -175,7 +175,6 @@ def _timed_pair(function: Callable[..., Tensor], tensors: list[Tensor], dout: Te
     return lambda: function(*(t.detach() for t in tensors)), lambda: torch.autograd.grad(out, tensors, gradient, retain_graph=True)
 
 
-@functools.cache
 def _flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
@@ -185,9 +184,11 @@ def peer(row: Row, name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     tensors, dout = inputs(row, grad=True)
     if name == "flex":
         assert row.flex is not None
+        torch._dynamo.reset()
         score_mod, mask_mod = row.flex()
         block = None if mask_mod is None else create_block_mask(mask_mod, None, None, row.shape[2], row.shape[2], DEVICE)
-        return _timed_pair(lambda q, k, v: _flex()(q, k, v, score_mod=score_mod, block_mask=block), tensors, dout)
+        compiled = _flex()
+        return _timed_pair(lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block), tensors, dout)
     if name == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 

@@ -29,23 +29,29 @@ from foci.problem import Cotangents, Formula, Operands, Outputs, Problem
 
 S = Schedule
 CANDIDATES = {
-    ("forward", 128): [S(128, 64, 8, 3, True), S(64, 64, 4, 3, True), S(128, 64, 8, 3, True, True), S(128, 64, 8, 4, True, True), S(128, 128, 8, 3, True), S(128, 128, 8, 2, True, True), S(64, 64, 4, 2, True, True), S(64, 64, 4, 3, True, True), S(64, 32, 4, 4, True)],
-    ("query_gradient", 128): [S(128, 64, 8, 3, True), S(64, 64, 4, 2, True), S(64, 32, 4, 3, True), S(64, 32, 4, 2, True)],
-    ("key_gradient", 128): [S(64, 64, 4, 2, True), S(64, 64, 4, 3, True), S(32, 64, 4, 4, True)],
-    ("forward", 64): [S(128, 64, 4, 3, True), S(64, 128, 4, 2, True), S(64, 64, 4, 3, True), S(128, 64, 4, 3, True, True), S(128, 64, 8, 4, True, True), S(128, 128, 8, 3, True, True), S(64, 64, 4, 3, True, True), S(128, 128, 4, 2, True), S(128, 32, 4, 4, True)],
-    ("query_gradient", 64): [S(64, 64, 4, 2, True), S(128, 32, 4, 3, True), S(64, 32, 4, 3, True), S(128, 64, 8, 2, True)],
-    ("key_gradient", 64): [S(128, 64, 4, 2, True), S(128, 64, 4, 3, True), S(128, 32, 4, 2, True), S(64, 32, 4, 3, True), S(128, 64, 4, 1, True)],
-    ("forward", 256): [S(128, 64, 8, 2, True), S(64, 64, 4, 2, True), S(128, 32, 8, 3, True), S(64, 32, 4, 3, True), S(128, 64, 8, 2)],
-    ("query_gradient", 256): [S(64, 64, 8, 1, True), S(64, 32, 8, 2, True), S(64, 32, 4, 2, True), S(64, 64, 4, 1, True), S(128, 32, 8, 1, True)],
-    ("key_gradient", 256): [S(64, 64, 8, 1, True), S(32, 64, 8, 2, True), S(32, 64, 4, 2, True), S(64, 64, 4, 1, True), S(32, 128, 8, 1, True)],
+    ("forward", 128): [S(128, 128, 8, 3, True), S(64, 64, 4, 3, True), S(64, 128, 4, 2, True)],
+    ("query_gradient", 128): [S(128, 64, 8, 3, True), S(64, 64, 4, 2, True)],
+    ("key_gradient", 128): [S(64, 64, 4, 2, True), S(32, 64, 4, 3, True), S(32, 64, 4, 2, True), S(64, 128, 8, 2, True), S(32, 128, 8, 3, True)],
+    ("forward", 64): [S(128, 64, 4, 3, True), S(64, 128, 4, 2, True), S(64, 64, 4, 3, True), S(64, 64, 4, 4, True)],
+    ("query_gradient", 64): [S(64, 64, 4, 2, True), S(64, 64, 4, 3, True), S(64, 32, 4, 3, True), S(128, 64, 8, 2, True)],
+    ("key_gradient", 64): [S(128, 64, 4, 2, True), S(64, 64, 4, 2, True), S(32, 64, 4, 3, True), S(64, 128, 8, 2, True), S(32, 128, 8, 3, True), S(64, 64, 4, 1, True)],
 }  # fmt: skip
+
+
+def _document() -> Any:
+    ids = (torch.arange(8192, device="cuda") // 1024).int()
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
 VARIANTS: dict[str, Any] = {
     "full": (None, None, 1.0),
     "causal": (None, masks.causal(), 0.5),
     "alibi": (scores.alibi(16), masks.causal(), 0.5),
     "softcap": (scores.softcap(20.0), masks.causal(), 0.5),
+    "window": (None, foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 1024)), (1024.0 * 8192 - 512 * 1023) / 8192**2),
+    "document": (None, _document, 0.125),
 }
-FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8}
+FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8, "key_gradient_alone": 6, "value_gradient_alone": 4}
 
 
 def jobs(names: list[str], dims: list[int]) -> list[tuple[str, int, str, Schedule]]:
@@ -64,6 +70,8 @@ def jobs(names: list[str], dims: list[int]) -> list[tuple[str, int, str, Schedul
 def kernel_of(dim: int, name: str) -> tuple[TritonKernel, Operands]:
     score, mask, _ = VARIANTS[name]
     heads, device = 2048 // dim, torch.device("cuda")
+    if name == "document":
+        mask = foci.Mask(mask())
     if name == "alibi":
         score = scores.alibi(heads)
     q, k, v = (torch.randn(2, heads, 8192, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -86,7 +94,8 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     rows = kernel._prepare(call, results, Cotangents(dout))
     if kind == "query_gradient":
         return lambda: kernel._query_gradient(call, dout, rows, grads[0])
-    return lambda: kernel._key_gradient(call, dout, rows, (grads[1], grads[2]))
+    wanted = (None if kind == "value_gradient_alone" else grads[1], None if kind == "key_gradient_alone" else grads[2])
+    return lambda: kernel._key_gradient(call, kind, (dout, *rows), wanted)
 
 
 def main() -> None:
@@ -112,7 +121,7 @@ def main() -> None:
             continue
         heads = 2048 // dim
         rate = FLOPS[kind] * 2 * heads * 8192**2 * dim * VARIANTS[name][2] / ms / 1e9
-        print(f"{kind:15s} D{dim:<4d}{name:8s} {schedule.tile_q:3d}x{schedule.tile_kv:<3d} w{schedule.warps} s{schedule.stages} {'tma' if schedule.descriptors else '   '} {'ahead' if schedule.ahead else '     '} {ms:7.3f} ms {rate:6.0f} TFLOP/s", flush=True)
+        print(f"{kind:21s} D{dim:<4d}{name:8s} {schedule.tile_q:3d}x{schedule.tile_kv:<3d} w{schedule.warps} s{schedule.stages} {'tma' if schedule.descriptors else '   '} {ms:7.3f} ms {rate:6.0f} TFLOP/s", flush=True)
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps({"kernel": kind, "D": dim, "variant": name, **vars(schedule), "ms": ms, "tflops": rate}) + "\n")

@@ -161,41 +161,64 @@ def attention_query_gradient(
 
 
 @triton.jit
+def turned(x, c):
+    """A tile of scores as rows of queries, or turned, as rows of keys: see `Config.TURNED`."""
+    if c.TURNED:
+        return x
+    else:
+        return tl.trans(x)
+
+
+@triton.jit
 def fold_key_gradient(
-    dk, dv, k, v, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    dk, dv, k, v, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr
 ):
     """Adds the tiles of queries `run` of one head to the gradients of a tile of keys."""
     b, h, memory_b, head, kv_first, q_start, q_len, kv_len = at
     row, first, before, gap, low, high = run
-    kv_idx = tl.minimum(kv_first + tl.arange(0, c.TILE_KV), kv_len - 1)[:, None]
+    KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
+    ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
+    kv_idx = tl.expand_dims(tl.minimum(kv_first + tl.arange(0, c.TILE_KV), kv_len - 1), KEY_AXIS)
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         here = start_of(tile, c, c.TILE_Q)
         current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
-        qk = tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
+        if c.TURNED:
+            qk = tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)
+        else:
+            qk = tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
         if c.NEGATIVE:
             qk = -qk
         rows = here + tl.arange(0, c.TILE_Q)
         if EDGE:
-            col_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
-            col_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+            row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
+            row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
         else:
-            col_lse = tl.load(lse2 + head + rows)
-            col_delta = tl.load(delta + head + rows)
-        where = (b, h, rows[None, :], kv_idx, q_len, kv_len, current)
-        p, slope = weights_of(qk, col_lse[None, :], where, numbers, env, c, both, mask, MASKED, EDGE)
+            row_lse = tl.load(lse2 + head + rows)
+            row_delta = tl.load(delta + head + rows)
+        where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
+        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE)
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
-        dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
         if c.DROPOUT:
-            keep = tl.trans(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV))
-            dp = tl.where(keep, dp * numbers.keep_factor, 0.0)
-            dv = tl.dot(tl.where(keep, p * numbers.keep_factor, 0.0).to(douts.dtype), douts, dv, input_precision=c.PRECISION)
-        else:
-            dv = tl.dot(p.to(douts.dtype), douts, dv, input_precision=c.PRECISION)
-        ds = score_gradient(p, dp, col_delta[None, :], slope, c, MASKED or EDGE)
-        dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=c.PRECISION)
+            keep = turned(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
+        if VALUE:
+            dropped = p
+            if c.DROPOUT:
+                dropped = tl.where(keep, p * numbers.keep_factor, 0.0)
+            dropped = dropped.to(douts.dtype)
+            dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
+        if KEY:
+            if c.TURNED:
+                dp = tl.dot(douts, tl.trans(v), input_precision=c.PRECISION)
+            else:
+                dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
+            if c.DROPOUT:
+                dp = tl.where(keep, dp * numbers.keep_factor, 0.0)
+            ds = score_gradient(p, dp, tl.expand_dims(row_delta, ROW_AXIS), slope, c, MASKED or EDGE).to(queries.dtype)
+            dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
     return dk, dv
 
 
@@ -218,9 +241,16 @@ def attention_key_gradient(
     k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
     v_offsets = tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD)
     keys = load_tile(rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, c.TILE_KV, c.D, c.D_PAD)
-    values = load_tile(rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD)
-    dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
-    dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
+    KEY: tl.constexpr = dk is not None
+    VALUE: tl.constexpr = dv is not None
+    values = 0.0
+    dk_acc = 0.0
+    dv_acc = 0.0
+    if KEY:
+        values = load_tile(rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD)
+        dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
+    if VALUE:
+        dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     for shared in range(0, number(size.group)):
@@ -230,7 +260,7 @@ def attention_key_gradient(
         at = (b, h, memory_b, head, first, q_start, q_len, kv_len)
         run = (line, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = fold_key_gradient(
-            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, False, False
+            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, False, False, KEY, VALUE
         )
         whole = part
         if not EDGE:
@@ -238,16 +268,18 @@ def attention_key_gradient(
             whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
         run = (line, part_first, before, gap, whole * 0, whole)
         dk_acc, dv_acc = fold_key_gradient(
-            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE
+            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE, KEY, VALUE
         )
         if not EDGE:
             run = (line, part_first, before, gap, whole, part)
             dk_acc, dv_acc = fold_key_gradient(
-                dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, True, True
+                dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, True, True, KEY, VALUE
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0
-    dk_at = rows_pointer(dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
-    tl.store(dk_at, (dk_acc * (numbers.scale * sign)).to(dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
-    dv_at = rows_pointer(dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
-    tl.store(dv_at, dv_acc.to(dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
+    if KEY:
+        dk_at = rows_pointer(dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
+        tl.store(dk_at, (dk_acc * (numbers.scale * sign)).to(dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
+    if VALUE:
+        dv_at = rows_pointer(dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
+        tl.store(dv_at, dv_acc.to(dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))

@@ -50,62 +50,32 @@ def scores_of(
 
 
 @triton.jit
-def products(q, k, strides, at, tile, c, EDGE: tl.constexpr):
-    """(first key, products of the queries with the keys) of a tile."""
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at
-    here = start_of(tile, c, c.TILE_KV)
-    keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-    return here, tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
-
-
-@triton.jit
-def fold_tile(
-    acc, total, most, qk, tile, here, v, strides, at, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
-):
-    """Folds one tile of products into accumulator, weight total and maximum."""
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at
-    kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-    x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score, mask, MASKED, EDGE)
-    higher = tl.maximum(most, tl.max(x, 1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
-    p = tl.exp2(x * factor - shift[:, None])
-    alpha = tl.exp2(most * factor - shift)
-    total = total * alpha + tl.sum(p, 1)
-    if c.DROPOUT:
-        p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
-    acc = acc * alpha[:, None]
-    values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
-    acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
-    return acc, total, higher
-
-
-@triton.jit
 def fold_tiles(
     acc, total, most, q, k, v, strides, at, run, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total and maximum.
-
-    AHEAD: the next tile's products are on their way while the softmax of this one is computed.
-    """
+    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total and maximum."""
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
-    if c.AHEAD and not EDGE:
-        if low < high:
-            here, qk = products(q, k, strides, at, tile, c, EDGE)
-            for i in tl.range(low, high - 1, num_stages=c.STAGES):
-                current = tile
-                tile = visited(table, row, i + 1, first, before, gap, c)
-                there, next_qk = products(q, k, strides, at, tile, c, EDGE)
-                acc, total, most = fold_tile(acc, total, most, qk, current, here, v, strides, at, numbers, env, c, score, mask, MASKED, EDGE)
-                qk = next_qk
-                here = there
-            acc, total, most = fold_tile(acc, total, most, qk, tile, here, v, strides, at, numbers, env, c, score, mask, MASKED, EDGE)
-    else:
-        for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-            current = tile
-            tile = visited(table, row, i + 1, first, before, gap, c)
-            here, qk = products(q, k, strides, at, current, c, EDGE)
-            acc, total, most = fold_tile(acc, total, most, qk, current, here, v, strides, at, numbers, env, c, score, mask, MASKED, EDGE)
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+        current = tile
+        here = start_of(tile, c, c.TILE_KV)
+        tile = visited(table, row, i + 1, first, before, gap, c)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
+        higher = tl.maximum(most, tl.max(x, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
+        p = tl.exp2(x * factor - shift[:, None])
+        alpha = tl.exp2(most * factor - shift)
+        total = total * alpha + tl.sum(p, 1)
+        if c.DROPOUT:
+            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
+        acc = acc * alpha[:, None]
+        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
+        most = higher
     return acc, total, most
 
 

@@ -69,9 +69,11 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Func
 
 def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -> str:
     emitted = emit(exprs, spelling)
-    # A coordinate is a tensor, a constant may be a Python number: `+ 0` of a tensor makes it one.
-    results = [f"(b * 0.0 + {r})" if e.op in ("const", "param") and e.dtype is DType.FLOAT else r for e, r in zip(exprs, emitted.results, strict=True)]
-    results = [f"(b >= 0) & {r}" if e.op == "const" and e.dtype is DType.BOOL else r for e, r in zip(exprs, results, strict=True)]
+    results = list(emitted.results)
+    # a result that is a Python number needs a shape; a slope does not, and a constant one costs nothing
+    if exprs[0].op in ("const", "param"):
+        zero = "(b < 0)" if exprs[0].dtype is DType.BOOL else "(b * 0.0)"
+        results[0] = f"({zero} {'|' if exprs[0].dtype is DType.BOOL else '+'} {results[0]})"
     body = "\n".join(f"    {line}" for line in (*emitted.lines, f"return {', '.join(results)}"))
     return f"def {name}({arguments}):\n{body}\n"
 

@@ -21,7 +21,7 @@ from foci.backends.triton.functions import Functions, environment_numbers, funct
 from foci.backends.triton.schedules import Schedule, padded, schedule_for
 from foci.backends.triton.sparsity import Sequences, Visits, sequences_of, visits_of
 from foci.dropout import threshold
-from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
+from foci.problem import Cotangents, Gradients, Layout, Operands, Results, empty_out
 
 __all__ = ["Kernel", "Pass", "TritonKernel"]
 
@@ -63,9 +63,11 @@ class TritonKernel:
         self.variant = plan.problem.variant
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
         loads = [e for root in (self.variant.score, self.variant.mask) for e in root.walk() if e.op == "load"]
+        self.mask_slots = sorted({int(str(e.value)) for e in self.variant.mask.walk() if e.op == "load"})
         tiles = {e for e in loads if {"q_idx", "kv_idx"} <= e.variables()}
         self.reads_tiles = bool(tiles)
         self.tile_bytes = sum(self.variant.captures[int(str(e.value))].dtype.itemsize for e in tiles)
+        self.is_dense = self.variant.mask.op == "const" and self.problem.formula.block_size is None and plan.problem.formula.layout is Layout.DENSE
         self.schedules: dict[str, Schedule] = {}
 
     def schedule(self, kind: str) -> Schedule:
@@ -78,7 +80,7 @@ class TritonKernel:
             blocks = self.problem.formula.block_size
             if blocks is not None:
                 tile_q, tile_kv = (math.gcd(tile, block) for tile, block in zip((found.tile_q, found.tile_kv), blocks, strict=True))
-                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors, found.ahead)
+                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors, found.turned)
             self.schedules[kind] = found
         return found
 
@@ -96,7 +98,7 @@ class TritonKernel:
                 row_max.fill_(-math.inf)
         if out.numel() and operands.key.shape[2]:
             call = self.begin(operands, {"out": out})
-            schedule = self.schedule("forward")
+            schedule = self.schedule("forward" if self.is_dense else "forward_sparse")
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
             stream = functools.partial(_streamed, call, config, schedule.tile_kv)
@@ -111,17 +113,17 @@ class TritonKernel:
         """Gradients of the operands."""
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         fresh = torch.zeros_like if operands.cu_q is not None or 0 in (query.numel(), key.numel(), value.numel()) else torch.empty_like
-        dq = fresh(query, memory_format=torch.contiguous_format) if p.query_grad else None
-        dk, dv = (fresh(t, memory_format=torch.contiguous_format) if p.key_grad or p.value_grad else None for t in (key, value))
+        wanted = (p.query_grad, p.key_grad, p.value_grad)
+        dq, dk, dv = (fresh(t, memory_format=torch.contiguous_format) if on else None for t, on in zip((query, key, value), wanted, strict=True))
         if query.numel() and value.numel() and p.needs_backward:
             dout = cotangents.out
             call = self.begin(operands, {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None})
             rows = self._prepare(call, results, cotangents)
             if dq is not None:
                 self._query_gradient(call, dout, rows, dq)
-            if dk is not None and dv is not None:
-                self._key_gradient(call, dout, rows, (dk, dv))
-        return Gradients(dq, dk if p.key_grad else None, dv if p.value_grad else None, tuple(None for _ in operands.captures))
+            for kind, grads in self._key_passes(dk, dv):
+                self._key_gradient(call, kind, (dout, *rows), grads)
+        return Gradients(dq, dk, dv, tuple(None for _ in operands.captures))
 
     def _prepare(self, call: Pass, results: Results, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
         lse2, delta = torch.empty_like(results.lse), torch.empty_like(results.lse)
@@ -146,14 +148,23 @@ class TritonKernel:
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
 
-    def _key_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]) -> None:
-        schedule, operands = self.schedule("key_gradient"), call.operands
+    def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
+        """dk and dv in one kernel, or in two where their accumulators would not fit the registers together."""
+        together = self.plan.target.arch == 0 or max(self.dims) < 256
+        name = "key_gradient" if self.variant.score.op == "var" and not self.problem.formula.dropout else "key_gradient_scored"
+        if dk is not None and dv is not None and together:
+            return ((name, (dk, dv)),)
+        names = (name, name) if together else ("key_gradient_alone", "value_gradient_alone")
+        return tuple((name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None)
+
+    def _key_gradient(self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
+        schedule, operands = self.schedule(kind), call.operands
         visits = self.visits(call, schedule, "keys")
         config = self.config(call, schedule, visits)
         stream = functools.partial(_streamed, call, config, schedule.tile_q)
         heads = operands.key.shape[1]
         attention_key_gradient[(operands.key.shape[0] * heads * visits.tasks,)](
-            stream(operands.query), operands.key, operands.value, stream(dout), *rows, *grads,
+            stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
             _strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
@@ -187,7 +198,7 @@ class TritonKernel:
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _config(
             (
-                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.ahead,
+                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.turned,
                 "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
                 call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, precision,
             )

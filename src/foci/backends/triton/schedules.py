@@ -11,20 +11,20 @@ from typing import Final
 
 __all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes"]
 
-KINDS: Final = ("forward", "query_gradient", "key_gradient", "columns", "decode")
+KINDS: Final = ("forward", "query_gradient", "forward_sparse", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone", "decode")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not,
-    products a tile ahead of the softmax or not (forward only)."""
+    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not;
+    scores turned or not (dk and dv only, see `Config.TURNED`)."""
 
     tile_q: int
     tile_kv: int
     warps: int
     stages: int
     descriptors: bool = False
-    ahead: bool = False
+    turned: bool = False
 
 
 LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -35,30 +35,48 @@ _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16
 
 SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
-    ("hopper", "forward", 2, 64): (_S(128, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_sparse", 2, 64): (_S(128, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_sparse", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
+    ("hopper", "forward_sparse", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
     ("hopper", "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "query_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(64, 32, 8, 1)),
+    ("hopper", "query_gradient", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 1)),
     ("hopper", "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
     ("hopper", "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 64, 8, 1)),
+    ("hopper", "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
+    ("hopper", "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
+    ("hopper", "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
+    ("hopper", "key_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
+    ("hopper", "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
     ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
+    ("ampere", "forward_sparse", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
+    ("ampere", "forward_sparse", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
+    ("ampere", "forward_sparse", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
     ("ampere", "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
+    ("ampere", "forward_sparse", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
     ("ampere", "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
     ("ampere", "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
     ("ampere", "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
     ("ampere", "query_gradient", 2, 512): (_S(16, 16, 4, 1),),
     ("ampere", "key_gradient", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
+    ("ampere", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
     ("ampere", "key_gradient", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
+    ("ampere", "key_gradient_scored", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
     ("ampere", "key_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    ("ampere", "key_gradient_scored", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
     ("ampere", "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
+    ("ampere", "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
 }
 
 
@@ -87,13 +105,13 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     scores = schedule.tile_q * schedule.tile_kv
     buffers = max(schedule.stages, 1)
     spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
-    if kind == "forward" or kind == "decode":
+    if kind in ("forward", "forward_sparse", "decode"):
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
-        ahead = schedule.tile_kv * dims[0] * itemsize if schedule.ahead else 0
-        return rows + ahead + buffers * schedule.tile_kv * wide + spare
+        return rows + buffers * schedule.tile_kv * wide + spare
     if kind == "query_gradient":
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
-    return schedule.tile_kv * wide + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
+    stationary = wide if kind != "value_gradient_alone" else wide * dims[0] // sum(dims)
+    return schedule.tile_kv * stationary + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
 
 
 def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0) -> Schedule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -55,31 +56,51 @@ def sequences_of(operands: Operands) -> Sequences:
     return Sequences(cu_q[:-1].contiguous(), q_length.contiguous(), cu_kv[:-1].contiguous(), kv_length.contiguous())
 
 
-_kept: OrderedDict[tuple[object, ...], Visits] = OrderedDict()
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Visits, and the captured tensors they were found from: they hold as long as those live unchanged."""
+
+    visits: Visits
+    tensors: tuple[weakref.ref[Tensor], ...]
+
+    def holds(self, tensors: tuple[Tensor, ...]) -> bool:
+        return all(ref() is t for ref, t in zip(self.tensors, tensors, strict=True))
+
+
+_kept: OrderedDict[tuple[object, ...], _Kept] = OrderedDict()
 _KEPT: Final = 256
 
 
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
     """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
-    What depends on lengths and numbers alone is kept, but not across the capture of a CUDA graph, whose memory it would
-    outlive.
+    What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
+    the same; but not across the capture of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
     """
-    operands, variant = call.operands, kernel.variant
-    key = None
-    is_capturing = operands.query.is_cuda and torch.cuda.is_current_stream_capturing()
-    if operands.cu_q is None and operands.blocks is None and not any(e.op == "load" for e in variant.mask.walk()) and not is_capturing:
-        key = (variant.mask, operands.query.shape[:3], operands.key.shape[1:3], operands.ints, operands.floats, operands.query.device, schedule, side)
-        found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
+    key = _key(kernel, call, schedule, side)
+    if key is None:
+        return _make(kernel, call, schedule, side)
+    read = tuple(call.operands.captures[slot] for slot in kernel.mask_slots)
+    found = _kept.get(key)
+    if found is not None and found.holds(read):
+        _kept.move_to_end(key)
+        return found.visits
     made = _make(kernel, call, schedule, side)
-    if key is not None:
-        _kept[key] = made
-        if len(_kept) > _KEPT:
-            _kept.popitem(last=False)
+    _kept[key] = _Kept(made, tuple(map(weakref.ref, read)))
+    if len(_kept) > _KEPT:
+        _kept.popitem(last=False)
     return made
+
+
+def _key(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> tuple[object, ...] | None:
+    operands = call.operands
+    read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
+    is_capturing = operands.query.is_cuda and torch.cuda.is_current_stream_capturing()
+    if operands.cu_q is not None or operands.blocks is not None or is_capturing or any(t.is_inference() for t in read):
+        return None
+    shapes = (operands.query.shape[:3], operands.key.shape[1:3])
+    versions = tuple((id(t), t._version) for t in read)
+    return (kernel.variant.mask, shapes, operands.ints, operands.floats, operands.query.device, schedule, side, versions)
 
 
 @dataclass(frozen=True, eq=False)
