@@ -22,6 +22,11 @@ from foci.api import AuxRequest, attention
 from foci.integrations.model_mask import ModelMask
 from foci.variant import Mask, Score
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # transformers before 5.0 tells every layer what to return
+    _active_collector = None
+
 __all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
 NAME: Final = "foci"
@@ -77,7 +82,7 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: [Hq], attention sinks (gpt-oss).
         position_bias: [B or 1, Hq, Sq, Skv], added to the scores (T5).
-        kwargs: what models pass besides; `output_attentions=True` asks for the weights, others have no effect.
+        kwargs: what models pass besides; `output_attentions` asks for the weights, others have no effect.
 
     Returns:
         [B, Sq, Hq, Dv], and the weights [B, Hq, Sq, Skv] before dropout if asked for, else None.
@@ -92,6 +97,7 @@ def attention_forward(
     mask, bias = _mask_and_bias(attention_mask, key)
     if mask is None and bias is None and query.shape[2] > 1 and _is_causal(module, is_causal):
         mask = _causal(key.shape[2] - query.shape[2], kwargs.get("sliding_window"))
+    wants_weights = _wants_weights(kwargs.get("output_attentions"))
     result = attention(
         query,
         key,
@@ -102,11 +108,19 @@ def attention_forward(
         sink=s_aux,
         scale=scaling,
         dropout_p=dropout,
-        return_aux=AuxRequest(weights=True) if kwargs.get("output_attentions") else None,
+        return_aux=AuxRequest(weights=True) if wants_weights else None,
     )
-    if kwargs.get("output_attentions"):
+    if wants_weights:
         return result[0].transpose(1, 2).contiguous(), result[1].weights
     return result.transpose(1, 2).contiguous(), None
+
+
+def _wants_weights(asked: bool | None) -> bool:
+    """Some models do not hand `output_attentions` on to their layers: the collector of layer outputs knows too."""
+    if asked is not None or _active_collector is None or torch.compiler.is_compiling():
+        return bool(asked)
+    collected = _active_collector.get() or {}
+    return "attentions" in collected or "cross_attentions" in collected
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -1,0 +1,300 @@
+"""attn_implementation="foci": every kind of model against its own eager attention.  # ECO-02"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from models import CASES, LENGTH, exact, padding, tokens, within_budget
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import foci
+from foci.integrations.model_mask import ModelMask
+from foci.integrations.transformers import attention_forward, attention_mask, register
+
+LLAMA = CASES[0]
+BY_NAME = {case.name: case for case in CASES}
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written_out():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model computes with its attention mask")
+        yield
+
+
+@every_case
+def test_forward_and_gradients(case):  # ECO-02, SDPA-20
+    eager, foci_model = case.model("eager"), case.model("foci")
+    true_model = exact(eager)
+    results = {}
+    for name, model in (("eager", eager), ("foci", foci_model), ("exact", true_model)):
+        with foci.observe() as log:
+            results[name] = case.run(model)
+            weight = torch.linspace(-1, 1, results[name].numel()).view_as(results[name])
+            (results[name] * weight).sum().backward()
+        if name == "foci":
+            assert len(log.calls) == len(log.backward_calls) == case.calls
+            assert max((c.rank for call in log.calls for c in call.problem.variant.captures), default=0) == case.captured
+    within_budget("result", results["foci"], results["eager"], results["exact"], 10.0)
+    true_gradients = dict(true_model.named_parameters())
+    plain_gradients = dict(eager.named_parameters())
+    checked = 0
+    for name, parameter in foci_model.named_parameters():
+        assert (parameter.grad is None) == (plain_gradients[name].grad is None), name
+        if parameter.grad is not None:
+            within_budget(name, parameter.grad, plain_gradients[name].grad, true_gradients[name].grad, 10.0)
+            checked += 1
+    assert checked > 10
+
+
+@every_case
+def test_bfloat16(case):  # ECO-02, SDPA-09
+    eager, foci_model = case.model("eager", torch.bfloat16), case.model("foci", torch.bfloat16)
+    with torch.no_grad(), foci.observe() as log:
+        found = case.run(foci_model)
+        within_budget("result", found, case.run(eager), case.run(exact(eager)), 2.0)
+    assert found.dtype == torch.bfloat16
+    assert {call.problem.dtype for call in log.calls} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.generates and "left" not in c.name], ids=lambda c: c.name)
+def test_generation_gives_the_same_tokens(case, cache):  # ECO-02
+    inputs = {"inputs": tokens(), "attention_mask": padding("left")}
+    settings = dict(max_new_tokens=10, do_sample=False, cache_implementation="static" if cache == "static" else None)
+    found = []
+    for implementation in ("eager", "foci"):
+        with foci.observe() as log:
+            found.append(case.model(implementation).generate(**inputs, **settings))
+    assert torch.equal(*found)
+    # a new length is the same kernel: one variant for the prompt and one for the steps, for each kind of layer
+    assert len({call.problem.variant for call in log.calls}) <= (6 if case.name == "t5" else 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "gpt2"])
+def test_dropout_in_training(name):  # ECO-02, SDPA-08
+    case = BY_NAME[name]
+
+    def loss(p, seed):
+        config = case.make()
+        for attribute in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
+            if hasattr(config, attribute):
+                setattr(config, attribute, p)
+        for attribute in ("hidden_dropout_prob", "resid_pdrop", "embd_pdrop"):
+            if hasattr(config, attribute):
+                setattr(config, attribute, 0.0)
+        torch.manual_seed(0)
+        model = case.auto.from_config(config, attn_implementation="foci").train()
+        torch.manual_seed(seed)
+        with foci.observe() as log:
+            result = case.run(model)
+            value = (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum()
+        assert all(call.problem.formula.dropout == (p > 0) for call in log.calls)
+        value.backward()
+        gradient = next(p.grad for n, p in model.named_parameters() if n.endswith(("q_proj.weight", "query.weight", "c_attn.weight")))
+        return value, gradient
+
+    first, again, other, without = loss(0.5, 3), loss(0.5, 3), loss(0.5, 4), loss(0.0, 3)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], without[0])
+
+
+def test_causal_is_recognised():  # ECO-02
+    with torch.no_grad(), foci.observe() as log:
+        LLAMA.model("foci")(tokens(), attention_mask=torch.ones_like(tokens()))
+        query = torch.randn(1, 1, 4, 8)
+        foci.attention(query, query, query, mask=foci.masks.causal())
+    first, second, causal = (call.problem.variant for call in log.calls)
+    assert first == second == causal
+
+
+def test_decoding_without_padding_has_no_mask_at_all():  # ECO-02
+    model = LLAMA.model("foci")
+    with torch.no_grad():
+        cache = model(tokens(), use_cache=True).past_key_values
+        with foci.observe() as log:
+            model(tokens()[:, :1], past_key_values=cache)
+    assert all(call.problem.variant.is_plain for call in log.calls)
+
+
+def test_a_prompt_in_two_pieces():  # ECO-02
+    results = []
+    for implementation in ("eager", "foci"):
+        model = BY_NAME["mistral"].model(implementation)
+        with torch.no_grad():
+            first = model(tokens()[:, :9], use_cache=True)
+            second = model(tokens()[:, 9:], past_key_values=first.past_key_values)
+        results.append(torch.cat([first.logits, second.logits], 1))
+    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
+
+
+def test_packed_sequences():  # ECO-02
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None].expand(2, -1)
+    results = []
+    for implementation in ("eager", "foci"):
+        model = LLAMA.model(implementation)
+        with torch.no_grad(), foci.observe() as log:
+            results.append(model(tokens(), position_ids=positions, use_cache=False).logits)
+            alone = model(tokens()[:, 9:], use_cache=False).logits
+    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(results[1][:, 9:], alone, atol=2e-6, rtol=1e-5)
+    assert max(c.rank for call in log.calls[:2] for c in call.problem.variant.captures) == 2
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(torch.bool, "sdpa"), (torch.float32, "eager")])
+def test_a_mask_of_four_dims_is_taken(dtype, other):  # ECO-02
+    keep = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.6
+    keep |= torch.eye(LENGTH, dtype=torch.bool)
+    mask = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
+    results = [LLAMA.model(name)(tokens(), attention_mask=mask).logits for name in (other, "foci")]
+    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gpt_oss"])
+def test_output_attentions(name):  # ECO-02, SDPA-19
+    case = BY_NAME[name]
+    with torch.no_grad():
+        eager, found = (case.model(i)(tokens(), output_attentions=True).attentions for i in ("eager", "foci"))
+    assert len(found) == 2
+    torch.testing.assert_close(found, eager, atol=1e-6, rtol=1e-5)
+
+
+def test_a_layer_without_mask_attends_as_its_flag_says():  # ECO-02
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    layer = torch.nn.Module()
+    layer.is_causal = True
+    lower_right, _ = attention_forward(layer, query, key, key, None)
+    torch.testing.assert_close(lower_right, foci.attention(query, key, key, mask=foci.masks.causal_lower_right()).transpose(1, 2))
+    everywhere, _ = attention_forward(layer, query, key, key, None, is_causal=False)
+    torch.testing.assert_close(everywhere, foci.attention(query, key, key).transpose(1, 2))
+
+
+def test_sparse_attention_is_refused():  # ECO-02
+    query = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="does not take indices, which selects keys"):
+        attention_forward(torch.nn.Module(), query, query, query, None, indices=torch.zeros(1))
+
+
+def test_registration_can_be_repeated_and_importing_foci_does_not_import_transformers():  # ECO-02
+    register()
+    foci.integrations.register_transformers()
+    assert ALL_ATTENTION_FUNCTIONS["foci"] is attention_forward
+    code = "import sys, foci; assert 'transformers' not in sys.modules; assert callable(foci.integrations.register_transformers)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_set_attn_implementation_on_a_model_that_exists():  # ECO-02
+    model = LLAMA.model("eager")
+    before = LLAMA.run(model)
+    model.set_attn_implementation("foci")
+    with foci.observe() as log:
+        after = LLAMA.run(model)
+    assert len(log.calls) == 2
+    torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-5)
+
+
+def test_older_transformers_give_positions():  # ECO-02
+    mask = attention_mask(2, kv_length=12, cache_position=torch.arange(4, 8), attention_mask=torch.ones(2, 8))
+    expected = torch.arange(12) <= torch.arange(4, 8)[:, None]
+    assert torch.equal(mask.to_tensor(), expected.expand(2, 1, 4, 12))
+
+
+class TestModelMask:
+    """What models do with a mask besides handing it on."""
+
+    keep = torch.tensor([[True, True, True, False, False], [True] * 5])
+
+    def mask(self):
+        keep = self.keep
+        return ModelMask(lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & keep[b, kv_idx], (2, 1, 4, 5), torch.device("cpu"))
+
+    @property
+    def dense(self):
+        return (torch.arange(5) <= torch.arange(4)[:, None]) & self.keep[:, None, None, :]
+
+    def test_shape_and_place(self):
+        mask = self.mask()
+        assert (mask.shape, mask.ndim, mask.dim(), mask.size(-1), mask.size()) == ((2, 1, 4, 5), 4, 4, 5, (2, 1, 4, 5))
+        assert (mask.dtype, mask.device) == (torch.bool, torch.device("cpu"))
+        assert mask.contiguous() is mask
+        assert mask.to("cpu") is mask
+        assert mask.to(device=torch.device("cpu"), dtype=torch.bool, non_blocking=True) is mask
+        assert torch.equal(mask.to_tensor(), self.dense)
+
+    def test_fewer_keys(self):
+        cut = self.mask()[:, :, :, :3]
+        assert isinstance(cut, ModelMask)
+        assert cut.shape == (2, 1, 4, 3)
+        assert torch.equal(cut.to_tensor(), self.dense[..., :3])
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda m: m[:, 0, :, :],
+            lambda m: m.logical_not(),
+            lambda m: m.to(torch.float32),
+            lambda m: torch.where(m, 0.0, -1.0),
+            lambda m: torch.zeros(2, 1, 4, 5).masked_fill(m, 1.0),
+        ],
+    )
+    def test_other_uses_get_the_tensor_and_say_so(self, use):
+        with pytest.warns(UserWarning, match="written out as a bool tensor"):
+            found = use(self.mask())
+        assert torch.equal(found, use(self.dense))
+
+    def test_unknown_attributes(self):
+        with pytest.raises(AttributeError, match="no attribute 'block_table'"):
+            _ = self.mask().block_table
+
+
+class TestCompiled:
+    """torch.compile(fullgraph=True)."""
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_forward_and_backward(self, use_cache):  # ECO-02, SDPA-21
+        torch._dynamo.reset()
+        model = LLAMA.model("foci")
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": use_cache}
+        expected = model(**inputs).logits
+        with foci.observe() as log:
+            found = compiled(**inputs).logits
+        assert len(log.calls) == 2
+        assert max(c.rank for call in log.calls for c in call.problem.variant.captures) == 2
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        gradients = []
+        for result in (expected, found):
+            model.zero_grad()
+            result.square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+    def test_windows_softcap_and_sinks(self):  # ECO-02, SDPA-21
+        for name in ("gemma2", "gpt_oss"):
+            torch._dynamo.reset()
+            model = BY_NAME[name].model("foci")
+            compiled = torch.compile(model, fullgraph=True, backend="eager")
+            inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": False}
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-6, rtol=1e-5)
+
+    def test_steps_with_a_static_cache_do_not_recompile(self):  # ECO-02, FLEX-10
+        torch._dynamo.reset()
+        model = LLAMA.model("foci")
+        settings = transformers.generation.CompileConfig(fullgraph=True, backend="eager")
+        settings._compile_all_devices = True
+        inputs = {"inputs": tokens()[:, :7], "attention_mask": padding("left")[:, -7:], "do_sample": False, "max_new_tokens": 8}
+        expected = model.generate(**inputs)
+        torch._dynamo.utils.counters.clear()
+        found = model.generate(**inputs, cache_implementation="static", compile_config=settings)
+        assert torch.equal(found, expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
