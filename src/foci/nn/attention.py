@@ -55,6 +55,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """
 
     num_kv_heads: int
+    rotary: RotaryEmbedding | None
+    mask: Variant
+    score: Variant
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
@@ -62,9 +65,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: Any = None, dtype: torch.dtype | None = None, *, num_kv_heads: int | None = None,
         rotary: RotaryEmbedding | None = None, mask: Variant = None, score: Variant = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        )
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
         adopt(self, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -135,28 +136,26 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
         """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor."""
-        sizes = (self.embed_dim, *[self.num_kv_heads * self.head_dim] * 2)
-        if self.in_proj_weight is None:
-            biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-            weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            parts: Any = [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
-        elif query is key and key is value:
-            parts = linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, dim=-1)
+        size, width = self.embed_dim, self.num_kv_heads * self.head_dim
+        weight: Tensor | None = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
+        if weight is not None and query is key and key is value:
+            parts = torch.split(linear(query, weight, bias), [size, width, width], dim=-1)
+        elif weight is not None and key is value:
+            both = linear(key, weight[size:], None if bias is None else bias[size:])
+            parts = (linear(query, *self._query_parameters()), *torch.split(both, [width, width], dim=-1))
         else:
-            weights = self.in_proj_weight.split(sizes)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
-            if key is value:
-                bias = None if self.in_proj_bias is None else self.in_proj_bias[sizes[0] :]
-                both = linear(key, self.in_proj_weight[sizes[0] :], bias).split(sizes[1:], dim=-1)
-                parts = (linear(query, weights[0], biases[0]), *both)
-            else:
-                parts = [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+            own: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = own if weight is None else torch.split(weight, [size, width, width])
+            biases: Any = (None,) * 3 if bias is None else torch.split(bias, [size, width, width])
+            parts = tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in parts)
         return q, k, v
 
     def _own(self) -> Functions:
         """The module's own mask and score."""
-        mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in (self.mask, self.score))
+        variants: tuple[Any, Any] = (self.mask, self.score)
+        mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in variants)
         if mask is not None and not isinstance(mask, Mask):
             mask = Mask(mask)
         return Functions(mask, score if score is None or isinstance(score, Score) else Score(score))
@@ -204,7 +203,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k, v, mask=functions.mask, score=functions.score, dropout_p=self.dropout if self.training else 0.0, return_aux=asked
         )
         out, aux = found if asked is not None else (found, None)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), aux.weights if need_weights is True else aux
+        return self.out_proj(out.transpose(1, 2).flatten(2)), aux.weights if aux is not None and need_weights is True else aux
 
     def _heads(
         self, inputs: Projected, padding: Tensor | None, order: tuple[int, ...], cache: LayerCache | Memory | None
@@ -212,7 +211,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Projected, turned and joined with the cache: [B, H, L, D], [B, Hkv, S, D] twice."""
         if isinstance(cache, Memory) and cache.key is not None and cache.value is not None:
             weight, bias = self._query_parameters()
-            q = linear(inputs[0], weight, bias).unflatten(-1, (-1, self.head_dim)).permute(order)
+            q = torch.unflatten(linear(inputs[0], weight, bias), -1, (-1, self.head_dim)).permute(order)
             return q, cache.key, cache.value, None
         q, k, v = (part.permute(order) for part in self._project(*inputs))
         if isinstance(cache, Memory):
@@ -233,9 +232,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return q, stored.key, stored.value, stored
 
     def _query_parameters(self) -> tuple[Tensor, Tensor | None]:
-        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
-        assert weight is not None
-        return weight, None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        weight: Any = self.q_proj_weight if self.q_proj_weight is not None else packed[: self.embed_dim]
+        return weight, None if bias is None else bias[: self.embed_dim]
 
     def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
@@ -342,7 +341,7 @@ def adopt(
         _group(module, heads * module.head_dim)
 
 
-def _plug(module: torch.nn.Module, *, num_kv_heads: int, rotary: Any = None, mask: Variant = None, score: Variant = None) -> None:
+def _plug(module: Any, *, num_kv_heads: int, rotary: Any = None, mask: Variant = None, score: Variant = None) -> None:
     module.num_kv_heads = num_kv_heads
     module.rotary, module.mask, module.score = rotary, mask, score
 
@@ -350,12 +349,13 @@ def _plug(module: torch.nn.Module, *, num_kv_heads: int, rotary: Any = None, mas
 def _group(module: torch.nn.MultiheadAttention, width: int) -> None:
     """Parameters for keys and values of `width` features."""
     size = module.embed_dim
+    packed: Tensor | None = module.in_proj_weight
 
     def parameter(like: Tensor, *shape: int) -> torch.nn.Parameter:
         return torch.nn.Parameter(like.new_empty(shape))
 
-    if module.in_proj_weight is not None:
-        module.in_proj_weight = parameter(module.in_proj_weight, size + 2 * width, size)
+    if packed is not None:
+        module.in_proj_weight = parameter(packed, size + 2 * width, size)
     else:
         assert module.k_proj_weight is not None and module.v_proj_weight is not None
         module.k_proj_weight = parameter(module.k_proj_weight, width, module.kdim)
@@ -387,8 +387,8 @@ def _packing(tensor: Tensor, *, batch_first: bool) -> Packing:
 def _same_sequences(query: Tensor, key: Tensor) -> bool:
     if query is key:
         return True
-    both = query.is_nested and key.is_nested and query.layout == key.layout == torch.jagged
-    return both and query.offsets() is key.offsets()  # type: ignore[operator]
+    jagged = query.is_nested and key.is_nested and query.layout == key.layout == torch.jagged
+    return jagged and query.offsets() is key.offsets()  # type: ignore[attr-defined]
 
 
 def _appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
@@ -398,5 +398,7 @@ def _appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
     ends = packing.offsets[1:, None] + count * torch.arange(packing.batch, device=tokens.device)[:, None]
     behind = (ends + torch.arange(count, device=tokens.device)).flatten()
     both = torch.cat((tokens, extra.repeat(packing.batch, 1, 1)))
-    order = torch.empty_like(torch.cat((places, behind))).scatter_(0, torch.cat((places, behind)), torch.arange(both.shape[0], device=both.device))
+    order = torch.empty_like(torch.cat((places, behind))).scatter_(
+        0, torch.cat((places, behind)), torch.arange(both.shape[0], device=both.device)
+    )
     return both.index_select(0, order)

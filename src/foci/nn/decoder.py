@@ -75,13 +75,17 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
         masks, causal = (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal)
-        if isinstance(tgt_key_padding_mask, Packing):
-            return self._layer((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), masks, causal, cache)
+        given: Any = tgt_key_padding_mask
+        if isinstance(given, Packing):
+            return self._layer((tgt, given), (memory, memory_key_padding_mask), masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         reason = why_not_tokens(self, type(self), ())
         target, source = enter_both(
-            (tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), batch_first=batch_first, may_pack=reason is None and cache is None
+            (tgt, tgt_key_padding_mask),
+            (memory, memory_key_padding_mask),
+            batch_first=batch_first,
+            may_pack=reason is None and cache is None,
         )
         return left(self._layer(target, source, masks, causal, cache), target[1], batch_first=batch_first)
 
@@ -177,7 +181,10 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         batch_first = bool(getattr(getattr(self.layers[0], "self_attn", None), "batch_first", False)) if len(self.layers) else False
         reason = next((r for r in map(_why_not, self.layers) if r is not None), None)
         (x, padding), (mem, mem_padding) = enter_both(
-            (tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask), batch_first=batch_first, may_pack=reason is None and cache is None
+            (tgt, tgt_key_padding_mask),
+            (memory, memory_key_padding_mask),
+            batch_first=batch_first,
+            may_pack=reason is None and cache is None,
         )
         if reason is not None and (isinstance(padding, Tensor) or isinstance(mem_padding, Tensor)):
             warn_padded(self, reason)

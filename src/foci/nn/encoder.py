@@ -78,8 +78,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
-        if isinstance(src_key_padding_mask, Packing):
-            return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
+        given: Any = src_key_padding_mask
+        if isinstance(given, Packing):
+            return self._layer(src, src_mask, given, is_causal=is_causal, cache=cache)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
         batch_first = self.self_attn.batch_first
@@ -181,9 +182,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         return left(x, padding, batch_first=batch_first)
 
 
-def attend_self(
-    layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None
-) -> Tensor:
+def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
     """A layer's self-attention block; only told of a cache if there is one, as a subclass's block may not know it."""
     if cache is None:
         return layer._sa_block(x, mask, padding, is_causal=is_causal)  # type: ignore[no-any-return]
@@ -220,8 +219,8 @@ def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -
     own = [name for name in methods if getattr(type(layer), name) is not getattr(base, name) or name in vars(layer)]
     if own:
         return f"{type(layer).__name__} has a {own[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
-    attentions = (module for module in layer.children() if "attn" in type(module).__name__.lower() or isinstance(module, torch.nn.MultiheadAttention))
-    if not is_plain_attention(layer.self_attn) or not all(is_plain_attention(module) for module in attentions):
+    attentions = [getattr(layer, name) for name in ("self_attn", "multihead_attn") if hasattr(layer, name)]
+    if not all(is_plain_attention(module) for module in attentions):
         return f"{type(layer).__name__} has an attention that is not foci.nn.MultiheadAttention"
     return None
 

@@ -15,9 +15,23 @@ from foci.nn.packing import Packing, is_readable
 from foci.variant import Mask, Score
 
 __all__ = [
-    "CAUSAL", "Functions", "Place", "cached_place", "check_mask", "check_padding_shape", "check_shapes", "detect_causal", "explicit", "itself",
-    "key_padding", "matrix", "packed_bias", "packed_place", "placed", "with_extra_keys",
-]  # fmt: skip
+    "CAUSAL",
+    "Functions",
+    "Place",
+    "cached_place",
+    "check_mask",
+    "check_padding_shape",
+    "check_shapes",
+    "detect_causal",
+    "explicit",
+    "itself",
+    "key_padding",
+    "matrix",
+    "packed_bias",
+    "packed_place",
+    "placed",
+    "with_extra_keys",
+]
 
 Place: TypeAlias = Callable[[Any, Any], Any]
 
@@ -36,11 +50,13 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Te
     words, dims = ("batched (3-D)", 3) if batched else ("unbatched (2-D)", 2)
     if key.dim() != dims or value.dim() != dims:
         raise AssertionError(
-            f"For {words} `query`, expected `key` and `value` to be {dims}-D but found {key.dim()}-D and {value.dim()}-D tensors respectively"
+            f"For {words} `query`, expected `key` and `value` to be {dims}-D "
+            f"but found {key.dim()}-D and {value.dim()}-D tensors respectively"
         )
     if key_padding_mask is not None and key_padding_mask.dim() != dims - 1:
         raise AssertionError(
-            f"For {words} `query`, expected `key_padding_mask` to be `None` or {dims - 1}-D but found {key_padding_mask.dim()}-D tensor instead"
+            f"For {words} `query`, expected `key_padding_mask` to be `None` or {dims - 1}-D "
+            f"but found {key_padding_mask.dim()}-D tensor instead"
         )
     if attn_mask is not None and attn_mask.dim() not in (2, 3):
         raise AssertionError(
@@ -102,7 +118,7 @@ def explicit(attn_mask: Tensor, lengths: tuple[int, int], *, batch: int, heads: 
         return attn_mask
     if attn_mask.shape != (batch * heads, *lengths):
         raise RuntimeError(f"The shape of the 3D attn_mask is {attn_mask.shape}, but should be {(batch * heads, *lengths)}.")
-    return attn_mask.unflatten(0, (batch, heads))
+    return torch.unflatten(attn_mask, 0, (batch, heads))
 
 
 def matrix(values: Tensor) -> Functions:
@@ -170,12 +186,16 @@ def placed(functions: Functions, query: Place, key: Place) -> Functions:
 def with_extra_keys(functions: Functions, count: int) -> Functions:
     """Functions for the keys before the last `count` of each sequence; those are attended as they are."""
     mask, score = functions.mask, functions.score
+
+    def own(kv_idx: Any) -> Any:  # an index of the sequence's own keys, whatever the key
+        return torch.minimum(kv_idx, kv_len() - (count + 1))
+
     if mask is not None:
         attend = mask.function
-        mask = Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= kv_len() - count) | attend(b, h, q_idx, kv_idx), name=mask.name)
+        mask = Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= kv_len() - count) | attend(b, h, q_idx, own(kv_idx)), name=mask.name)
     if score is not None:
         change = score.function
         score = Score(
-            lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx >= kv_len() - count, s, change(s, b, h, q_idx, kv_idx)), name=score.name
+            lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx >= kv_len() - count, s, change(s, b, h, q_idx, own(kv_idx))), name=score.name
         )
     return Functions(mask, score)

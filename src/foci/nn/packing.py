@@ -105,7 +105,7 @@ class Packing:
         if padded.is_nested:
             return _nested_values(padded)
         rows = padded.flatten(0, 1)
-        return rows if self.indices is None else _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call, no-any-return]
+        return rows if self.indices is None else _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call]
 
     def pad(self, tokens: Tensor) -> Tensor:
         """The inverse of `pack`: zeros where no token is, or a NestedTensor if the batch was one."""
@@ -113,22 +113,20 @@ class Packing:
             return self._nest(tokens, self.nested)
         if self.indices is not None:
             tokens = _Scatter.apply(tokens, self.indices, self.shape[0] * self.shape[1])  # type: ignore[no-untyped-call]
-        return tokens.unflatten(0, self.shape if self.batch_first else self.shape[::-1])
+        return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
 
     def padded(self, tokens: Tensor) -> Tensor:
         """[B, longest, ...] of [T, ...], zeros behind the end of each sequence."""
         ids = self.sequence_ids(tokens.shape[0])
         places = torch.arange(tokens.shape[0], device=tokens.device) - self.offsets[ids] + ids * self.longest
         full: Tensor = _Scatter.apply(tokens, places, self.batch * self.longest)  # type: ignore[no-untyped-call]
-        return full.unflatten(0, (self.batch, self.longest))
+        return torch.unflatten(full, 0, (self.batch, self.longest))
 
     def _nest(self, tokens: Tensor, source: Tensor) -> Tensor:
         if source.layout != torch.jagged:
-            parts = tokens.split(self.lengths.tolist())
+            parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
-        return torch.nested.nested_tensor_from_jagged(
-            tokens, offsets=self.offsets, min_seqlen=_shortest(source), max_seqlen=self.longest
-        )
+        return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=_shortest(source), max_seqlen=self.longest)
 
 
 class Pair(NamedTuple):
@@ -146,7 +144,7 @@ def is_readable(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
