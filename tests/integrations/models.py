@@ -111,11 +111,11 @@ class Case:
     captured: int = 2
     generates: bool = True
 
-    def model(self, implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    def model(self, implementation: str, dtype: torch.dtype = torch.float32, *, experts: str = "eager") -> Any:
         torch.manual_seed(0)
         config = self.make()
         if hasattr(config, "num_experts_per_tok"):
-            config._experts_implementation = "eager"
+            config._experts_implementation = experts
         model = self.auto.from_config(config, attn_implementation=implementation)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -281,7 +281,7 @@ class TestCompiled:
     def test_windows_softcap_and_sinks(self):  # ECO-02, SDPA-21
         for name in ("gemma2", "gpt_oss"):
             torch._dynamo.reset()
-            model = BY_NAME[name].model("foci")
+            model = BY_NAME[name].model("foci", experts="batched_mm")
             compiled = torch.compile(model, fullgraph=True, backend="eager")
             inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": False}
             with torch.no_grad():

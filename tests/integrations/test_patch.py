@@ -1,0 +1,286 @@
+"""foci.patch(): torch's entry points routed to foci.  # ECO-01"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention import varlen as varlen_module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+import foci
+
+compiled_flex_attention = torch.compile(flex_attention)
+
+
+class Torch:
+    """What torch has, out of reach of the patch: not a global of any module."""
+
+    attend = staticmethod(scaled_dot_product_attention)
+    flex = staticmethod(flex_attention)
+    block_mask = staticmethod(create_block_mask)
+    varlen = staticmethod(varlen_attn)
+
+
+def looked_up(q):
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def imported(q):
+    return scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def query(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_itself_afterwards():
+    yield
+    assert F.scaled_dot_product_attention is scaled_dot_product_attention is Torch.attend
+    assert flex_module.flex_attention is flex_attention is Torch.flex
+    assert flex_module.create_block_mask is create_block_mask is Torch.block_mask
+    assert varlen_module.varlen_attn is varlen_attn is Torch.varlen
+    assert hasattr(compiled_flex_attention, "_torchdynamo_orig_callable")
+
+
+@pytest.mark.parametrize("call", [looked_up, imported])
+def test_calls_reach_foci_inside_and_torch_outside(call):  # ECO-01
+    q = query(2, 4, 32, 16)
+    before = call(q)
+    with foci.patch(), foci.observe() as log:
+        inside = call(q)
+    assert len(log.calls) == 1
+    with foci.observe() as log:
+        after = call(q)
+    assert log.calls == []
+    assert torch.equal(before, after)
+    torch.testing.assert_close(inside, before, atol=2e-6, rtol=1e-5)
+
+
+def test_every_argument_of_torch_arrives():  # ECO-01, SDPA-01
+    q, k = query(2, 4, 5, 8), query(2, 2, 7, 8)
+    bias = query(2, 1, 5, 7)
+    arguments = dict(attn_mask=bias, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, k, **arguments)
+    with foci.patch():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, **arguments), expected)
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, scale=0.3, enable_gqa=True), expected)
+        with pytest.raises(TypeError):
+            F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3)  # keyword only, as torch has it
+
+
+def test_what_foci_refuses_is_not_given_to_torch():  # ECO-01, SDPA-15
+    q = query(1, 2, 4, 8)
+    with foci.patch():
+        with pytest.raises(ValueError, match="is_causal=True excludes attn_mask"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+        with foci.use(), pytest.raises(foci.NoViableBackend):
+            F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("call", [looked_up, imported])
+def test_torch_compile_follows_each_change(call):  # ECO-01, SDPA-21
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    q = query(2, 4, 32, 16).requires_grad_()
+    counts = []
+    for routed in (False, True, False):
+        with foci.patch() if routed else foci.use("reference"), foci.observe() as log:
+            torch.testing.assert_close(compiled(q), call(q), atol=2e-6, rtol=1e-5)
+            (gradient,) = torch.autograd.grad(compiled(q).sum(), q)
+        counts.append((len(log.calls), len(log.backward_calls)))
+        assert gradient.shape == q.shape
+    assert counts == [(0, 0), (3, 1), (0, 0)]
+
+
+def test_flexible_attention():  # ECO-01, FLEX-01
+    q = query(1, 2, 200, 16)
+    slopes = torch.tensor([0.5, 0.25])
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    def causal(b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+    expected = flex_attention(q, q, q, score_mod=alibi, block_mask=create_block_mask(causal, None, None, 200, 200, device="cpu"))
+    with foci.patch(), foci.observe() as log:
+        mask = create_block_mask(causal, None, None, 200, 200, device="cpu")
+        found = [
+            function(q, q, q, score_mod=alibi, block_mask=mask)
+            for function in (flex_attention, flex_module.flex_attention, compiled_flex_attention)
+        ]
+    assert len(log.calls) == 3
+    assert isinstance(mask, BlockMask)
+    assert mask.shape == (1, 1, 200, 200)
+    for out in found:
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_block_masks_are_torchs_in_every_list():  # ECO-01, FLEX-06
+    document = torch.arange(300) // 90
+
+    def same_document(b, h, q_idx, kv_idx):
+        return document[q_idx] == document[kv_idx]
+
+    arguments = (same_document, None, None, 300, 300)
+    expected = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=64)
+    with foci.patch():
+        found = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=64)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    assert torch.equal(found.q_num_blocks, expected.q_num_blocks)
+    assert found.sparsity() == expected.sparsity()
+
+
+def test_flexible_attention_in_one_graph():  # ECO-01, FLEX-13
+    torch._dynamo.reset()
+    window = torch.tensor(20)
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def layer(q):
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < window, None, None, 100, 100, device="cpu")
+        return flex_attention(q, q, q, block_mask=mask)
+
+    q = query(1, 2, 100, 16)
+    with foci.patch(), foci.observe() as log:
+        found = layer(q)
+    assert len(log.calls) == 1
+    expected = foci.attention(q, q, q, mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 20)
+    torch.testing.assert_close(found, expected)
+
+
+def test_packed_sequences():  # ECO-01, JAG-01
+    q = query(10, 2, 16)
+    offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    with foci.patch(), foci.observe() as log:
+        found = varlen_attn(q, q, q, offsets, offsets, 7, 7, window_size=(-1, 0), num_splits=1)
+        with pytest.raises(ValueError, match="block_table"):
+            varlen_attn(q, q, q, offsets, offsets, 7, 7, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    assert len(log.calls) == 1
+    parts = [F.scaled_dot_product_attention(*[t.transpose(0, 1)] * 3, is_causal=True).transpose(0, 1) for t in q.split([3, 7])]
+    torch.testing.assert_close(found, torch.cat(parts))
+
+
+def test_nested_tensors():  # ECO-01, JAG-01
+    parts = [query(n, 2, 16) for n in (3, 7)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with foci.patch(), foci.observe() as log:
+        found = F.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+    assert len(log.calls) == 1
+    for out, part in zip(found.transpose(1, 2).unbind(), parts, strict=True):
+        expected = Torch.attend(*[part.transpose(0, 1)] * 3, is_causal=True).transpose(0, 1)
+        torch.testing.assert_close(out, expected)
+
+
+def test_modules_in_train_mode():  # ECO-01
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = query(3, 9, 16)
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    results = []
+    for routed in (False, True):
+        encoder.zero_grad()
+        with foci.patch() if routed else foci.use("reference"), foci.observe() as log:
+            out = encoder(x, src_key_padding_mask=padding)
+            alone = attention(x, x, x, need_weights=False)[0]
+            out[~padding].sum().backward()
+        assert (len(log.calls), len(log.backward_calls)) == ((3, 2) if routed else (0, 0))
+        results.append((out[~padding], alone, [p.grad.clone() for p in encoder.parameters()]))
+    torch.testing.assert_close(results[1], results[0], atol=5e-6, rtol=1e-4)
+
+
+def test_start_and_stop_nest():  # ECO-01
+    first, second = foci.patch(), foci.patch()
+    first.start()
+    with second, first:
+        assert F.scaled_dot_product_attention is not Torch.attend
+    assert F.scaled_dot_product_attention is not Torch.attend
+    with pytest.raises(RuntimeError, match="stop without a start"):
+        second.stop()
+    first.stop()
+    assert F.scaled_dot_product_attention is Torch.attend
+    with pytest.raises(RuntimeError, match="stop without a start"):
+        first.stop()
+    with foci.patch():
+        assert F.scaled_dot_product_attention is not Torch.attend
+
+
+def test_an_error_in_the_block_stops_the_routing():  # ECO-01
+    with pytest.raises(KeyError), foci.patch():
+        raise KeyError
+    assert F.scaled_dot_product_attention is Torch.attend
+
+
+def test_a_module_imported_meanwhile_gets_torchs_function_back():  # ECO-01
+    late = types.ModuleType("a_module_imported_late")
+    sys.modules[late.__name__] = late
+    try:
+        with foci.patch():
+            exec("from torch.nn.functional import scaled_dot_product_attention as attend", vars(late))
+            assert late.attend is not Torch.attend
+        assert late.attend is Torch.attend
+    finally:
+        del sys.modules[late.__name__]
+
+
+def test_a_name_that_the_program_sets_anew_is_kept():  # ECO-01
+    module = types.ModuleType("a_module_that_rebinds")
+    module.attend = Torch.attend
+    sys.modules[module.__name__] = module
+    try:
+        with foci.patch():
+            assert module.attend is F.scaled_dot_product_attention
+            module.attend = mine = object()
+        assert module.attend is mine
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_other_threads_are_routed_too():  # ECO-01
+    counts = []
+
+    def work():
+        with foci.observe() as log:
+            looked_up(query(1, 2, 8, 8))
+        counts.append(len(log.calls))
+
+    with foci.patch():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert counts == [1]
+
+
+def test_the_calling_threads_race_leaves_torch_as_it_was():  # ECO-01
+    def work():
+        for _ in range(3):
+            with foci.patch():
+                looked_up(query(1, 1, 4, 8))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is Torch.attend
+
+
+def test_what_stays_torchs():  # ECO-01
+    attend = functools.partial(Torch.attend, is_causal=True)
+    q = query(1, 2, 8, 8)
+    with foci.patch(), foci.observe() as log:
+        attend(q, q, q)
+        torch._C._nn.scaled_dot_product_attention(q, q, q)
+    assert log.calls == []
