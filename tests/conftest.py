@@ -1,7 +1,15 @@
-"""What holds for every test: those of a device that is absent are skipped, with the reason."""
+"""What holds for every test: those of an absent device are skipped, with the reason; drawn examples are the same in every CI run."""
 
+import os
+
+import hypothesis
 import pytest
 import torch
+
+# Elsewhere each run draws new examples and keeps those that failed. Deadlines measure the machine, not the code.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_report_header():
