@@ -224,6 +224,15 @@ def cases() -> list[Case]:
         case("jagged", batch=1, lengths=spans, cu=(*cu, None, None)), case("jagged causal gqa", batch=1, heads=(2 * heads, heads), lengths=spans, mask=masks.causal(), cu=(*cu, None, None)),
         case("jagged lengths alibi", batch=1, lengths=spans, score=scores.alibi(heads), cu=(*cu, *lengths)),
         case("jagged dropout window", batch=1, lengths=spans, dropout=0.2, mask=window, cu=(*cu, None, None)),
+        case("learned bias", score=scores.bias(random(1, heads, n, m)), capture_grads=True), case("learned bias causal", score=scores.bias(random(2, 1, n, m)), mask=masks.causal(), capture_grads=True),
+        case("learned bias half", score=scores.bias(random(heads, n, m).to(half)), dtype=half, capture_grads=True),
+        case("learned key bias", score=scores.bias(random(heads, 1, m)), capture_grads=True, mask=masks.causal()), case("learned row bias", score=scores.bias(random(2, 1, n, 1)), capture_grads=True),
+        case("learned slopes", score=scores.alibi(random(heads)), capture_grads=True, mask=masks.causal()), case("learned temperature", score=scores.temperature(random(heads).abs() + 1), capture_grads=True, scale=-0.2),
+        case("learned scalar", score=foci.Score(lambda s, b, h, q, k, t=random(1)[0]: s * t + t), capture_grads=True),
+        case("learned table", score=foci.Score(lambda s, b, h, q, k: s + table[h, q - k + m]), capture_grads=True, mask=window),
+        case("learned gather", score=foci.Score(lambda s, b, h, q, k: s + table[h, ids[q % n]] * 0.5), capture_grads=True, dropout=0.2),
+        case("learned table jagged", batch=1, lengths=spans, score=foci.Score(lambda s, b, h, q, k: s + table[h, q - k + m] * 0.1), capture_grads=True, cu=(*cu, *lengths)),
+        case("learned bias jagged", batch=1, lengths=spans, score=scores.bias(random(heads, n + m, n + m)), mask=masks.causal(), capture_grads=True, cu=(*cu, None, None)),
         case("one", lengths=(1, 1)), case("one query", lengths=(1, m)), case("more queries", lengths=(m, 9), mask=masks.causal()),
     ]  # fmt: skip
     if not small:

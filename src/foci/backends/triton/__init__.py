@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from foci.backends.contract import Kernel, Plan
+from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "TritonBackend"]
@@ -51,8 +52,10 @@ class TritonBackend:
             return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
         if problem.formula.block_size is not None and problem.formula.layout is Layout.JAGGED:
             return "block masks are for the dense layout"
-        if any(problem.capture_grads):
-            return "does not compute gradients of captured tensors"
+        if any(problem.capture_grads) and problem.formula.block_size is not None:
+            return "does not compute gradients of captured tensors under a block mask"
+        if any(d.axes and problem.capture_grads[d.slot] for d in _derivatives(problem)):
+            return "does not compute gradients of captured tensors that a row reduction reads"
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
@@ -67,6 +70,10 @@ class TritonBackend:
         from foci.backends.triton.kernel import TritonKernel
 
         return TritonKernel(plan)
+
+
+def _derivatives(problem: Problem) -> tuple[CaptureDerivative, ...]:
+    return capture_derivatives(problem.variant.score) if any(problem.capture_grads) else ()
 
 
 BACKEND = TritonBackend()

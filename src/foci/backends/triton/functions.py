@@ -23,7 +23,7 @@ from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.variant import Variant
 
-__all__ = ["Functions", "functions_of", "jit_function", "lies_of"]
+__all__ = ["Functions", "environment_numbers", "float_early", "functions_of", "is_half", "jit_function", "lies_of"]
 
 _ARGUMENTS: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env"
 _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
@@ -56,10 +56,10 @@ def lies_of(captures: Sequence[Tensor]) -> tuple[Lie, ...]:
 def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Functions:
     """The jit functions of a variant. One object for each variant, so that Triton compiles kernels once."""
     spelling = spelling_for(lies, half=half)
-    score = _floats_early(variant.score)
+    score = float_early(variant.score)
     parts = {
         "score": (f"score, {_ARGUMENTS}", (score,)),
-        "both": (f"score, {_ARGUMENTS}", (score, _floats_early(score_derivative(variant.score)))),
+        "both": (f"score, {_ARGUMENTS}", (score, float_early(score_derivative(variant.score)))),
         "mask": (_ARGUMENTS, (variant.mask,)),
     }
     sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
@@ -87,7 +87,7 @@ def jit_function(name: str, source: str) -> Any:
     return triton.jit(space[name])
 
 
-def _floats_early(expr: Expr) -> Expr:
+def float_early(expr: Expr) -> Expr:
     """Moves casts to FLOAT onto coordinates, which are exact there: a tile then subtracts floats that were converted row
     by row and column by column, not one by one."""
 

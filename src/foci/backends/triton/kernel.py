@@ -16,10 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from foci.backends.contract import Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for
-from foci.backends.triton.sparsity import Sequences, Visits, sequences_of, visits_of
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results, empty_out
 
@@ -68,6 +69,8 @@ class TritonKernel:
         self.reads_tiles = bool(tiles)
         self.tile_bytes = sum(self.variant.captures[int(str(e.value))].dtype.itemsize for e in tiles)
         self.is_dense = self.variant.mask.op == "const" and self.problem.formula.block_size is None and plan.problem.formula.layout is Layout.DENSE
+        self.is_half = is_half(self.problem.dtype)
+        self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
 
     def schedule(self, kind: str) -> Schedule:
@@ -104,7 +107,7 @@ class TritonKernel:
             stream = functools.partial(_streamed, call, config, schedule.tile_kv)
             attention_forward[(query.shape[0] * query.shape[1] * visits.tasks,)](
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
-                _strides(call), self.size(call, query.shape[1], visits.tasks), visits.spans, visits.table,
+                self.strides(call), self.size(call, query.shape[1], visits.tasks), visits.spans, visits.table,
                 call.numbers, call.environment, config, call.functions.score, call.functions.mask, num_warps=schedule.warps,
             )  # fmt: skip
         return Results(out, lse, row_max)
@@ -123,7 +126,10 @@ class TritonKernel:
                 self._query_gradient(call, dout, rows, dq)
             for kind, grads in self._key_passes(dk, dv):
                 self._key_gradient(call, kind, (dout, *rows), grads)
-        return Gradients(dq, dk, dv, tuple(None for _ in operands.captures))
+            if any(p.capture_grads):
+                return Gradients(dq, dk, dv, capture_gradients(self, call, (dout, *rows)))
+        empty = tuple(torch.zeros_like(t) if on else None for t, on in zip(operands.captures, p.capture_grads, strict=False))
+        return Gradients(dq, dk, dv, empty or tuple(None for _ in operands.captures))
 
     def _prepare(self, call: Pass, results: Results, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
         lse2, delta = torch.empty_like(results.lse), torch.empty_like(results.lse)
@@ -132,7 +138,7 @@ class TritonKernel:
         batch, heads, length = results.lse.shape
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
-            results.out, cotangents.out, results.lse.contiguous(), dlse, lse2, delta, _strides(call), self.size(call, heads, 1), config, num_warps=4
+            results.out, cotangents.out, results.lse.contiguous(), dlse, lse2, delta, self.strides(call), self.size(call, heads, 1), config, num_warps=4
         )
         return lse2, delta
 
@@ -144,7 +150,7 @@ class TritonKernel:
         heads = operands.query.shape[1]
         attention_query_gradient[(operands.query.shape[0] * heads * visits.tasks,)](
             operands.query, stream(operands.key), stream(operands.value), dout, *rows, dq,
-            _strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+            self.strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
 
@@ -165,7 +171,7 @@ class TritonKernel:
         heads = operands.key.shape[1]
         attention_key_gradient[(operands.key.shape[0] * heads * visits.tasks,)](
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
-            _strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+            self.strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
 
@@ -204,6 +210,11 @@ class TritonKernel:
             )
         )  # fmt: skip
 
+    def strides(self, call: Pass) -> Tensors:
+        """Strides of a call's tensors."""
+        query = call.operands.query
+        return Tensors(*(encode_strides(call.tensors.get(name, query), call.unit) for name in Tensors._fields))
+
     def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
         """Which tiles each task of a kernel visits."""
         return visits_of(self, call, schedule, side)
@@ -220,11 +231,6 @@ Kernel = TritonKernel
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
-
-
-def _strides(call: Pass) -> Tensors:
-    query = call.operands.query
-    return Tensors(*(encode_strides(call.tensors.get(name, query), call.unit) for name in Tensors._fields))
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 
 __all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes"]
 
-KINDS: Final = ("forward", "query_gradient", "forward_sparse", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone", "decode")
+KINDS: Final = ("forward", "query_gradient", "forward_sparse", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone", "captures", "decode")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "key_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
     ("hopper", "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
     ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
+    ("hopper", "captures", 2, 64): (_S(128, 64, 8, 1), _S(64, 64, 4, 1)),
+    ("hopper", "captures", 2, 128): (_S(128, 64, 8, 1), _S(64, 64, 4, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward_sparse", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
@@ -108,6 +110,8 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     if kind in ("forward", "forward_sparse", "decode"):
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
         return rows + buffers * schedule.tile_kv * wide + spare
+    if kind == "captures":
+        return (schedule.tile_q + schedule.tile_kv) * wide + scores * 4 + spare
     if kind == "query_gradient":
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
     stationary = wide if kind != "value_gradient_alone" else wide * dims[0] // sum(dims)

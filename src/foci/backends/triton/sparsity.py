@@ -20,10 +20,10 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["Sequences", "Visits", "sequences_of", "visits_of"]
+__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_of", "visits_of"]
 
-_DENSE: Final = Spans(None, None, None, None, None)
-_ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
+DENSE: Final = Spans(None, None, None, None, None)
+ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +119,9 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Vi
     operands, mask = call.operands, kernel.variant.mask
     tasks = _tasks(kernel, call, schedule, side)
     if mask.op == "const" and mask.value is True and operands.blocks is None:
-        return Visits(tasks.count, "all", tasks.spans, _ALL)
+        return Visits(tasks.count, "all", tasks.spans, ALL)
     is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
-    visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, _ALL)
+    visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
     return _list(kernel, call, schedule, tasks, _classify(kernel, call, schedule, tasks, visits), visits)
 
 
@@ -130,7 +130,7 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
     is_by_query = side == "queries"
     tile, other = (schedule.tile_q, schedule.tile_kv) if is_by_query else (schedule.tile_kv, schedule.tile_q)
     mine, theirs = (operands.query, operands.key) if is_by_query else (operands.key, operands.query)
-    count, spans, width = triton.cdiv(mine.shape[2], tile), _DENSE, triton.cdiv(theirs.shape[2], other)
+    count, spans, width = triton.cdiv(mine.shape[2], tile), DENSE, triton.cdiv(theirs.shape[2], other)
     reads = kernel.variant.mask.variables()
     blocks = operands.blocks
     heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1

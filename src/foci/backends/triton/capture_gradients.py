@@ -1,0 +1,208 @@
+"""Gradients of captured tensors, host side: which way each read takes, and how its partial sums come together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.triton.arguments import Strides, encode
+from foci.backends.triton.captures import capture_gradient
+from foci.backends.triton.functions import float_early, jit_function, lies_of
+from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.sparsity import Visits
+from foci.backends.triton.spelling import Lie, spelling_for
+from foci.ir.derivative import CaptureDerivative, capture_derivatives
+from foci.ir.emit import emit
+from foci.ir.expr import Expr
+
+if TYPE_CHECKING:
+    from foci.backends.triton.kernel import Pass, TritonKernel
+
+__all__ = ["Way", "capture_gradients", "way_of"]
+
+_PLACES: Final = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
+_BITS: Final = 61
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the gradient of one read is gathered: "tile", "rows", "columns" or "scatter" (see `captures.capture_gradient`), and for all
+    but the last the coordinate that indexes each dimension, None where it is 0."""
+
+    how: str
+    names: tuple[str | None, ...] = ()
+
+
+def way_of(derivative: CaptureDerivative) -> Way:
+    """The cheapest way that holds for a read's indices."""
+    names: list[str | None] = []
+    for index in derivative.indices:
+        if index.op == "var" and index.value in _PLACES:
+            names.append(str(index.value))
+        elif index.op == "const" and index.value == 0:
+            names.append(None)
+        else:
+            return Way("scatter")
+    used = [name for name in names if name is not None]
+    if len(set(used)) < len(used):
+        return Way("scatter")
+    if "q_idx" in used and "kv_idx" in used:
+        return Way("tile", tuple(names))
+    return Way("columns" if "kv_idx" in used else "rows", tuple(names))
+
+
+def capture_gradients(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype.
+
+    Args:
+        rows: gradient of out, lse in base 2, delta.
+    """
+    wanted = kernel.problem.capture_grads
+    captures = call.operands.captures
+    reads: dict[int, list[CaptureDerivative]] = {}
+    for derivative in capture_derivatives(kernel.variant.score):
+        reads.setdefault(derivative.slot, []).append(derivative)
+    found: list[Tensor | None] = []
+    for slot, capture in enumerate(captures):
+        if not (slot < len(wanted) and wanted[slot]):
+            found.append(None)
+            continue
+        own = reads.get(slot, [])
+        if len(own) == 1 and way_of(own[0]).how == "tile":
+            found.append(_tile(kernel, call, rows, own[0], torch.zeros_like(capture, memory_format=torch.contiguous_format)))
+            continue
+        total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
+        for derivative in own:
+            how = way_of(derivative).how
+            gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
+            total += gather(kernel, call, rows, derivative, torch.zeros_like(total))
+        found.append(total.to(capture.dtype))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _part(derivative: CaptureDerivative, lies: tuple[Lie, ...], *, half: bool, scatters: bool) -> Any:
+    """The jit function of (weight, offset) of a read."""
+    weight = float_early(derivative.weight)
+    indices = derivative.indices if scatters else ()
+    emitted = emit((weight, *indices), spelling_for(lies, half=half))
+    lie = lies[derivative.slot]
+    offset = "0"
+    for dim, text in enumerate(emitted.results[1:]):
+        size = f"(env.sizes[{lie.first + dim}] >> 2)"
+        offset = f"({offset}) * {size} + tl.cast(wrap(tl.cast({text}, tl.int32), {size}), tl.int64)"
+    body = "\n".join(f"    {line}" for line in (*emitted.lines, f"return {emitted.results[0]}, {offset}"))
+    return jit_function("part", f"def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env):\n{body}\n")
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Batch entries (or sequences), heads, longest lengths and tiles."""
+
+    batch: int
+    heads: int
+    lengths: tuple[int, int]
+    tiles: tuple[int, int]
+
+
+def _grid(call: Pass, schedule: Schedule) -> _Grid:
+    o = call.operands
+    is_jagged = o.cu_q is not None
+    lengths = (o.max_q, o.max_kv) if is_jagged else (o.query.shape[2], o.key.shape[2])
+    batch = o.cu_q.shape[0] - 1 if o.cu_q is not None else o.query.shape[0]
+    return _Grid(batch, o.query.shape[1], lengths, (triton.cdiv(lengths[0], schedule.tile_q), triton.cdiv(lengths[1], schedule.tile_kv)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """Where a launch writes: a tensor with strides along b, h, q and kv, what it sums over within a program, and how."""
+
+    out: Tensor
+    strides: tuple[int, int, int, int]
+    inner: tuple[int, int]
+    how: str
+    unit: Tensor | None = None
+
+
+def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, launch: _Launch) -> None:
+    schedule = kernel.schedule("captures")
+    grid = _grid(call, schedule)
+    outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
+    tiles = {"tile": grid.tiles[0] * grid.tiles[1], "columns": grid.tiles[1]}.get(launch.how, grid.tiles[0])
+    programs = outer[0] * outer[1] * tiles
+    if programs == 0:
+        return
+    part = _part(derivative, lies_of(call.operands.captures), half=kernel.is_half, scatters=launch.how == "scatter")
+    o, s = call.operands, call.sequences
+    config = kernel.config(call, schedule, Visits(0, "captures", kernel.dense_spans, kernel.dense_table))
+    spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
+    limits = tuple(min(n, most) for n, most in zip(grid.lengths, (2**29, 2**29), strict=True))
+    capture_gradient[(programs,)](
+        o.query, o.key, o.value, *rows, launch.out, launch.unit, kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
+        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, launch.strides)), call.numbers, call.environment,
+        config, part, call.functions.mask, call.functions.both, launch.how, num_warps=schedule.warps, num_stages=1,
+    )  # fmt: skip
+
+
+def _by_name(way: Way, tensor: Tensor) -> dict[str, int]:
+    return {name: stride for name, stride in zip(way.names, tensor.stride(), strict=True) if name is not None}
+
+
+def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    way = way_of(derivative)
+    strides = _by_name(way, out)
+    grid = _grid(call, kernel.schedule("captures"))
+    inner = (1 if "b" in strides else grid.batch, 1 if "h" in strides else grid.heads)
+    steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
+    _launch(kernel, call, rows, derivative, _Launch(out, (steps[0], steps[1], steps[2], steps[3]), inner, "tile"))
+    return out
+
+
+def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    """Sums of rows or of columns for each batch entry and head, then over what does not index."""
+    way = way_of(derivative)
+    schedule = kernel.schedule("captures")
+    grid = _grid(call, schedule)
+    side = int(way.how == "columns")
+    length = grid.tiles[side] * (schedule.tile_kv if side else schedule.tile_q)
+    sums = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
+    _launch(kernel, call, rows, derivative, _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), way.how))
+    kept = [name for name in way.names if name is not None]
+    places = [_PLACES[name] for name in kept]
+    gone = [dim for dim in range(3) if dim not in places]
+    counts = (grid.batch, grid.heads, grid.lengths[side])
+    sums = sums[:, :, : grid.lengths[side]]
+    reduced = sums.sum(gone) if gone else sums
+    order = sorted(places)
+    reduced = reduced.permute([order.index(place) for place in places])
+    target = out[tuple(0 if name is None else slice(0, counts[_PLACES[name]]) for name in way.names)]
+    target += reduced.reshape(target.shape)
+    return out
+
+
+def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    """Contributions as whole multiples of a unit so small that none is lost, and so large that no sum overflows."""
+    schedule = kernel.schedule("captures")
+    grid = _grid(call, schedule)
+    length = grid.tiles[0] * schedule.tile_q
+    sizes = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
+    _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest"))
+    largest = sizes.amax().double() if sizes.numel() else sizes.new_zeros((), dtype=torch.float64)
+    count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1])
+    exponent = _BITS - math.ceil(math.log2(count + 1)) - torch.ceil(torch.log2(largest.clamp_min(1e-300)))
+    units = torch.exp2(exponent.clamp(-900.0, 900.0)).reshape(1)
+    whole = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
+    _launch(kernel, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units))
+    total = (whole.double() / units).float()
+    return torch.where(torch.isfinite(largest), total, torch.nan)
+
+
+def reads_axes(expr: Expr, wanted: tuple[bool, ...]) -> bool:
+    """Whether a wanted gradient needs a sum over a captured row, which no kernel here does."""
+    return any(d.axes and d.slot < len(wanted) and wanted[d.slot] for d in capture_derivatives(expr))
