@@ -25,6 +25,7 @@ Entry = Callable[[bytes], int]
 Tensors = tuple[Tensor | None, ...]
 _LAYOUT: Final = struct.Struct("<61q2d8q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
+_NO_GRADIENTS: Final = (None, None, None, None)
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
 
 _threads_after_fork: int | None = None
@@ -103,7 +104,9 @@ class CpuKernel:
     def __init__(self, plan: Plan) -> None:
         self.problem = plan.problem
         self._backward: Entry | None = None
-        self._forward = build.load(forward_source(plan.problem)).foci_forward
+        library = build.load(forward_source(plan.problem))
+        self._forward: Entry = library.foci_forward
+        self._columns: Entry | None = library.foci_columns if plan.problem.formula.outputs.column_sums else None
 
     def forward(self, operands: Operands, /) -> Results:
         outputs = self.problem.formula.outputs
@@ -117,9 +120,12 @@ class CpuKernel:
             lse.fill_(-torch.inf)
             if row_max is not None:
                 row_max.fill_(-torch.inf)
-        none = (None,) * 4
-        _check(self._forward(arguments.packed((out, *none), (lse, row_max, None, None, None))))
-        return Results(out, lse, row_max)
+        _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), (lse, row_max, None, None, None))))
+        column_sums = None
+        if self._columns is not None:
+            column_sums = torch.zeros((*query.shape[:2], operands.key.shape[2]), dtype=torch.float32)
+            _check(self._columns(arguments.packed((out, *_NO_GRADIENTS), (lse, None, column_sums, None, None))))
+        return Results(out, lse, row_max, column_sums)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         problem = self.problem
@@ -135,7 +141,7 @@ class CpuKernel:
         splits = self._splits(arguments)
         sites = sites_of(problem.variant.score, problem.capture_grads)
         sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
-        rows = (results.lse.contiguous(), None, None, *self._row_gradients(cotangents))
+        rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
         groups = sums.partition
         packed = arguments.packed(
             (results.out, cotangents.out, *grads), rows, sums.described(), (splits, *map(int, groups.axes), groups.copies)
@@ -143,9 +149,17 @@ class CpuKernel:
         _check(self._backward(packed))
         return Gradients(*grads, captures=sums.results(problem.capture_grads))
 
-    def _row_gradients(self, cotangents: Cotangents) -> Tensors:
-        lse, columns = cotangents.lse, cotangents.column_sums
-        return (None if lse is None else lse.contiguous(), None if columns is None else columns.contiguous())
+    def _row_gradients(self, arguments: Arguments, results: Results, cotangents: Cotangents) -> Tensors:
+        """Gradients of logsumexp and column sums, as the kernel takes them: what every weight of a row gets is in the first."""
+        lse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
+        if cotangents.column_sums is None:
+            return lse, None
+        assert self._columns is not None
+        columns = cotangents.column_sums.to(torch.float32).contiguous()
+        dots = torch.zeros_like(results.lse, memory_format=torch.contiguous_format)
+        rows = (results.lse.contiguous(), dots, None, None, columns)
+        _check(self._columns(arguments.packed((results.out, *_NO_GRADIENTS), rows)))
+        return (dots.neg() if lse is None else lse - dots), columns
 
     def _splits(self, arguments: Arguments) -> int:
         """Parts of the keys: 64 tasks in all where the keys suffice, by the sizes alone, so that threads do not matter."""

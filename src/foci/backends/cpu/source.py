@@ -120,7 +120,10 @@ def _forward_source(problem: Problem) -> str:
     )
     functor.function("static FOCI_INLINE vb mask(const Call& call, const Row& row, const Col& col, int kv)", (parts.element_mask,), "return wide({0});")
     functor.interval(parts.rectangle_mask)
-    return _unit("interval.h decode.h", [*_constants(problem, parts), functor.text()], {"foci_forward": "foci::forward<Plan>"})
+    entries = {"foci_forward": "foci::forward<Plan>"}
+    if problem.formula.outputs.column_sums:
+        entries["foci_columns"] = "foci::columns<Plan>"
+    return _unit("interval.h decode.h columns.h", [*_constants(problem, parts), functor.text()], entries)
 
 
 def _unit(headers: str, members: list[str], entries: dict[str, str]) -> str:

@@ -57,6 +57,7 @@ template <class P> struct ForwardTile {
   typename P::Row row[ROWS];
   int head[ROWS], position[ROWS];
   int rows, padded;  // padded: rows of whole micro-kernel blocks
+  float unit;        // what a score is multiplied by on its way into the exponent of two; never negative
   Rectangle extent;
 
   // Takes rows `first` to `first + count` of the kv head's group, counted head by head.
@@ -64,12 +65,15 @@ template <class P> struct ForwardTile {
     typedef typename K::T T;
     const int group = (int)(call.q_heads / call.kv_heads);
     rows = count;
+    unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) * LOG2E : LOG2E;
     padded = round_up(count, count <= 4 ? 4 : MR);
     for (int r = 0; r < padded; ++r) {
       const int64_t i = first + min_int(r, count - 1);
       head[r] = hkv * group + (int)(i / s.q_len);
       position[r] = (int)(i % s.q_len);
       pack_row<E>(q + r * K::Q_ROW, call.query.at<T>(s.batch, head[r], s.q_start + position[r]), call.query.column, P::D, K::D_WORDS);
+      if (P::PLAIN_SCORE && call.scale <= 0)  // the largest product stays the largest score
+        for (int i = 0; i < K::D_WORDS; ++i) q[r * K::Q_ROW + i] = call.scale < 0 ? negative_word(q[r * K::Q_ROW + i]) : 0;
       row[r] = P::row(call, s.b, head[r], position[r], s.q_len, s.kv_len);
       top[r] = -__builtin_inff();
       sum[r] = 0;
@@ -86,14 +90,12 @@ template <class P> struct ForwardTile {
     return P::classify(call, r);
   }
 
-  // N rows of the panel's products, scaled. Where nothing else is to be done to a score, its maximum is taken as well.
-  template <int N> FOCI_INLINE void score_block(const word* panel, int r0, int at, float scale, bool finished) {
+  // N rows of the panel's products. Where nothing else is to be done to a score, its maximum is taken as well.
+  template <int N> FOCI_INLINE void score_block(const word* panel, int r0, int at, bool finished) {
     vf acc[N][2];
     multiply<E, N, 2, K::Q_ROW, 1>(acc, q + r0 * K::Q_ROW, panel, K::D_WORDS);
     FOCI_UNROLL for (int r = 0; r < N; ++r) {
       float* to = scores + (r0 + r) * S_ROW + at;
-      acc[r][0] *= scale;
-      acc[r][1] *= scale;
       store(to, acc[r][0]);
       store(to + WIDTH, acc[r][1]);
       if (finished) peak[r0 + r] = maximum(peak[r0 + r], maximum(acc[r][0], acc[r][1]));
@@ -104,12 +106,13 @@ template <class P> struct ForwardTile {
   void finish_panel(const Call& call, int kv, int at, Class kind) {
     const typename P::Col col[2] = {P::col(call, extent.b, kv, extent.q_len, extent.kv_len), P::col(call, extent.b, kv + WIDTH, extent.q_len, extent.kv_len)};
     const vf none = splat(-__builtin_inff());
+    const float scale = (float)call.scale;
     const vb inside[2] = {{iota() + kv < (int)extent.kv_len}, {iota() + (kv + WIDTH) < (int)extent.kv_len}};
     for (int r = 0; r < padded; ++r) {
       float* to = scores + r * S_ROW + at;
       vf s[2] = {load<vf>(to), load<vf>(to + WIDTH)};
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
-        if constexpr (!P::PLAIN_SCORE) s[v] = P::score(call, row[r], col[v], s[v], kv + v * WIDTH) * LOG2E;
+        if constexpr (!P::PLAIN_SCORE) s[v] = P::score(call, row[r], col[v], s[v] * scale, kv + v * WIDTH);
         if constexpr (P::MASKED)
           if (kind == PARTIAL) s[v] = select(P::mask(call, row[r], col[v], kv + v * WIDTH), s[v], none);
         s[v] = select(inside[v], s[v], none);
@@ -122,23 +125,22 @@ template <class P> struct ForwardTile {
   // scores[:, at : at + PANEL] = score function of Q K^T for the panel of keys at `kv`.
   void score_panel(const Call& call, const word* panel, int kv, int at, Class kind) {
     const bool finished = P::PLAIN_SCORE && kind == FULL && kv + PANEL <= extent.kv_len;
-    const float scale = P::PLAIN_SCORE ? (float)call.scale * LOG2E : (float)call.scale;
     int r = 0;
-    for (; r + MR <= padded; r += MR) score_block<MR>(panel, r, at, scale, finished);
-    if (MR > 4 && r < padded) score_block<4>(panel, r, at, scale, finished);
+    for (; r + MR <= padded; r += MR) score_block<MR>(panel, r, at, finished);
+    if (MR > 4 && r < padded) score_block<4>(panel, r, at, finished);
     if (!finished) finish_panel(call, kv, at, kind);
   }
 
   // Turns a row of scores into weights relative to its running maximum, and rounds them to what the product takes.
   void weigh_row(const Call& call, int r, int kv, int keys) {
     float* s = scores + r * S_ROW;
-    const float before = top[r], found = reduce_max(peak[r]), now = before > found ? before : found;
+    const float before = top[r], found = reduce_max(peak[r]) * unit, now = before > found ? before : found;
     const float base = now == -__builtin_inff() ? 0.0f : now;
     vf total{};
     alignas(64) float keep[P::DROPOUT ? KEYS + 4 * WIDTH : 1];
     if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, keys, keep);
     for (int i = 0; i < keys; i += PANEL) {
-      vf p0 = exp2_negative(load<vf>(s + i) - base), p1 = exp2_negative(load<vf>(s + i + WIDTH) - base);
+      vf p0 = exp2_negative(load<vf>(s + i) * unit - base), p1 = exp2_negative(load<vf>(s + i + WIDTH) * unit - base);
       total += p0 + p1;
       if constexpr (P::DROPOUT) p0 *= load<vf>(keep + i), p1 *= load<vf>(keep + i + WIDTH);
 #ifdef FOCI_PAIRS
@@ -190,8 +192,8 @@ template <class P> struct ForwardTile {
     }
   }
 
-  // Meets keys `from` to `until`, leaving out panels in which nothing is attended to.
-  void attend(const Call& call, const Panels<P>& panels, int origin, int from, int until) {
+  // Calls `each(kv, keys, kinds)` for the runs of keys, at most KEYS long, in which something is attended to.
+  template <class F> FOCI_INLINE void visit(const Call& call, int from, int until, F each) {
     until = min_int(until, extent.kv_len);
     for (int kv = from; kv < until; kv += KEYS) {
       const int end = min_int(kv + KEYS, until), count = (end - kv + PANEL - 1) / PANEL;
@@ -203,10 +205,14 @@ template <class P> struct ForwardTile {
         if (kind[i] == EMPTY) { ++i; continue; }
         int last = i;
         while (last < count && kind[last] != EMPTY) ++last;
-        meet(call, panels, origin, kv + i * PANEL, (last - i) * PANEL, kind + i);
+        each(kv + i * PANEL, (last - i) * PANEL, (const Class*)kind + i);
         i = last;
       }
     }
+  }
+
+  void attend(const Call& call, const Panels<P>& panels, int origin, int from, int until) {
+    visit(call, from, until, [&](int kv, int keys, const Class* kinds) { meet(call, panels, origin, kv, keys, kinds); });
   }
 
   void finish(const Call& call, const Sequence& s) {

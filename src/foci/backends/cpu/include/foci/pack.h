@@ -75,6 +75,9 @@ void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, in
             stacked_words(E(), from, row_stride, column_stride, row, rows, at, columns));
 }
 
+FOCI_INLINE float negative_word(float x) { return -x; }
+FOCI_INLINE uint32_t negative_word(uint32_t pair) { return pair ^ 0x80008000u; }
+
 // Rows as they are: block[row][word], `words` of each.
 template <class E, class T>
 FOCI_INLINE void pack_row(typename E::word* to, const T* row, int64_t column_stride, int columns, int words) {

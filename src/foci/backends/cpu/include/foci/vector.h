@@ -57,17 +57,16 @@ FOCI_INLINE vi iota() {
 }
 
 FOCI_INLINE vf select(vb c, vf a, vf b) { return c.bits ? a : b; }
-FOCI_INLINE float reduce_max(vf x) {
-  float m = x[0];
-  FOCI_UNROLL for (int i = 1; i < WIDTH; ++i) m = m > x[i] ? m : x[i];
-  return m;
-}
 // Pairwise, and so the same sum at every optimisation level.
 FOCI_INLINE float reduce_sum(vf x) {
   FOCI_UNROLL for (int step = WIDTH / 2; step > 0; step /= 2) x += __builtin_shuffle(x, iota() ^ step);
   return x[0];
 }
 FOCI_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }  // NaN in b survives, NaN in a does not
+FOCI_INLINE float reduce_max(vf x) {
+  FOCI_UNROLL for (int step = WIDTH / 2; step > 0; step /= 2) x = maximum(x, __builtin_shuffle(x, iota() ^ step));
+  return x[0];
+}
 
 // ---- storage formats ------------------------------------------------------------------------------------------------
 
