@@ -241,7 +241,7 @@ class TestModelMask:
         [
             lambda m: m[:, 0, :, :],
             lambda m: m.logical_not(),
-            lambda m: m.to(torch.float32),
+            lambda m: m.to(torch.int32),
             lambda m: torch.where(m, 0.0, -1.0),
             lambda m: torch.zeros(2, 1, 4, 5).masked_fill(m, 1.0),
         ],
@@ -250,6 +250,26 @@ class TestModelMask:
         with pytest.warns(UserWarning, match="written out as a bool tensor"):
             found = use(self.mask())
         assert torch.equal(found, use(self.dense))
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda m: torch.zeros(4, 5) + m,
+            lambda m: m + torch.zeros(4, 5),
+            lambda m: torch.zeros(4, 5).add_(m),
+            lambda m: m.to(torch.float32),
+            lambda m: m.float(),
+        ],
+    )
+    def test_arithmetic_is_refused(self, use):
+        with pytest.raises(ValueError, match="computes scores of its own"):
+            use(self.mask())
+
+    def test_a_model_that_does_not_ask_the_registry_is_refused(self):
+        config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="foci")
+        with pytest.raises(ValueError, match="does not attend through attn_implementation"):
+            model(tokens(), attention_mask=padding("right"))
 
     def test_unknown_attributes(self):
         with pytest.raises(AttributeError, match="no attribute 'block_table'"):

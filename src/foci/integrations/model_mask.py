@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from foci.variant import Mask
 
 __all__ = ["ModelMask"]
 
-_ROWS = slice(None)
+_ROWS: Final = slice(None)
+_ARITHMETIC: Final = frozenset(
+    f"{prefix}{name}"
+    for name in ("add", "sub", "mul", "div", "truediv", "matmul", "baddbmm", "float", "half", "double", "bfloat16")
+    for prefix in ("", "r", "i")
+)
+"""What is done with masks that are numbers to add; this one is true where a query attends."""
 
 
 class ModelMask(Mask):
@@ -22,7 +28,8 @@ class ModelMask(Mask):
 
     Models ask a mask for its shape, move it, make it contiguous and cut it to the keys that there are: all of this stays
     an expression. Whatever else they compute with it is computed with the bool tensor that it stands for, with a warning,
-    as that costs [B, 1, Sq, Skv] memory.
+    as that costs [B, 1, Sq, Skv] memory. Arithmetic is an error: a model that adds its mask to scores of its own does not
+    attend through foci, and would add truth values.
 
     Args:
         function: (b, h, q_idx, kv_idx) -> bool, true where the query attends; None if it does everywhere.
@@ -68,9 +75,11 @@ class ModelMask(Mask):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself, on its own device and as bool; else the bool tensor, moved or cast."""
-        if all(_is_already(self, wanted) for wanted in (*args, *kwargs.values())):
+        asked = (*args, *kwargs.values())
+        if all(_is_already(self, wanted) for wanted in asked):
             return self
-        return self._written_out("to").to(*args, **kwargs)
+        floating = any(isinstance(a, (torch.dtype, Tensor)) and getattr(a, "dtype", a).is_floating_point for a in asked)
+        return self._written_out("float" if floating else "to").to(*args, **kwargs)
 
     def to_tensor(self) -> Tensor:
         """bool [B, 1, Sq, Skv], true where the query attends."""
@@ -102,6 +111,12 @@ class ModelMask(Mask):
         return function(*given, **named)
 
     def _written_out(self, name: str) -> Tensor:
+        if name.strip("_") in _ARITHMETIC:
+            # not a TypeError: Tensor.__add__ takes one for "ask the other operand"
+            raise ValueError(
+                f"the model computes scores of its own with its attention mask ({name.strip('_')}): it does not attend through "
+                'attn_implementation="foci"; load it with "eager", torch.compile(model, backend="foci") recognises attention in it'
+            )
         warnings.warn(
             f"the model computes with its attention mask ({name}), which is therefore written out as a bool tensor {list(self.lengths)}",
             stacklevel=3,
