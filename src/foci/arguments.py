@@ -96,8 +96,8 @@ def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
 
 def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> None:
     """Raises a ValueError unless the tensor broadcasts to [B, Hq, Sq, Skv]."""
-    if is_nested(query, key):
-        return
+    if is_nested(query, key) or not query.dim() == key.dim() == 4:
+        return  # such query and key are another message's matter
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
     if tensor.dim() > 4 or any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foci.execution import Allowed, Needs, as_written, run_backward, run_forward
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results, accumulation_dtype, empty_out
+from foci.problem import Outputs as Asked
 
 __all__ = ["attend"]
 
@@ -78,7 +79,10 @@ def _has_forward_gradient(tensors: Sequence[Tensor]) -> bool:
 def _formula_kernel(formula: Formula, operands: Operands) -> Results:
     """The formula in plain differentiable torch operations: forward-mode AD and second derivatives go through it."""
     from foci.backends.blocked import differentiable
+    from foci.backends.reference import formula as plain
 
+    if torch._guards.detect_fake_mode([operands.query]) is not None:
+        return plain(operands, formula)  # a graph is made: there are no values to find tiles by, and sizes may be symbols
     with as_written(operands.query):
         return differentiable(operands, formula)
 
@@ -181,7 +185,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     wanted = ctx.needs_input_grad
     captures = wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * ctx.captured
     needs: Needs = (wanted[0], wanted[1], wanted[2], tuple(captures))
-    gradients = _call_backward(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
+    gradients = _call_backward(formula, operands, Results(out, lse), _cotangents(grads, out, formula.outputs), needs, allowed)
     return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *_no_gradients(ctx.numbers))
 
 
@@ -193,9 +197,14 @@ def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
 _attention_op.register_autograd(_backward, setup_context=_setup)
 
 
-def _cotangents(grads: Sequence[Tensor | None], out: Tensor) -> Cotangents:
+def _cotangents(grads: Sequence[Tensor | None], out: Tensor, asked: Asked) -> Cotangents:
     grad_out, grad_lse, _, grad_columns, grad_weights = grads
-    return Cotangents(torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, grad_columns, grad_weights)
+    return Cotangents(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        grad_lse,
+        grad_columns if asked.column_sums else None,  # an empty tensor stands for what nobody asked for
+        grad_weights if asked.weights else None,
+    )
 
 
 def _call_backward(
@@ -318,7 +327,7 @@ class _Attention(torch.autograd.Function):
             g = _formula_backward(formula, operands, grads, needs)
         else:
             run = _call_backward if torch.is_grad_enabled() else run_backward
-            g = run(formula, operands, Results(out, lse), _cotangents(grads, out), needs, allowed)
+            g = run(formula, operands, Results(out, lse), _cotangents(grads, out, formula.outputs), needs, allowed)
         return (None, None, None, None, g.query, g.key, g.value, *g.captures)
 
 

@@ -7,6 +7,7 @@ Functions of ordinary tensors alone, `table.exp()`, run as usual: their result i
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -257,6 +258,11 @@ class Tracer:
                 while isinstance(result, (tuple, list)) and len(result) == 1:
                     result = result[0]
                 symbol = self.symbol(result)
+        except TypeError as error:
+            if isinstance(error, TraceError) or _takes(function, len(variables)):
+                raise
+            kind = "score" if variables[0] == "score" else "mask"
+            raise TraceError(f"a {kind} function takes ({', '.join(variables)}); {_name(function)} does not: {error}") from error
         finally:
             _active.pop()
         if symbol.axes:
@@ -314,6 +320,16 @@ def _is_plain_number(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and torch._guards.detect_fake_mode() is None
     )
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin has no signature
+        return True
+    return True
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,0 +1,465 @@
+"""torch.compile, torch.export, torch.func, forward-mode AD, double backward, checkpointing, opcheck."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
+from torch.utils.checkpoint import checkpoint
+
+import foci
+
+D = torch.float64
+EVERYTHING = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
+KEYS = torch.arange(20) // 5
+DOCUMENT = foci.masks.document(KEYS)
+BLOCKS = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 20, device="cpu", BLOCK_SIZE=8)
+TORCH_BLOCKS = torch_create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 20, device="cpu", BLOCK_SIZE=8)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with foci.use("blocked", "reference"):
+        yield
+
+
+def rand(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def qkv(sq=16, skv=20, dtype=torch.float32, heads=4):
+    return tuple(rand(2, heads, n, 8, dtype=dtype, seed=s).requires_grad_() for s, n in enumerate((sq, skv, skv)))
+
+
+def same(got, want, **tolerance):
+    torch.testing.assert_close(got, want, **(tolerance or {"atol": 2e-5, "rtol": 2e-5}))
+
+
+def compare(function, *args, backend="aot_eager", **options):
+    """Compiled against eager: values, and gradients of everything that requires them."""
+    compiled = torch.compile(function, fullgraph=True, backend=backend, **options)
+    got, want = compiled(*args), function(*args)
+    same(got, want)
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    outs = [(g, w) for g, w in zip((got,) if torch.is_tensor(got) else got, (want,) if torch.is_tensor(want) else want) if w.requires_grad]
+    weights = [rand(*w.shape, seed=77, dtype=w.dtype) for _, w in outs]
+    mine = torch.autograd.grad([g for g, _ in outs], leaves, weights, allow_unused=True)
+    same(mine, torch.autograd.grad([w for _, w in outs], leaves, weights, allow_unused=True), atol=2e-4, rtol=2e-4)
+    return compiled
+
+
+SLOPES = rand(4).requires_grad_()
+BIAS = rand(4, 16, 20).requires_grad_()
+SINK = rand(4).requires_grad_()
+
+
+def with_use(q, k, v):
+    with foci.use("reference"):
+        return foci.attention(q, k, v)
+
+
+def two_functions(q, k, v):
+    first = foci.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 2)
+    return first + foci.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s.tanh(), block_mask=BLOCKS)
+
+
+CALLS = {
+    "plain": (lambda q, k, v: foci.attention(q, k, v), ()),
+    "sdpa causal": (lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, is_causal=True), ()),
+    "sdpa of three dims": (lambda q, k, v: foci.scaled_dot_product_attention(q[0], k[0], v[0]), ()),
+    "sdpa float mask": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), (BIAS,)),
+    "sdpa bool mask": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), (BIAS.detach() > 0,)),
+    "causal value": (lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, foci.causal_lower_right(q.shape[2], k.shape[2])), ()),
+    "composed": (lambda q, k, v: foci.attention(q, k, v, mask=foci.masks.causal() & foci.masks.window(5), score=foci.scores.softcap(3.0)), ()),
+    "alibi": (lambda q, k, v: foci.attention(q, k, v, score=foci.scores.alibi(4)), ()),
+    "bias": (lambda q, k, v, t: foci.attention(q, k, v, bias=t), (BIAS,)),
+    "captured argument": (lambda q, k, v, s: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + s[h] * (i - j)), (SLOPES,)),
+    "captured global": (lambda q, k, v: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + SLOPES[h] * (i - j)), ()),
+    "captured int": (lambda q, k, v, n: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: torch.where(i - j < n, x, -torch.inf)), (7,)),
+    "captured length": (lambda q, k, v: foci.attention(q, k, v, score=lambda x, b, h, i, j: x * (i / q.shape[2])), ()),
+    "lengths of the language": (lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: j < foci.kv_len() - 3), ()),
+    "block mask": (lambda q, k, v: foci.flex_attention(q, k, v, block_mask=BLOCKS), ()),
+    "block mask argument": (lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), (BLOCKS,)),
+    "torch block mask": (lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), (TORCH_BLOCKS,)),
+    "two functions": (two_functions, ()),
+    "lse": (lambda q, k, v: foci.flex_attention(q, k, v, return_lse=True), ()),
+    "auxiliary outputs": (lambda q, k, v: tuple(foci.attention(q, k, v, return_aux=EVERYTHING)[1]), ()),
+    "sink": (lambda q, k, v, s: foci.attention(q, k, v, sink=s), (SINK,)),
+    "grouped heads": (lambda q, k, v: foci.attention(q, k[:, :2], v[:, :2]), ()),
+    "use": (with_use, ()),
+    "scale": (lambda q, k, v, s: foci.attention(q, k, v, scale=s), (0.3,)),
+    "mask made outside": (lambda q, k, v: foci.attention(q, k, v, mask=DOCUMENT), ()),
+    "mask argument": (lambda q, k, v, m: foci.attention(q, k, v, mask=m), (DOCUMENT,)),
+    "row reduction": (lambda q, k, v, t: foci.attention(q, k, v, score=lambda x, b, h, i, j: x + t[h].sum(-1)[i]), (BIAS,)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph(name, backend):  # SDPA-21 FLEX-13
+    function, more = CALLS[name]
+    compare(function, *qkv(), *more, backend=backend)
+
+
+def test_inductor():  # SDPA-21 FLEX-13
+    def layer(x, w, slopes):
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (x @ w).chunk(3, -1))
+        out = foci.attention(q, k, v, mask=foci.masks.causal(), score=lambda s, b, h, i, j: s + slopes[h] * (i - j))
+        return out.transpose(1, 2).flatten(2).relu() * 2
+
+    compare(layer, rand(2, 16, 32).requires_grad_(), rand(32, 96).requires_grad_(), SLOPES, backend="inductor")
+
+
+def recompiled(function, batches, *, backend="aot_eager", **options):
+    """How often calls after the first compiled anew."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, **options)
+    first = 0
+    for args in batches:
+        same(compiled(*args), function(*args))
+        first = first or counter.frame_count
+    return counter.frame_count - first
+
+
+DYNAMIC = {
+    "plain": lambda q, k, v: foci.attention(q, k, v),
+    "causal": lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "function": lambda q, k, v: foci.attention(q, k, v, score=lambda s, b, h, i, j: s + SLOPES[h] * (i - j), mask=foci.masks.window(3)),
+    "length": lambda q, k, v: foci.attention(q, k, v, score=lambda s, b, h, i, j: s * (i / q.shape[2])),
+    "offset": lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: j <= i + (k.shape[2] - q.shape[2])),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_lengths_compile_once(name):  # SDPA-21 FLEX-10 FLEX-13
+    lengths = [(16, 20), (17, 31), (5, 64), (40, 40), (130, 257)]
+    assert recompiled(DYNAMIC[name], [qkv(*n) for n in lengths], dynamic=True) == 0
+
+
+def test_dynamic_lengths_backward_and_inductor():  # FLEX-13
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(DYNAMIC["function"], fullgraph=True, backend=counter, dynamic=True)
+    frames = []
+    for lengths in ((16, 20), (33, 50)):
+        args = qkv(*lengths)
+        got, want = (torch.autograd.grad(f(*args).square().sum(), args) for f in (compiled, DYNAMIC["function"]))
+        same(got, want, atol=2e-4, rtol=2e-4)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1]
+
+
+def test_changed_closures_are_seen():  # FLEX-09
+    def attend(q, k, v, window, factor):
+        return foci.attention(q, k, v, mask=lambda b, h, i, j: i - j < window, score=lambda s, b, h, i, j: s * factor)
+
+    args = qkv()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for window, factor in ((3, 1.0), (5, 2.0), (9, -0.5), (3, 0.25)):
+        same(compiled(*args, window, factor), attend(*args, window, factor))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_dropout(backend):  # SDPA-08 SDPA-21
+    q, k, v = qkv()
+    function = lambda q, k, v: foci.attention(q, k, v, dropout_p=0.5)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.manual_seed(0)
+    got = compiled(q, k, v)
+    again = compiled(q, k, v)
+    torch.manual_seed(0)
+    want = function(q, k, v)
+    same(got, want)
+    assert not torch.equal(got, again)
+    same(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)))
+
+
+def test_switches():  # SDPA-15 SDPA-21
+    q, k, v = qkv()
+
+    def ran(function):
+        with foci.observe() as log:
+            function(q, k, v)
+        return [call.backend for call in log.calls]
+
+    def inside(q, k, v):
+        with foci.use("reference"):
+            first = foci.attention(q, k, v)
+        with sdpa_kernel(SDPBackend.MATH):
+            second = foci.scaled_dot_product_attention(q, k, v, scale=0.5)
+        with foci.use("blocked"):
+            return foci.attention(first, second, second)
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    assert ran(compiled) == ["reference", "reference", "blocked"]
+    outside = torch.compile(lambda q, k, v: foci.attention(q, k, v), fullgraph=True, backend="aot_eager")
+    for name in ("blocked", "reference", "blocked"):
+        with foci.use(name):
+            assert ran(outside) == [name]
+
+
+def nested_call(x, offsets):
+    q = torch.nested.nested_tensor_from_jagged(x, offsets=offsets).transpose(1, 2)
+    return foci.attention(q, q, q, mask=foci.masks.causal(), score=foci.scores.alibi(4)).transpose(1, 2).values()
+
+
+def test_jagged():  # JAG-01 SDPA-21
+    x, offsets = rand(12, 4, 8).requires_grad_(), torch.tensor([0, 3, 3, 12])
+    compare(nested_call, x, offsets)
+    compare(lambda x, cu: foci.varlen_attn(x, x, x, cu, cu, 9, 9, window_size=(-1, 0)), x, offsets)
+    q = torch.nested.nested_tensor_from_jagged(x, offsets=offsets).transpose(1, 2)
+    compiled = torch.compile(lambda q: foci.scaled_dot_product_attention(q, q, q, is_causal=True), fullgraph=True, backend="aot_eager")
+    out, want = compiled(q), foci.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert out.is_nested and out.shape[2] == q.shape[2]
+    same(out.values(), want.values())
+    same(torch.autograd.grad(out.values().square().sum(), x), torch.autograd.grad(want.values().square().sum(), x))
+
+
+def test_autocast():  # SDPA-17 SDPA-21
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: foci.scaled_dot_product_attention(q, k, v), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, want = compiled(q, k, v), foci.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    same(out, want, atol=1e-2, rtol=1e-2)
+
+
+# Export ------------------------------------------------------------------------------------------------------------
+
+
+class Learned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(rand(4))
+
+    def forward(self, q, k, v):
+        return foci.attention(q, k, v, mask=foci.masks.causal(), score=lambda s, b, h, i, j: s + self.slopes[h] * (i - j))
+
+
+class Plain(torch.nn.Module):
+    def forward(self, q, k, v):
+        return foci.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("module", [Learned, Plain])
+def test_export(module, strict):  # SDPA-21
+    model, args = module(), tuple(t.detach() for t in qkv())
+    q_len, kv_len = torch.export.Dim("q_len"), torch.export.Dim("kv_len")
+    program = torch.export.export(model, args, dynamic_shapes={"q": {2: q_len}, "k": {2: kv_len}, "v": {2: kv_len}}, strict=strict)
+    assert any("foci.attention" in str(node.target) for node in program.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    for lengths in ((16, 20), (9, 33)):
+        args = tuple(t.detach() for t in qkv(*lengths))
+        same(program.module()(*args), model(*args))
+        same(loaded.module()(*args), model(*args))
+
+
+# torch.func --------------------------------------------------------------------------------------------------------
+
+
+def attend(q, k, v, slopes):
+    return foci.attention(q, k, v, mask=foci.masks.causal_lower_right(), score=lambda s, b, h, i, j: s.tanh() + slopes[h] * (i - j))
+
+
+def formula(q, k, v, slopes):
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).tanh() + slopes[:, None, None] * (i - j)
+    return scores.masked_fill(j > i + k.shape[-2] - q.shape[-2], -torch.inf).softmax(-1) @ v
+
+
+def small():
+    return *(rand(1, 2, n, 3, dtype=D, seed=s) for s, n in enumerate((3, 4, 4))), rand(2, dtype=D)
+
+
+def many():
+    return *(rand(5, 1, 2, n, 3, dtype=D, seed=s) for s, n in enumerate((3, 4, 4))), rand(5, 2, dtype=D)
+
+
+def loss(function):
+    return lambda *args: function(*args).square().sum()
+
+
+ALL = (0, 1, 2, 3)
+TANGENTS = small()
+TRANSFORMS = {
+    "grad": lambda f: grad(loss(f), ALL)(*small()),
+    "vjp": lambda f: vjp(f, *small())[1](rand(1, 2, 3, 3, dtype=D)),
+    "jacrev": lambda f: jacrev(f, ALL)(*small()),
+    "jacfwd": lambda f: jacfwd(f, ALL)(*small()),
+    "jvp": lambda f: jvp(f, small(), small()),
+    "hessian": lambda f: hessian(loss(f), ALL)(*small()),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(loss(f), ALL), ALL)(*small()),
+    "grad of grad of grad": lambda f: grad(loss(grad(loss(grad(loss(f))))))(*small()),
+    "grad of jvp": lambda f: grad(lambda *args: jvp(f, args, small())[1].square().sum(), ALL)(*small()),
+    "vmap": lambda f: vmap(f)(*many()),
+    "vmap of the query": lambda f: vmap(f, (0, None, None, None))(many()[0], *small()[1:]),
+    "vmap of keys": lambda f: vmap(f, (None, 0, 0, None))(small()[0], *many()[1:3], small()[3]),
+    "vmap of captures": lambda f: vmap(f, (None, None, None, 0))(*small()[:3], many()[3]),
+    "vmap of other dims": lambda f: vmap(f, (2, 0, 1, None), out_dims=1)(many()[0].movedim(0, 2), many()[1], many()[2].movedim(0, 1), small()[3]),
+    "vmap of vmap": lambda f: vmap(vmap(f, (0, None, None, None)), (None, 0, 0, None))(*many()[:3], small()[3]),
+    "vmap of grad": lambda f: vmap(grad(loss(f), ALL))(*many()),
+    "grad of vmap": lambda f: grad(loss(vmap(f)), ALL)(*many()),
+    "vmap of jvp": lambda f: vmap(lambda *args: jvp(f, args, TANGENTS)[1])(*many()),
+    "jacrev of vmap": lambda f: jacrev(vmap(f))(*many()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name):  # SDPA-21 SDPA-22
+    same(TRANSFORMS[name](attend), TRANSFORMS[name](formula), atol=1e-8, rtol=1e-8)
+
+
+def test_vmap_of_entry_points():  # SDPA-21
+    q, k, v, _ = many()
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    same(vmap(foci.scaled_dot_product_attention)(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    masks = rand(5, 3, 4) > 0
+    got = vmap(lambda *args: foci.scaled_dot_product_attention(*args))(q, k, v, masks)
+    same(got, torch.stack([foci.scaled_dot_product_attention(*args) for args in zip(q, k, v, masks, strict=True)]))
+    out, lse = vmap(lambda q: foci.flex_attention(q[None], q[None], q[None], return_lse=True))(q)
+    one = foci.flex_attention(q, q, q, return_lse=True)
+    same((out[:, 0], lse[:, 0]), one)
+
+
+def test_vmap_that_reads_the_batch_index():  # SDPA-21 FLEX-03
+    q = many()[0]
+    table = rand(1, dtype=D)
+    function = lambda q: foci.attention(q, q, q, score=lambda s, b, h, i, j: s * table[b] + b)
+    same(vmap(function)(q), torch.stack([function(one) for one in q]))
+
+
+def test_vmap_of_dropout():  # SDPA-08 SDPA-21
+    q = many()[0]
+    function = lambda q: foci.attention(q, q, q, dropout_p=0.5)
+    different = vmap(function, randomness="different")(q[:1].expand(4, -1, -1, -1, -1))
+    alike = vmap(function, randomness="same")(q[:1].expand(4, -1, -1, -1, -1))
+    assert not torch.equal(different[0], different[1]) and torch.equal(alike[0], alike[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(function)(q)
+
+
+def test_transforms_inside_compiled_functions():  # SDPA-21
+    args = small()
+    same(torch.compile(grad(loss(attend), ALL), fullgraph=True, backend="aot_eager")(*args), grad(loss(formula), ALL)(*args), atol=1e-8, rtol=1e-8)
+
+
+# Derivatives of other kinds ----------------------------------------------------------------------------------------
+
+
+def tracked(args):
+    return tuple(a.requires_grad_() for a in args)
+
+
+def auxiliary(*args):
+    out, aux = foci.attention(*args, return_aux=EVERYTHING)
+    return out, aux.lse, aux.column_sums, aux.weights
+
+
+OFFSETS = torch.tensor([0, 2, 2, 5])
+GRADCHECKS = {
+    "function": (attend, lambda: tracked(small())),
+    "auxiliary": (auxiliary, lambda: tracked(small()[:3])),
+    "jagged": (lambda x: foci.varlen_attn(x, x, x, OFFSETS, OFFSETS, 3, 3, window_size=(-1, 0)), lambda: tracked((rand(5, 2, 3, dtype=D),))),
+    "bias": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), lambda: tracked((*small()[:3], rand(2, 1, 4, dtype=D)))),
+    "grouped": (lambda q, k, v: foci.attention(q, k[:, :1], v[:, :1]), lambda: tracked(small()[:3])),
+    "sink": (lambda q, k, v, s: foci.attention(q, k, v, sink=s), lambda: tracked(small())),
+    "empty rows": (lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: i > j), lambda: tracked(small()[:3])),
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECKS)
+def test_forward_mode(name):  # SDPA-20 SDPA-22
+    function, make = GRADCHECKS[name]
+    assert torch.autograd.gradcheck(function, make(), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("name", GRADCHECKS)
+def test_double_backward(name):  # SDPA-22
+    function, make = GRADCHECKS[name]
+    assert torch.autograd.gradgradcheck(function, make())
+
+
+def test_batched_gradients():  # SDPA-21 SDPA-22
+    args = tracked(small())
+    assert torch.autograd.gradcheck(attend, args, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(attend, args, check_fwd_over_rev=True)
+
+
+def test_derivatives_of_dropout():  # SDPA-08 SDPA-22
+    def seeded(q):
+        torch.manual_seed(1)
+        return foci.attention(q, q, q, dropout_p=0.4)
+
+    (q,) = tracked(small()[:1])
+    assert torch.autograd.gradcheck(seeded, (q,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(seeded, (q,))
+
+
+def test_double_backward_through_a_block_mask():  # SDPA-22 FLEX-06
+    mask = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 4, device="cpu", BLOCK_SIZE=2)
+    assert torch.autograd.gradgradcheck(lambda q, k, v: foci.flex_attention(q, k, v, block_mask=mask), tracked(small()[:3]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing(reentrant, compiled):  # SDPA-08 SDPA-21
+    if compiled and reentrant:
+        pytest.skip("torch.compile takes checkpoints with use_reentrant=False")
+    function = lambda q: foci.attention(q, q, q, dropout_p=0.5, score=lambda s, b, h, i, j: s + SLOPES.detach()[h])
+    q = rand(1, 4, 9, 8).requires_grad_()
+
+    def run(f):
+        torch.manual_seed(3)
+        out = f(q)
+        q.grad = None
+        out.square().sum().backward()
+        return out, q.grad
+
+    wrapped = lambda q: checkpoint(function, q, use_reentrant=reentrant)
+    same(run(torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else wrapped), run(function))
+
+
+# The operators -----------------------------------------------------------------------------------------------------
+
+SAMPLES = {
+    "plain": lambda q, k, v: foci.attention(q, k, v),
+    "mask and score": attend,
+    "auxiliary": auxiliary,
+    "dropout": lambda q, k, v: foci.attention(q, k, v, dropout_p=0.5),
+    "grouped": lambda q, k, v: foci.attention(q, k[:, :1], v[:, :1]),
+    "blocks": lambda q, k, v: foci.flex_attention(
+        q, k, v, block_mask=foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 4, device="cpu", BLOCK_SIZE=2)
+    ),
+    "jagged": lambda q, k, v: foci.varlen_attn(*[k[0].mT.mT.transpose(0, 1)] * 3, torch.tensor([0, 1, 4]), None, 3, 3),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):  # SDPA-21
+    recorded = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.foci.attention.default, torch.ops.foci.attention_backward.default):
+                recorded.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    args = tracked(small())[: 4 if name == "mask and score" else 3]
+    with Recorder():
+        outs = SAMPLES[name](*args)
+        outs = (outs,) if torch.is_tensor(outs) else outs
+        torch.autograd.grad(outs, args[:1] if name != "jagged" else args[1:2], [torch.ones_like(o) for o in outs], allow_unused=True)
+    assert {func for func, _ in recorded} == {torch.ops.foci.attention.default, torch.ops.foci.attention_backward.default}
+    for func, values in recorded:
+        fresh = torch.utils._pytree.tree_map(
+            lambda t: t.detach().requires_grad_(t.requires_grad and t.is_leaf) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, values
+        )
+        torch.library.opcheck(func, tuple(fresh))
