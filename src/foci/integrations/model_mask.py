@@ -115,7 +115,7 @@ class ModelMask(Mask):
             # not a TypeError: Tensor.__add__ takes one for "ask the other operand"
             raise ValueError(
                 f"the model computes scores of its own with its attention mask ({name.strip('_')}): it does not attend through "
-                'attn_implementation="foci"; load it with "eager", torch.compile(model, backend="foci") recognises attention in it'
+                'attn_implementation="foci"; load it with "eager"'
             )
         warnings.warn(
             f"the model computes with its attention mask ({name}), which is therefore written out as a bool tensor {list(self.lengths)}",
