@@ -28,7 +28,7 @@ _SAME = 1e-4
 class Scale:
     """How much the demo does: passages embedded, their batch size, timed rounds; batch and length of the training text."""
 
-    passages: int = 48
+    passages: int = 32
     batch: int = 16
     rounds: int = 2
     decoder_batch: int = 4

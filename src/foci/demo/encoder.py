@@ -84,7 +84,7 @@ class Comparison:
 
 
 def compare(
-    encoder: Encoder, *, count: int = 48, batch: int = 16, rounds: int = 2, step: Callable[[], None] = lambda: None
+    encoder: Encoder, *, count: int = 32, batch: int = 16, rounds: int = 2, step: Callable[[], None] = lambda: None
 ) -> list[Comparison]:
     """Embeds `count` passages with each implementation, `rounds` timed passes each after one that measures memory.
 
