@@ -30,6 +30,7 @@ def pair(dtype=torch.float64, **options):
 
 def tensors(kind, *, batch_first=False, kdim=E, vdim=E, dtype=torch.float64):
     """Query, key and value; the same tensor twice or thrice where `kind` says so."""
+
     def make(length, dim, seed):
         shape = (length, dim) if kind == "unbatched" else (B, length, dim) if batch_first else (length, B, dim)
         return rand(*shape, dtype=dtype, seed=seed).requires_grad_()
@@ -57,7 +58,9 @@ def explicit(lengths, kind, rank=2, dtype=torch.float64):
 
 def outcome(module, inputs, weights_too=True, **kwargs):
     """Output, weights and the gradients of inputs and parameters."""
-    distinct = list({id(t): t for t in (*inputs, *(t for t in kwargs.values() if isinstance(t, torch.Tensor) and t.requires_grad))}.values())
+    distinct = list(
+        {id(t): t for t in (*inputs, *(t for t in kwargs.values() if isinstance(t, torch.Tensor) and t.requires_grad))}.values()
+    )
     out, weights = module(*inputs, **kwargs)
     loss = (out * rand(*out.shape, dtype=out.dtype, seed=8)).sum()
     if weights is not None and weights_too:
@@ -156,7 +159,9 @@ def test_causal_hint():  # MOD-03
     causal = torch.nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
     for need_weights in (False, True):
         same(theirs, ours, inputs, attn_mask=causal, is_causal=True, need_weights=need_weights)
-    same(theirs, ours, inputs, attn_mask=causal, is_causal=True, key_padding_mask=torch.zeros(B, L, dtype=torch.float64), need_weights=False)
+    same(
+        theirs, ours, inputs, attn_mask=causal, is_causal=True, key_padding_mask=torch.zeros(B, L, dtype=torch.float64), need_weights=False
+    )
     with foci.observe() as log:
         ours(*inputs, attn_mask=causal, is_causal=True, need_weights=False)
     assert not log.calls[0].problem.variant.captures  # the hint is taken: the mask is not read

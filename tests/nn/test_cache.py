@@ -115,7 +115,11 @@ def test_what_a_cache_refuses():
     model(x[:, :3], cache=cache)
     with pytest.raises(ValueError, match="the cache holds 4 tokens; 3 are there and 2 are to be added"):
         model(x[:, 3:5], cache=cache)
-    for arguments in ({"num_layers": 0, "max_length": 1}, {"num_layers": 1, "max_length": 0}, {"num_layers": 1, "max_length": 1, "page_size": 0}):
+    for arguments in (
+        {"num_layers": 0, "max_length": 1},
+        {"num_layers": 1, "max_length": 0},
+        {"num_layers": 1, "max_length": 1, "page_size": 0},
+    ):
         with pytest.raises(ValueError, match="must be at least 1; got 0"):
             foci.nn.KVCache(**arguments)
 

@@ -261,7 +261,9 @@ def test_decoder(options, batch_first, pads):  # MOD-01 MOD-03 MOD-05 MOD-09
             given["tgt_mask"] = causal
         if hidden[0] is None and hidden[1] is None:
             same(theirs, ours, [target[0], memory[1]] if batch_first else [target[:, 0], memory[:, 1]], memory_mask=given["memory_mask"])
-        same(theirs, ours, [target, memory], rows, **{k: v if v is None or v.dtype != torch.bool else as_float(v) for k, v in given.items()})
+        same(
+            theirs, ours, [target, memory], rows, **{k: v if v is None or v.dtype != torch.bool else as_float(v) for k, v in given.items()}
+        )
 
 
 def as_float(mask):
@@ -315,7 +317,9 @@ def test_transformer(batch_first, padded):  # MOD-01 MOD-09
 
 def test_transformer_nested():  # MOD-05
     ours = foci.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=True)
-    src, tgt = (torch.nested.nested_tensor([rand(n, E, dtype=torch.float32, seed=n) for n in ns], layout=torch.jagged) for ns in ((2, 5), (4, 1)))
+    src, tgt = (
+        torch.nested.nested_tensor([rand(n, E, dtype=torch.float32, seed=n) for n in ns], layout=torch.jagged) for ns in ((2, 5), (4, 1))
+    )
     for s, t, o in zip(src.unbind(), tgt.unbind(), ours(src, tgt).unbind()):
         torch.testing.assert_close(o, ours(s, t))
 
@@ -493,7 +497,9 @@ def test_variants_in_packed_layers(name):  # MOD-01 MOD-05
     hidden, x = padding(name), rand(B, S, E)
     rotary = foci.nn.RotaryEmbedding(4)
     layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64, num_kv_heads=1, rotary=rotary)
-    encoder = foci.nn.TransformerEncoder(layer, 2, masks=[foci.masks.window(1, 2), None], scores=[None, lambda s, b, h, q, kv: s - 0.1 * q * kv])
+    encoder = foci.nn.TransformerEncoder(
+        layer, 2, masks=[foci.masks.window(1, 2), None], scores=[None, lambda s, b, h, q, kv: s - 0.1 * q * kv]
+    )
     packed = encoder(x, src_key_padding_mask=hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foci.nn.packing.is_readable", lambda tensor: False)  # as while a graph is made
@@ -523,7 +529,10 @@ def test_dtypes(dtype):  # MOD-01
     ours = ours.to(dtype)
     ours.load_state_dict(theirs.state_dict())
     x, hidden = rand(B, S, E).to(dtype), padding("right")
-    want, they, we = (m(x.to(t), src_key_padding_mask=hidden)[~hidden].double() for m, t in ((exact.train(), torch.float64), (theirs, dtype), (ours, dtype)))
+    want, they, we = (
+        m(x.to(t), src_key_padding_mask=hidden)[~hidden].double()
+        for m, t in ((exact.train(), torch.float64), (theirs, dtype), (ours, dtype))
+    )
     assert (we - want).abs().max() <= 2 * (they - want).abs().max() + 8 * torch.finfo(dtype).eps * want.abs().max()
 
 

@@ -1,0 +1,191 @@
+"""TransformerEncoder with a padding mask: foci.nn beside torch.nn, padded SDPA and sequences packed by hand.
+
+6 layers, d_model 768, 12 heads, feedforward 2048, no dropout, log-normal lengths from 16 to 512. On a GPU bfloat16 and a
+batch of 32; on the CPU float32 and a batch of 6, or 32 with `--full`, which takes minutes. A training step is forward and
+backward; inference runs under inference_mode. Ratios are medians over interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Callable
+
+import measure
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import foci
+import foci.nn
+
+LAYERS, WIDTH, HEADS, LONGEST = 6, 768, 12, 512
+
+
+def lengths_of(batch: int) -> list[int]:
+    """Log-normal, the longest 512."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(batch, generator=generator).mul(0.8).add(4.69).exp().long().clamp(16, LONGEST)
+    return [LONGEST, *drawn[1:].tolist()]
+
+
+def encoder(nn, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.0, batch_first=True, device=device, dtype=dtype)
+    return nn.TransformerEncoder(layer, LAYERS)
+
+
+def by_hand(model: torch.nn.Module, x: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """The encoder's layers, written out for tensors [..., E]; `attend` takes [..., H, D]."""
+    for layer in model.layers:
+        attention = layer.self_attn
+        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).unflatten(-1, (3, HEADS, -1))
+        out = attend(*qkv.unbind(-3)).flatten(-2)
+        x = layer.norm1(x + attention.out_proj(out))
+        x = layer.norm2(x + layer.linear2(F.relu(layer.linear1(x))))
+    return x
+
+
+def padded_attention(hidden: Tensor):
+    keep = ~hidden[:, None, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=keep).transpose(1, 2)
+
+    return attend
+
+
+def packed_attention(lengths: list[int], device: str):
+    """Flash attention of each sequence: torch's variable-length call on a GPU, one call for each on the CPU."""
+    if device == "cuda":
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        return lambda q, k, v: varlen_attn(q, k, v, offsets, offsets, max(lengths), max(lengths))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(t.split(lengths) for t in (q, k, v)))
+        return torch.cat([F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in part))[0].transpose(0, 1) for part in parts])
+
+    return attend
+
+
+def forwards(batch: int, device: str, dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], dict[str, torch.nn.Module], list[int]]:
+    """Each way to compute the tokens' outputs, [T, E], of the same inputs and parameters."""
+    torch.manual_seed(0)
+    lengths = lengths_of(batch)
+    hidden = torch.arange(LONGEST, device=device) >= torch.tensor(lengths, device=device)[:, None]
+    x = torch.randn(batch, LONGEST, WIDTH, device=device, dtype=dtype)
+    rows = (~hidden).flatten().nonzero().squeeze(1)
+    tokens = x.flatten(0, 1)[rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = encoder(torch.nn, device, dtype)
+    ours = foci.nn.convert(copy.deepcopy(theirs))
+    sdpa, packed = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    on_padded, on_packed = padded_attention(hidden), packed_attention(lengths, device)
+    nested = torch.nested.nested_tensor([x[n, :length] for n, length in enumerate(lengths)], layout=torch.jagged)
+
+    def of(out: Tensor) -> Tensor:
+        return out.flatten(0, 1)[rows]
+
+    calls = {
+        "foci.nn": lambda: of(ours(x, src_key_padding_mask=hidden)),
+        "foci.nn, nested input": lambda: ours(nested).values(),
+        "torch.nn": lambda: of(theirs(x, src_key_padding_mask=hidden)),
+        "padded SDPA": lambda: of(by_hand(sdpa, x, on_padded)),
+        "packed by hand": lambda: by_hand(packed, tokens, on_packed),
+    }
+    modules = {"foci.nn": ours, "foci.nn, nested input": ours, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}
+    return calls, modules, lengths
+
+
+def training_step(forward: Callable[[], Tensor], module: torch.nn.Module, weights: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        (forward() * weights).sum().backward()
+
+    return step
+
+
+def inference(forward: Callable[[], Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        with torch.inference_mode():
+            forward()
+
+    return step
+
+
+def waited(step: Callable[[], None], device: str) -> Callable[[], None]:
+    if device == "cpu":
+        return step
+
+    def run() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def peak(step: Callable[[], None], device: str) -> float:
+    """Megabytes that a step needs beyond what there was before it."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    before = measure.reset_peak()
+    step()
+    return measure.status("VmHWM") - before
+
+
+def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: int) -> list[dict[str, object]]:
+    calls, modules, lengths = forwards(batch, device, dtype)
+    for module in modules.values():
+        module.train(mode == "training")
+    with torch.no_grad():
+        outs = {name: call().float() for name, call in calls.items()}
+    for name, out in outs.items():
+        torch.testing.assert_close(out, outs["packed by hand"], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.25, msg=name)
+    weights = torch.randn_like(outs["packed by hand"]).to(dtype)
+    steps = {
+        name: waited(training_step(call, modules[name], weights) if mode == "training" else inference(call), device)
+        for name, call in calls.items()
+    }
+    times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
+    medians = measure.medians(times)
+    with foci.observe() as log:
+        steps["foci.nn"]()
+    return [
+        {
+            "mode": mode,
+            "what": name,
+            "batch": batch,
+            "tokens": sum(lengths),
+            "padded tokens": batch * LONGEST,
+            "dtype": str(dtype).removeprefix("torch."),
+            "ms": round(1e3 * medians[name], 3),
+            "times foci.nn": round(measure.ratio(times, name, "foci.nn"), 3),
+            "peak MB": round(peak(step, device)),
+            "backend": log.calls[0].backend if name.startswith("foci") else None,
+            **measure.facts(device),
+        }
+        for name, step in steps.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--full", action="store_true", help="a batch of 32 on the CPU too")
+    parser.add_argument("--mode", choices=("training", "inference"), action="append")
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    batch, rounds = (32, 20) if on_gpu else (32, 1) if options.full else (6, 3)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    rows = [row for mode in options.mode or ("training", "inference") for row in compare(mode, batch, options.device, dtype, rounds=rounds)]
+    measure.write(f"modules-{options.device}" + ("-full" if options.full and not on_gpu else ""), rows)
+
+
+if __name__ == "__main__":
+    main()
