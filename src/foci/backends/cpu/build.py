@@ -238,6 +238,8 @@ def _compile(source: str, target: Path, compiler: Toolchain) -> None:
             raise CompileError(f"the C++ compiler {compiler.path} did not finish: {error}") from error
         if ran.returncode != 0:
             complaint = ran.stderr.strip()[:4000]
-            raise CompileError(f"{compiler.path} ({compiler.version}) refused a generated kernel:\n{complaint}\n\nThe generated source:\n{source}")
+            raise CompileError(
+                f"{compiler.path} ({compiler.version}) refused a generated kernel:\n{complaint}\n\nThe generated source:\n{source}"
+            )
         content = library.read_bytes()
     _write_atomically(target, content + hashlib.sha256(content).digest())

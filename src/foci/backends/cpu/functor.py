@@ -60,7 +60,10 @@ def key_step(index: Expr) -> int | None:
 
 @dataclass(frozen=True)
 class Span:
-    """Captured elements that follow the keys: along dimension `dim` from index `start` on, elsewhere at `others`."""
+    """Captured elements that follow the keys: along dimension `dim` from index `start` on, elsewhere at `others`.
+
+    With a `divisor`, the index is the key's divided by it, and a vector of keys meets one element.
+    """
 
     slot: int
     dim: int
@@ -68,6 +71,26 @@ class Span:
     start: Expr
     others: tuple[Expr, ...]
     dtype: DType
+    divisor: int = 0
+
+    def read(self, source: str) -> str:
+        """The spelled vector of elements at key `kv`."""
+        if self.divisor:
+            return f"wide(read_one({source}, kv / {self.divisor}))"
+        return f"read<{self.step}>({source}, kv)"
+
+
+_WIDEST = 16  # keys of a vector, at most
+
+
+def _key_divisor(index: Expr) -> int:
+    """The n of an index `kv_idx // n` that is the same for all keys of any aligned vector, else 0."""
+    if index.op == "cast" and index.dtype.is_integer:
+        return _key_divisor(index.args[0])
+    if index.op != "floordiv" or index.args[0] is not variable("kv_idx") or index.args[1].op != "const":
+        return 0
+    divisor = index.args[1].value
+    return divisor if isinstance(divisor, int) and divisor > 0 and divisor % _WIDEST == 0 else 0
 
 
 def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
@@ -76,9 +99,12 @@ def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
         return None
     steps = [key_step(index) for index in indices]
     moving = [dim for dim, step in enumerate(steps) if step != 0]
-    if len(moving) != 1 or steps[moving[0]] is None:
+    if len(moving) != 1:
         return None
     dim = moving[0]
+    if steps[dim] is None:
+        divisor, zeros = _key_divisor(indices[dim]), tuple(const(0) if n == dim else index for n, index in enumerate(indices))
+        return Span(slot, dim, 0, const(0), zeros, dtype, divisor) if divisor else None
     start = substitute(indices[dim], {variable("kv_idx"): const(0)})
     others = tuple(const(0) if n == dim else index for n, index in enumerate(indices))
     return Span(slot, dim, steps[dim] or 0, start, others, dtype)
@@ -167,16 +193,21 @@ class Functor:
 
     def reads(self, exprs: Sequence[Expr]) -> tuple[str, ...]:
         """Reads of the spans that staged expressions use."""
-        slots = sorted({e.value for root in exprs for e in root.walk() if e.op == "param" and isinstance(e.value, int) and e.value >= SPAN_LEAF})
+        slots = sorted(
+            {e.value for root in exprs for e in root.walk() if e.op == "param" and isinstance(e.value, int) and e.value >= SPAN_LEAF}
+        )
         return tuple(
-            f"const {vector_type(self.spans[n].dtype)} span{n} = read<{self.spans[n].step}>(row.s{n}, kv);" for n in (slot - SPAN_LEAF for slot in slots)
+            f"const {vector_type(self.spans[n].dtype)} span{n} = {self.spans[n].read(f'row.s{n}')};"
+            for n in (slot - SPAN_LEAF for slot in slots)
         )
 
     def interval(self, mask: Expr) -> None:
         """Adds the member that classifies a rectangle of scores."""
         emitted = emit((mask,), INTERVALS)
         self.members.append(
-            _member("static Class classify(const Call& call, const Rectangle& r)", (*emitted.lines, f"return class_of({emitted.results[0]});"))
+            _member(
+                "static Class classify(const Call& call, const Rectangle& r)", (*emitted.lines, f"return class_of({emitted.results[0]});")
+            )
         )
 
     def text(self) -> str:
@@ -192,7 +223,9 @@ class Functor:
         fields = [f"{scalar_type(e.dtype)} v{n};" for e, n in self.rows.items()]
         fields += [f"Span<{ELEMENT_TYPES[self.captures[s.slot].dtype]}> s{n};" for n, s in enumerate(self.spans)]
         fields += [f"Span<float> g{n};" for n in range(len(self.gradient_spans))]
-        runs = [("s", "span", n, s) for n, s in enumerate(self.spans)] + [("g", "dense_span", n, s) for n, s in enumerate(self.gradient_spans)]
+        runs = [("s", "span", n, s) for n, s in enumerate(self.spans)] + [
+            ("g", "dense_span", n, s) for n, s in enumerate(self.gradient_spans)
+        ]
         roots = [*self.rows, *(e for _, _, _, s in runs for e in (s.start, *s.others))]
         emitted = emit(roots, VALUES)
         results = iter(emitted.results)
@@ -212,14 +245,24 @@ class Functor:
         reads = []
         for n, s in enumerate(spans):
             start, others = next(results), [next(results) for _ in s.others]
-            reads.append(f"const {vector_type(s.dtype)} span{n} = read<{s.step}>(span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))}), kv);")
+            source = f"span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))})"
+            reads.append(f"const {vector_type(s.dtype)} span{n} = {s.read(source)};")
         values = emit(placed, VALUES)
         # the two emissions number their values alike
         lines += ["struct Reads {", *(f"  {vector_type(s.dtype)} span{n};" for n, s in enumerate(spans)), "} reads;"] if spans else []
         if spans:
-            lines += ["{", *(f"  {line}" for line in (*scalars.lines, *reads)), *(f"  reads.span{n} = span{n};" for n in range(len(spans))), "}"]
+            lines += [
+                "{",
+                *(f"  {line}" for line in (*scalars.lines, *reads)),
+                *(f"  reads.span{n} = span{n};" for n in range(len(spans))),
+                "}",
+            ]
             lines += [f"const {vector_type(s.dtype)} span{n} = reads.span{n};" for n, s in enumerate(spans)]
-        lines += [*values.lines, *(f"col.v{n} = {text};" for n, text in zip(self.columns.values(), values.results, strict=True)), "return col;"]
+        lines += [
+            *values.lines,
+            *(f"col.v{n} = {text};" for n, text in zip(self.columns.values(), values.results, strict=True)),
+            "return col;",
+        ]
         signature = "static FOCI_INLINE Col col(const Call& call, int b, int kv, int q_len, int kv_len)"
         return [_struct("Col", fields), _member(signature, lines)]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from foci import dropout
 from foci.backends.contract import Plan
 from foci.backends.cpu import build
-from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.cpu.sites import partition, sites_of
+from foci.backends.cpu.source import backward_source, forward_source
 from foci.ir.derivative import CaptureDerivative
 from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
 
@@ -55,7 +55,8 @@ class Arguments:
         query, key = operands.query, operands.key
         self.operands = operands
         self.offsets = tuple(
-            None if t is None else t.to(torch.int64).contiguous() for t in (operands.cu_q, operands.cu_kv, operands.q_lengths, operands.kv_lengths)
+            None if t is None else t.to(torch.int64).contiguous()
+            for t in (operands.cu_q, operands.cu_kv, operands.q_lengths, operands.kv_lengths)
         )
         tensors = operands.captures if operands.blocks is None else (*operands.captures, operands.blocks)
         entries = [n for t in tensors for n in (t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (0,)))]
@@ -78,7 +79,9 @@ class Arguments:
             return 1
         return _threads_after_fork or torch.get_num_threads()
 
-    def packed(self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int, int] = (1, 0, 0, 0, 1)) -> bytes:
+    def packed(
+        self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int, int] = (1, 0, 0, 0, 1)
+    ) -> bytes:
         """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients.
 
         `gradients` says where those of captured tensors go, `tasks` how the backward's tasks are split and grouped.
@@ -143,11 +146,14 @@ class CpuKernel:
         sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
         rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
         groups = sums.partition
-        packed = arguments.packed(
-            (results.out, cotangents.out, *grads), rows, sums.described(), (splits, *map(int, groups.axes), groups.copies)
+        batch, head, split = map(int, groups.axes)
+        gradients = sums.described()
+        _check(
+            self._backward(
+                arguments.packed((results.out, cotangents.out, *grads), rows, gradients, (splits, batch, head, split, groups.copies))
+            )
         )
-        _check(self._backward(packed))
-        return Gradients(*grads, captures=sums.results(problem.capture_grads))
+        return Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
 
     def _row_gradients(self, arguments: Arguments, results: Results, cotangents: Cotangents) -> Tensors:
         """Gradients of logsumexp and column sums, as the kernel takes them: what every weight of a row gets is in the first."""

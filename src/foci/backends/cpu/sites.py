@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foci.backends.cpu.functor import Functor, Span, span_of
-from foci.backends.cpu.spelling import VALUES, has_free_axis, is_vector, scalar_type
+from foci.backends.cpu.spelling import VALUES, has_free_axis, is_vector
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr
@@ -38,6 +38,7 @@ def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:
     flush: list[str] = []
     for n, site in enumerate(sites):
         span = None if site.axes else span_of(site.slot, site.indices, DType.FLOAT)
+        span = None if span is not None and span.divisor else span
         if site.axes:
             lines += _looped(functor, n, site)
         elif span is not None:

@@ -17,9 +17,6 @@ from foci.variant import Capture, Variant
 
 __all__ = ["backward_source", "forward_source", "with_blocks"]
 
-# Tiles of the kernels: a caller's block that is a multiple of these never straddles a tile.
-_TILE_Q, _TILE_KV = 64, 32
-
 
 def with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, Capture]:
     """The mask that a caller's blocks and the mask function make together, reading the classes as one more capture."""
@@ -31,24 +28,20 @@ def with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, Ca
 
 
 class Parts:
-    """What the sources of a problem share: the mask of an element and of a rectangle, and all captured tensors."""
+    """What the sources of a problem share: score, mask with the caller's blocks in it, and all captured tensors."""
 
     def __init__(self, problem: Problem) -> None:
         variant, block_size = problem.variant, problem.formula.block_size
         self.score = variant.score
-        self.element_mask = self.rectangle_mask = variant.mask
+        self.mask = variant.mask
         self.captures = variant.captures
         if block_size is not None:
-            mask, capture = with_blocks(variant, block_size)
-            self.rectangle_mask = mask
+            self.mask, capture = with_blocks(variant, block_size)
             self.captures = (*variant.captures, capture)
-            # In a tile that lies in one block the interval decides empty and full; what is left is the mask's.
-            if block_size[0] % _TILE_Q or block_size[1] % _TILE_KV:
-                self.element_mask = mask
 
     @property
     def is_masked(self) -> bool:
-        return self.rectangle_mask is not const(True)
+        return self.mask is not const(True)
 
     @property
     def is_plain_score(self) -> bool:
@@ -98,11 +91,13 @@ def _backward_source(problem: Problem) -> str:
         (parts.score, score_derivative(parts.score)),
         "slope = wide({1}); return wide({0});",
     )
-    functor.function(f"static FOCI_INLINE vb mask({element}, int kv)", (parts.element_mask,), "return wide({0});")
+    functor.function(f"static FOCI_INLINE vb mask({element}, int kv)", (parts.mask,), "return wide({0});")
     if sites:
         add_sites(functor, sites)
-    functor.interval(parts.rectangle_mask)
-    grads = [f"GRAD_{letter} = {_bool(on)}" for letter, on in zip("QKV", (problem.query_grad, problem.key_grad, problem.value_grad), strict=True)]
+    functor.interval(parts.mask)
+    grads = [
+        f"GRAD_{letter} = {_bool(on)}" for letter, on in zip("QKV", (problem.query_grad, problem.key_grad, problem.value_grad), strict=True)
+    ]
     constants = [
         *_constants(problem, parts),
         f"static constexpr bool {', '.join(grads)}, COLUMN_SUMS = {_bool(problem.formula.outputs.column_sums)};",
@@ -118,8 +113,10 @@ def _forward_source(problem: Problem) -> str:
     functor.function(
         "static FOCI_INLINE vf score(const Call& call, const Row& row, const Col& col, vf s, int kv)", (parts.score,), "return wide({0});"
     )
-    functor.function("static FOCI_INLINE vb mask(const Call& call, const Row& row, const Col& col, int kv)", (parts.element_mask,), "return wide({0});")
-    functor.interval(parts.rectangle_mask)
+    functor.function(
+        "static FOCI_INLINE vb mask(const Call& call, const Row& row, const Col& col, int kv)", (parts.mask,), "return wide({0});"
+    )
+    functor.interval(parts.mask)
     entries = {"foci_forward": "foci::forward<Plan>"}
     if problem.formula.outputs.column_sums:
         entries["foci_columns"] = "foci::columns<Plan>"
@@ -140,7 +137,10 @@ def _unit(headers: str, members: list[str], entries: dict[str, str]) -> str:
         "",
         "}  // namespace",
         "",
-        *(f'extern "C" __attribute__((visibility("default"))) int {name}(const foci::Call* call) {{ return {function}(*call); }}' for name, function in entries.items()),
+        *(
+            f'extern "C" __attribute__((visibility("default"))) int {name}(const foci::Call* call) {{ return {function}(*call); }}'
+            for name, function in entries.items()
+        ),
         "",
     ]
     return "\n".join(lines)

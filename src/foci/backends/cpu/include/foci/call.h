@@ -172,6 +172,11 @@ template <int STEP, class T> FOCI_INLINE auto read(const Span<T>& s, int kv) {
   return out;
 }
 
+// The one element that a whole vector of keys meets.
+template <class T> FOCI_INLINE auto read_one(const Span<T>& s, int64_t index) {
+  return s.data ? value_of(s.data[wrap(index, s.size) * s.stride]) : decltype(value_of(T()))();
+}
+
 // ---- gradients of captured tensors: float32, contiguous ------------------------------------------------------------------
 
 template <class T, int RANK, class... I> FOCI_INLINE int64_t dense_offset(const Captured<T, RANK>& c, I... indices) {
