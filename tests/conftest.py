@@ -12,6 +12,11 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_make_parametrize_id(val):
+    """Names of cases that hold functions must not hold their addresses: workers compare names."""
+    return ",".join(f"{key}={getattr(value, '__name__', value)}" for key, value in val.items()) if isinstance(val, dict) else None
+
+
 def pytest_report_header():
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, CUDA device: {cuda}"
