@@ -91,7 +91,7 @@ CONSTRUCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
+@pytest.mark.parametrize("options", CONSTRUCTIONS)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_encoder(options, batch_first, training):  # MOD-01 MOD-04 MOD-05 MOD-07 MOD-09
@@ -242,7 +242,7 @@ def test_nested(layout):  # MOD-05
         module(torch.nested.as_nested_tensor(parts, layout=layout), src_key_padding_mask=hidden)
 
 
-@pytest.mark.parametrize("options", CONSTRUCTIONS[:3], ids=str)
+@pytest.mark.parametrize("options", CONSTRUCTIONS[:3])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("pads", [(None, None), ("right", None), (None, "holes"), ("left", "right")], ids=str)
 def test_decoder(options, batch_first, pads):  # MOD-01 MOD-03 MOD-05 MOD-09
