@@ -11,11 +11,14 @@ $OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
 import json
 import math
 import os
+import pstats
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +125,8 @@ def rows() -> list[Row]:
         Row("GQA 4 causal", (2, 32, 8192, 128), kv_heads=8, mask=masks.causal, sdpa=lambda: {"is_causal": True, "enable_gqa": True}, peers=("flash", "cudnn")),
         Row("causal D 96", (2, 16, 8192, 96), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
         Row("causal D 192", (2, 16, 8192, 192), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
+        *(Row("decode", (b, 32, n, 128), kv_heads=8, sdpa=lambda: {"enable_gqa": True}, peers=("flash", "cudnn")) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
+        *(Row("decode ALiBi", (b, 32, n, 128), kv_heads=8, score=lambda: foci.Score(_alibi(32))) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
         Row("jagged", (64, 16, 8192, 128), peers=("varlen",)),
         Row("jagged causal", (64, 16, 8192, 128), mask=masks.causal, peers=("varlen",)),
     ]  # fmt: skip
@@ -140,7 +145,8 @@ def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
     if row.name.startswith("jagged"):
         b, s = 1, sum(jagged_lengths())
     kv = row.kv_heads or h
-    made = [torch.randn(b, n, s, d, device=DEVICE, dtype=torch.bfloat16) for n in (h, kv, kv, h)]
+    rows = 1 if row.name.startswith("decode") else s
+    made = [torch.randn(b, n, m, d, device=DEVICE, dtype=torch.bfloat16) for n, m in ((h, rows), (kv, s), (kv, s), (h, rows))]
     return [t.requires_grad_(grad) for t in made[:3]], made[3]
 
 
@@ -236,22 +242,51 @@ def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         forward(), backward()
+        torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         times = [triton.testing.do_bench(f, warmup=15, rep=80, return_mode="median") for f in (forward, backward)]
     except Exception as error:
         print(f"{row.name} {row.shape} {name}: {type(error).__name__} {str(error)[-300:]}", flush=True)
         return None
     work = flops(row)
+    if row.name.startswith("decode"):
+        # terabytes of keys and values a second, in the place of TFLOP/s
+        b, _, n, d = row.shape
+        rate = 4.0 * b * row.kv_heads * n * d / times[0] / 1e9
+        return {"row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "forward_tbs": rate, "forward_tflops": rate, "backward_ms": times[1], "backward_tflops": 0.0, "peak_mb": peak / 2**20}
     return {
         "row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "backward_ms": times[1],
         "forward_tflops": work / times[0] / 1e9, "backward_tflops": 2.5 * work / times[1] / 1e9, "peak_mb": peak / 2**20,
     }  # fmt: skip
 
 
+def host_overhead() -> None:
+    """Microseconds of the host for one small call, forward and backward, of which the device waits."""
+    row = Row("small", (1, 2, 64, 64), mask=masks.causal)
+    for name, function in zip(("forward", "backward"), ours(row), strict=True):
+        for _ in range(20):
+            function()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            function()
+        print(f"host {name}: {(time.perf_counter() - start) / 200 * 1e6:.0f} us", flush=True)
+        torch.cuda.synchronize()
+    profile = cProfile.Profile()
+    forward = ours(row)[0]
+    forward()
+    profile.enable()
+    for _ in range(200):
+        forward()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", default="", help="i/n: only fill the caches, every n-th row")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--host", action="store_true", help="only the host's time for a small call")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     todo = [row for row in rows() if not options.names or row.name in options.names]
@@ -260,6 +295,9 @@ def main() -> None:
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
     table = []
+    if options.host:
+        host_overhead()
+        return
     for row in todo[part::parts]:
         found = {}
         for name in ("foci", *(() if options.no_peers else row.peers)):
@@ -270,7 +308,7 @@ def main() -> None:
                     with out.open("a") as file:
                         file.write(json.dumps(line | about) + "\n")
         b, h, s, d = row.shape
-        shown = "  ".join(f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}" for n, m in found.items())
+        shown = "  ".join(f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}" for n, m in found.items())
         table.append(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}  ({found['foci']['backward_ms']:.2f} ms bwd, {found['foci']['peak_mb']:.0f} MB)" if "foci" in found else f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}")
         if not options.compile:
             print(table[-1], flush=True)

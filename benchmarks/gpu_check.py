@@ -196,7 +196,7 @@ def cases() -> list[Case]:
     block = 32 if small else 128
     nq, nkv = -(-n // block), -(-m // block)
     classes = torch.randint(0, 3, (2, 1, nq, nkv), generator=g).to(torch.int8)
-    heads = 2 if small else 4
+    heads, long = (2, 150) if small else (4, 5000)
     window = foci.Mask(lambda b, h, q, k: (q - k < 9) & (q >= k)) if small else foci.Mask(lambda b, h, q, k: (q - k < 150) & (q >= k))
     every = [
         case("plain"), case("causal", mask=masks.causal()), case("window", mask=window),
@@ -233,6 +233,9 @@ def cases() -> list[Case]:
         case("learned gather", score=foci.Score(lambda s, b, h, q, k: s + table[h, ids[q % n]] * 0.5), capture_grads=True, dropout=0.2),
         case("learned table jagged", batch=1, lengths=spans, score=foci.Score(lambda s, b, h, q, k: s + table[h, q - k + m] * 0.1), capture_grads=True, cu=(*cu, *lengths)),
         case("learned bias jagged", batch=1, lengths=spans, score=scores.bias(random(heads, n + m, n + m)), mask=masks.causal(), capture_grads=True, cu=(*cu, None, None)),
+        case("decode", lengths=(1, long), heads=(2 * heads, heads), row_max=True), case("decode alibi 4", lengths=(4, long), heads=(heads, heads), score=scores.alibi(heads), memory="bshd"),
+        case("decode window", lengths=(3, long), heads=(4 * heads, heads), mask=foci.Mask(lambda b, h, q, k: (q + long - 3 >= k) & (q + long - 3 - k < 20))),
+        case("decode list dropout", lengths=(2, long), mask=foci.Mask(lambda b, h, q, k: (k // 7) % 5 == b), dropout=0.1, dims=(40, 72)), case("decode nothing", lengths=(2, long), mask=foci.Mask(lambda b, h, q, k: (k < 0) | (q > 0))),
         case("one", lengths=(1, 1)), case("one query", lengths=(1, m)), case("more queries", lengths=(m, 9), mask=masks.causal()),
     ]  # fmt: skip
     if not small:

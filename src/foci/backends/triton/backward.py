@@ -179,7 +179,7 @@ def fold_key_gradient(
     row, first, before, gap, low, high = run
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
-    kv_idx = tl.expand_dims(tl.minimum(kv_first + tl.arange(0, c.TILE_KV), kv_len - 1), KEY_AXIS)
+    kv_idx = tl.expand_dims(kv_first + tl.arange(0, c.TILE_KV), KEY_AXIS)
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         here = start_of(tile, c, c.TILE_Q)
@@ -257,6 +257,12 @@ def attention_key_gradient(
         h = kv_h * number(size.group) + shared
         head = (memory_b * number(size.heads) * number(size.group) + h).to(tl.int64) * number(size.rows) + q_start
         line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, q_len, c, c.TILE_Q)
+        if first + c.TILE_KV > kv_len:
+            # keys that are not there must not be looked up: every tile is an edge
+            part_first = part_first if c.MODE == "ranges" else full_first
+            part += full
+            full = full * 0
+            gap = gap * 0
         at = (b, h, memory_b, head, first, q_start, q_len, kv_len)
         run = (line, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = fold_key_gradient(
@@ -266,6 +272,8 @@ def attention_key_gradient(
         if not EDGE:
             last = visited(table, line, part - 1, part_first, before, gap, c)
             whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
+            if first + c.TILE_KV > kv_len:
+                whole = whole * 0
         run = (line, part_first, before, gap, whole * 0, whole)
         dk_acc, dv_acc = fold_key_gradient(
             dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE, KEY, VALUE

@@ -57,13 +57,15 @@ def way_of(derivative: CaptureDerivative) -> Way:
     return Way("columns" if "kv_idx" in used else "rows", tuple(names))
 
 
-def capture_gradients(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+def capture_gradients(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype.
 
     Args:
         rows: gradient of out, lse in base 2, delta.
+        cotangent: gradient of lse.
     """
     wanted = kernel.problem.capture_grads
+    exact = functools.cache(lambda: _exact_rows(kernel, call, rows, cotangent))
     captures = call.operands.captures
     reads: dict[int, list[CaptureDerivative]] = {}
     for derivative in capture_derivatives(kernel.variant.score):
@@ -81,9 +83,30 @@ def capture_gradients(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tens
         for derivative in own:
             how = way_of(derivative).how
             gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
-            total += gather(kernel, call, rows, derivative, torch.zeros_like(total))
+            total += gather(kernel, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
         found.append(total.to(capture.dtype))
     return tuple(found)
+
+
+def _exact_rows(
+    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with delta summed anew in float32: a sum over many places would gather the rounding of a half precision `out`."""
+    dout, lse2, delta = rows
+    if call.operands.cu_q is not None or not kernel.is_half:
+        return rows
+    schedule = kernel.schedule("captures")
+    grid = _grid(call, schedule)
+    sums = torch.zeros((grid.batch, grid.heads, grid.tiles[0] * schedule.tile_q), dtype=torch.float32, device=delta.device)
+    launch = _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), "rows")
+    _launch(kernel, call, (dout, lse2, torch.zeros_like(delta)), None, launch)
+    exact = sums[:, :, : grid.lengths[0]].contiguous()
+    return dout, lse2, exact if cotangent is None else exact - cotangent
+
+
+@functools.cache
+def _unit_part() -> Any:
+    return jit_function("part", "def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return 1.0, 0\n")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,7 +153,7 @@ class _Launch:
     unit: Tensor | None = None
 
 
-def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, launch: _Launch) -> None:
+def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch) -> None:
     schedule = kernel.schedule("captures")
     grid = _grid(call, schedule)
     outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
@@ -138,7 +161,9 @@ def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor
     programs = outer[0] * outer[1] * tiles
     if programs == 0:
         return
-    part = _part(derivative, lies_of(call.operands.captures), half=kernel.is_half, scatters=launch.how == "scatter")
+    part = _unit_part()
+    if derivative is not None:
+        part = _part(derivative, lies_of(call.operands.captures), half=kernel.is_half, scatters=launch.how == "scatter")
     o, s = call.operands, call.sequences
     config = kernel.config(call, schedule, Visits(0, "captures", kernel.dense_spans, kernel.dense_table))
     spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)

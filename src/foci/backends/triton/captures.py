@@ -14,7 +14,7 @@ from foci.backends.triton.tiles import keep_tile, load_tile, number, rows_pointe
 
 @triton.jit
 def contribution(
-    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr
+    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, EDGE: tl.constexpr
 ):
     """(contribution of each place of a tile, 0 where masked; its offset in the gradient, for a scatter)."""
     q_start, q_len, kv_start, kv_len, memory_b = span
@@ -23,20 +23,24 @@ def contribution(
     kv_first = kv_tile * c.TILE_KV
     rows = q_first + tl.arange(0, c.TILE_Q)
     queries = load_tile(
-        rows_pointer(q, strides.q, memory_b, h, q_start + q_first, c), tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - q_first, True, c.TILE_Q, c.D, c.D_PAD
+        rows_pointer(q, strides.q, memory_b, h, q_start + q_first, c), tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - q_first, EDGE, c.TILE_Q, c.D, c.D_PAD
     )
     keys = load_tile(
-        rows_pointer(k, strides.k, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - kv_first, True, c.TILE_KV, c.D, c.D_PAD
+        rows_pointer(k, strides.k, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - kv_first, EDGE, c.TILE_KV, c.D, c.D_PAD
     )
     values = load_tile(
-        rows_pointer(v, strides.v, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD), kv_len - kv_first, True, c.TILE_KV, c.DV, c.DV_PAD
+        rows_pointer(v, strides.v, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD), kv_len - kv_first, EDGE, c.TILE_KV, c.DV, c.DV_PAD
     )
     douts = load_tile(
-        rows_pointer(do, strides.dout, memory_b, h, q_start + q_first, c), tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD), q_len - q_first, True, c.TILE_Q, c.DV, c.DV_PAD
+        rows_pointer(do, strides.dout, memory_b, h, q_start + q_first, c), tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD), q_len - q_first, EDGE, c.TILE_Q, c.DV, c.DV_PAD
     )
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
-    row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
-    row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+    if EDGE:
+        row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
+        row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+    else:
+        row_lse = tl.load(lse2 + head + rows)
+        row_delta = tl.load(delta + head + rows)
     qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
     if c.NEGATIVE:
         qk = -qk
@@ -44,14 +48,16 @@ def contribution(
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
     where = (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile)
-    p, _ = weights_of(qk, row_lse[:, None], where, numbers, env, c, score, mask, True, True)
-    inner_q = tl.minimum(q_idx, q_len - 1)
-    inner_kv = tl.minimum(kv_idx, kv_len - 1)
+    p, _ = weights_of(qk, row_lse[:, None], where, numbers, env, c, score, mask, True, EDGE)
+    inner_q = q_idx
+    inner_kv = kv_idx
+    if EDGE:
+        inner_q = tl.minimum(q_idx, q_len - 1)
+        inner_kv = tl.minimum(kv_idx, kv_len - 1)
     if c.DROPOUT:
         dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
     weight, offset = part(qk * numbers.scale, b, h, inner_q, inner_kv, q_len, kv_len, env)
-    inside = (q_idx < q_len) & (kv_idx < kv_len)
-    return tl.where(inside & (p != 0.0), p * (dp - row_delta[:, None]) * weight, 0.0), offset
+    return tl.where(p != 0.0, p * (dp - row_delta[:, None]) * weight, 0.0), offset
 
 
 @triton.jit
@@ -99,7 +105,10 @@ def capture_gradient(
         q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
         span = (q_start, q_len, kv_start, kv_len, b * 0 if c.JAGGED else b)
         if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len):
-            g, offset = contribution(q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score)
+            if ((q_tile + 1) * c.TILE_Q <= q_len) & ((kv_tile + 1) * c.TILE_KV <= kv_len):
+                g, offset = contribution(q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, False)
+            else:
+                g, offset = contribution(q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, True)
             if HOW == "tile":
                 acc += g
             elif HOW == "columns":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from foci.backends.contract import Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
+from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for
@@ -101,7 +102,10 @@ class TritonKernel:
                 row_max.fill_(-math.inf)
         if out.numel() and operands.key.shape[2]:
             call = self.begin(operands, {"out": out})
-            schedule = self.schedule("forward" if self.is_dense else "forward_sparse")
+            if self.is_decode(operands):
+                self._decode(call, (out, lse, row_max))
+                return Results(out, lse, row_max)
+            schedule = self.schedule("forward" if self.is_dense or self.reads_tiles else "forward_sparse")
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
             stream = functools.partial(_streamed, call, config, schedule.tile_kv)
@@ -111,6 +115,34 @@ class TritonKernel:
                 call.numbers, call.environment, config, call.functions.score, call.functions.mask, num_warps=schedule.warps,
             )  # fmt: skip
         return Results(out, lse, row_max)
+
+    def is_decode(self, operands: Operands) -> bool:
+        """Few rows for each group of heads, and many keys; one table of visits for the whole group."""
+        (_, heads, length, _), (_, kv_heads, keys, _) = operands.query.shape, operands.key.shape
+        if operands.cu_q is not None or operands.blocks is not None or "h" in self.variant.mask.variables():
+            return False
+        return length <= 16 and heads // kv_heads * length <= 64 and keys >= (32 if self.plan.target.arch == 0 else 1024)
+
+    def _decode(self, call: Pass, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        query, key = call.operands.query, call.operands.key
+        found = self.schedule("decode")
+        rows = padded(query.shape[1] // key.shape[1] * query.shape[2])
+        schedule = Schedule(rows, found.tile_kv, found.warps, found.stages, found.descriptors)
+        visits = self.visits(call, schedule, "queries")
+        config = self.config(call, schedule, visits)
+        stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+        groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
+        splits = max(1, min(triton.cdiv(_PROGRAMS, groups), tiles // 4)) if self.plan.target.arch else min(3, tiles)
+        partial = query.new_empty((groups * splits, rows, self.dims[1]), dtype=torch.float32)
+        most, total = (query.new_empty((groups * splits, rows), dtype=torch.float32) for _ in range(2))
+        size, strides = self.size(call, query.shape[1], visits.tasks), self.strides(call)
+        attention_decode[(groups * splits,)](
+            query, stream(key), stream(call.operands.value), partial, most, total, strides, size, visits.table,
+            call.numbers, call.environment, config, encode(splits), call.functions.score, call.functions.mask, num_warps=schedule.warps,
+        )  # fmt: skip
+        combine_splits[(query.shape[0] * query.shape[1] * query.shape[2],)](
+            partial, most, total, *outputs, strides, size, call.numbers, config, encode(splits), 64 if self.dims[1] <= 128 else 16, num_warps=4
+        )
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
@@ -127,7 +159,7 @@ class TritonKernel:
             for kind, grads in self._key_passes(dk, dv):
                 self._key_gradient(call, kind, (dout, *rows), grads)
             if any(p.capture_grads):
-                return Gradients(dq, dk, dv, capture_gradients(self, call, (dout, *rows)))
+                return Gradients(dq, dk, dv, capture_gradients(self, call, (dout, *rows), cotangents.lse))
         empty = tuple(torch.zeros_like(t) if on else None for t, on in zip(operands.captures, p.capture_grads, strict=False))
         return Gradients(dq, dk, dv, empty or tuple(None for _ in operands.captures))
 
@@ -226,6 +258,8 @@ class TritonKernel:
 
 
 Kernel = TritonKernel
+_PROGRAMS: Final = 1584
+"""Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 
 @functools.lru_cache(maxsize=4096)

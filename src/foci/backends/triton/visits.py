@@ -104,10 +104,10 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
             known = tl.load(row + at, mask=at < number(width), other=0).to(tl.int32)
             is_full = ((known == FULL) & (at < whole)).to(tl.int32)
             is_part = tl.where(known == EMPTY, 0, 1 - is_full)
-            tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, at, mask=is_full == 1)
             entry = at
             if c.BLOCKS:
                 entry = at + tl.where(known == FULL, FORCED, 0)
+            tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, entry, mask=is_full == 1)
             tl.store(out + parts + tl.cumsum(is_part, 0) - 1, entry, mask=is_part == 1)
             fulls += tl.sum(is_full, 0)
             parts += tl.sum(is_part, 0)

@@ -1,0 +1,117 @@
+# mypy: ignore-errors
+"""Few queries against many keys: the keys are split over programs, the heads of a group share one tile, partial results combine.
+
+Dao et al., "Flash-Decoding for long-context inference" (2023).
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.forward import scores_of
+from foci.backends.triton.tiles import LN2, LOG2E, keep_tile, number, rows_pointer, start_of, stream_tile, visited, visits
+
+
+@triton.jit
+def attention_decode(q, k, v, partial, partial_max, partial_total, strides, size, table, numbers, env, c, splits, score: tl.constexpr, mask: tl.constexpr):
+    """Unnormalised results of one group of heads over one split of the keys.
+
+    partial: float32 [B, Hkv, splits, TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits, TILE_Q].
+    Row r of a tile is query r % Sq of head r // Sq of the group.
+    """
+    pid = tl.program_id(0)
+    split = pid % number(splits)
+    bh = pid // number(splits)
+    kv_heads = number(size.heads) // number(size.group)
+    b = bh // kv_heads
+    kv_h = bh - b * kv_heads
+    q_len = number(size.rows)
+    kv_len = number(size.columns)
+    r = tl.arange(0, c.TILE_Q)
+    used = r < number(size.group) * q_len
+    inside = tl.where(used, r, 0)
+    h = (kv_h * number(size.group) + inside // q_len)[:, None]
+    q_idx = (inside % q_len)[:, None]
+    d = tl.arange(0, c.D_PAD)[None, :]
+    at = h.to(tl.int64) * (number(strides.q.h) * c.UNIT) + q_idx.to(tl.int64) * (number(strides.q.s) * c.UNIT)
+    step = 1 if c.UNIT == 8 else number(strides.q.d)
+    pointer = rows_pointer(q, strides.q, b, b * 0, b * 0, c)
+    queries = tl.load(pointer + at + d * step, mask=used[:, None] & (d < c.D), other=0.0)
+    if c.NEGATIVE:
+        queries = -queries
+    factor = LOG2E
+    if c.PLAIN:
+        factor = numbers.scale * LOG2E
+    line, full_first, full, part_first, before, gap, part = visits(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
+    first = part_first if c.MODE == "ranges" else full_first
+    count = full + part
+    share = tl.cdiv(count, number(splits))
+    low = split * share
+    high = tl.minimum(low + share, count)
+    acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
+    total = tl.zeros([c.TILE_Q], tl.float32)
+    most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    MASKED: tl.constexpr = c.MODE != "all"
+    tile = visited(table, line, tl.minimum(low, count), first, count, count, c)
+    for i in tl.range(low, high, num_stages=c.STAGES):
+        here = start_of(tile, c, c.TILE_KV)
+        tile = visited(table, line, i + 1, first, count, count, c)
+        keys = stream_tile(k, strides.k, b, kv_h, b * 0, here, kv_len, c, True, c.TILE_KV, c.D, c.D_PAD)
+        qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
+        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score, mask, MASKED, True)
+        higher = tl.maximum(most, tl.max(x, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
+        p = tl.exp2(x * factor - shift[:, None])
+        alpha = tl.exp2(most * factor - shift)
+        total = total * alpha + tl.sum(p, 1)
+        if c.DROPOUT:
+            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
+        values = stream_tile(v, strides.v, b, kv_h, b * 0, here, kv_len, c, True, c.TILE_KV, c.DV, c.DV_PAD)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
+        most = higher
+    out = pid.to(tl.int64) * c.TILE_Q
+    tl.store(partial + (out + r)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
+    tl.store(partial_max + out + r, most * factor)
+    tl.store(partial_total + out + r, total)
+
+
+@triton.jit
+def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr):
+    """Puts the splits of one row together, in order."""
+    pid = tl.program_id(0)
+    q_len = number(size.rows)
+    heads = number(size.heads)
+    query = pid % q_len
+    bh = pid // q_len
+    h = bh % heads
+    b = bh // heads
+    kv_h = h // number(size.group)
+    row = (h % number(size.group)) * q_len + query
+    base = ((b * (heads // number(size.group)) + kv_h) * number(splits)).to(tl.int64)
+    d = tl.arange(0, c.DV_PAD)
+    acc = tl.zeros([c.DV_PAD], tl.float32)
+    total = 0.0
+    most = float("-inf")
+    for start in range(0, number(splits), CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        here = (base + s) * c.TILE_Q + row
+        m = tl.load(partial_max + here, mask=s < number(splits), other=float("-inf"))
+        t = tl.load(partial_total + here, mask=s < number(splits), other=0.0)
+        higher = tl.maximum(most, tl.max(m, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        alpha = tl.exp2(most - shift)
+        weight = tl.exp2(m - shift)
+        rows = tl.load(partial + here[:, None] * c.DV_PAD + d[None, :], mask=(s < number(splits))[:, None], other=0.0)
+        acc = acc * alpha + tl.sum(rows * weight[:, None], 0)
+        total = total * alpha + tl.sum(t * weight, 0)
+        most = higher
+    weight = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if c.DROPOUT:
+        weight = weight * numbers.keep_factor
+    pointer = rows_pointer(out, strides.out, b, h, query, c)
+    step = 1 if c.UNIT == 8 else number(strides.out.d)
+    tl.store(pointer + d * step, (acc * weight).to(out.dtype.element_ty), mask=d < c.DV)
+    at = bh.to(tl.int64) * q_len + query
+    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), most * LN2 + tl.log(total)))
+    if row_max is not None:
+        tl.store(row_max + at, tl.where(total == 0.0, float("-inf"), most * LN2))
