@@ -103,7 +103,9 @@ class Symbol:
 
         if name not in WORDS:
             raise TraceError(_complaint(f"Tensor.{name}"))
-        return lambda *args, **kwargs: WORDS[name](self, *args, **kwargs)
+        if name == "where":  # the method's first argument is what torch.where has second
+            return lambda condition, other: _spoken(name, WORDS[name], (condition, self, other), {})
+        return lambda *args, **kwargs: _spoken(name, WORDS[name], (self, *args), kwargs)
 
     def __getitem__(self, index: Any) -> Symbol:
         return self.tracer.index(self, index)
@@ -196,10 +198,22 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
         name = name[1:] if name in ("rmul", "rand", "ror", "rxor") else name
-    word = WORDS.get(name)
+    word = WORDS.get(name) or WORDS.get(name.removeprefix("special_"))
     if word is None:
         raise TraceError(_complaint(f"torch.{name}"))
-    return word(*args, **kwargs)
+    if func is Tensor.where:
+        args = (args[1], args[0], *args[2:])
+    return _spoken(name, word, args, kwargs)
+
+
+def _spoken(name: str, word: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The word's meaning; arguments that it does not know are an error of the user's function."""
+    try:
+        return word(*args, **kwargs)
+    except TypeError as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(_complaint(f"torch.{name} with these arguments ({error})", "leave out what is not computed with")) from error
 
 
 class _Record(TorchFunctionMode):
