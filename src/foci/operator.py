@@ -339,10 +339,6 @@ class _Call:
     operands: Operands
     allowed: Allowed
 
-    @property
-    def captured(self) -> int:
-        return len(self.operands.captures)
-
     def tensors(self) -> list[Tensor]:
         """Query, key, value, captured tensors, and the optional ones that are there."""
         o = self.operands
@@ -351,7 +347,7 @@ class _Call:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Operands:
         """The operands of these tensors, ordered as `tensors` has them."""
-        count = 3 + self.captured
+        count = 3 + len(self.operands.captures)
         rest = iter(tensors[count:])
         optional: dict[str, Any] = {name: next(rest) for name in _OPTIONAL if getattr(self.operands, name) is not None}
         query, key, value, *captures = tensors[:count]
@@ -376,7 +372,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        needs = "".join(str(int(need)) for need in ctx.needs_input_grad[1 : 4 + call.captured])
+        needs = "".join(str(int(need)) for need in ctx.needs_input_grad[1 : 4 + len(call.operands.captures)])
         *tensors, out, lse = ctx.saved_tensors
         found = iter(_TransformedBackward.apply(call, needs, grads[0], grads[1], grads[3], grads[4], out, lse, *tensors))  # type: ignore[no-untyped-call]
         return (None, *(next(found) if flag == "1" else None for flag in needs), *[None] * (len(tensors) - len(needs)))
@@ -403,7 +399,7 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        count = 7 + ctx.call.captured  # cotangents, query, key, value, captures
+        count = 7 + len(ctx.call.operands.captures)  # cotangents, query, key, value, captures
         varied = [n for n in range(count) if saved[n].is_floating_point()]
 
         def first(*some: Tensor) -> tuple[Tensor, ...]:

@@ -65,15 +65,11 @@ positive = lambda s: s * s + 0.1
 
 # What to trace for a word; a list for several uses of it.
 USES = {
-    **{name: unary(name) for name in (
-        "neg negative abs absolute sign sgn floor ceil trunc fix exp exp2 expm1 sin cos tan sinh cosh tanh sigmoid erf erfc atan arctan isnan isinf isfinite "
-        "square frac relu deg2rad rad2deg round positive").split()},
-    **{name: unary(name, positive) for name in "log log2 log10 log1p sqrt rsqrt reciprocal".split()},
-    **{name: unary(name, unit) for name in "asin acos arcsin arccos".split()},
+    **{name: unary(name) for name in ["neg", "negative", "abs", "absolute", "sign", "sgn", "floor", "ceil", "trunc", "fix", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "sigmoid", "erf", "erfc", "atan", "arctan", "isnan", "isinf", "isfinite", "square", "frac", "relu", "deg2rad", "rad2deg", "round", "positive"]},
+    **{name: unary(name, positive) for name in ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]},
+    **{name: unary(name, unit) for name in ["asin", "acos", "arcsin", "arccos"]},
     "expit": lambda s, b, h, q, kv: torch.special.expit(s),
-    **{name: (lambda name: lambda s, b, h, q, kv: getattr(torch, name)(s, MATRIX[kv, q]))(name) for name in (
-        "add sub subtract mul multiply div divide true_divide maximum minimum fmax fmin eq ne not_equal lt less le less_equal gt greater ge greater_equal "
-        "atan2 arctan2 hypot logaddexp fmod remainder floor_divide float_power").split() if name != "float_power"},
+    **{name: (lambda name: lambda s, b, h, q, kv: getattr(torch, name)(s, MATRIX[kv, q]))(name) for name in ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "maximum", "minimum", "fmax", "fmin", "eq", "ne", "not_equal", "lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal", "atan2", "arctan2", "hypot", "logaddexp", "fmod", "remainder", "floor_divide", "float_power"] if name != "float_power"},
     "float_power": lambda s, b, h, q, kv: torch.float_power(s * s + 0.5, 1.5),
     "pow": [lambda s, b, h, q, kv: torch.pow(s * s + 0.5, 1.5), lambda s, b, h, q, kv: s**2 + 2.0**s, lambda s, b, h, q, kv: (q + 1) ** 3],
     "radd": lambda s, b, h, q, kv: 2 + s, "rsub": [lambda s, b, h, q, kv: 2 - s, lambda s, b, h, q, kv: torch.rsub(s, 3, alpha=2)],
@@ -118,7 +114,7 @@ USES = {
     "index_select": lambda s, b, h, q, kv: torch.index_select(TABLE, 0, kv).sum(), "embedding": lambda s, b, h, q, kv: F.embedding(kv, MATRIX).sum(-1),
     "sum": [lambda s, b, h, q, kv: MATRIX[kv].sum(), lambda s, b, h, q, kv: MATRIX.sum(0)[q], lambda s, b, h, q, kv: (INTS[:4] > kv).sum()],
     "amax": method("amax", -1, of=row), "amin": method("amin", -1, of=row), "mean": method("mean", of=row),
-    "any": lambda s, b, h, q, kv: torch.where((INTS == kv).any(), s, 0), "all": lambda s, b, h, q, kv: torch.where((MATRIX[kv] < 0.5).all(-1), s, 0),
+    "any": lambda s, b, h, q, kv: torch.where((kv == INTS).any(), s, 0), "all": lambda s, b, h, q, kv: torch.where((MATRIX[kv] < 0.5).all(-1), s, 0),
     "dot": lambda s, b, h, q, kv: torch.dot(MATRIX[q], MATRIX[kv]), "vdot": lambda s, b, h, q, kv: torch.vdot(MATRIX[q], MATRIX[kv]),
     "inner": lambda s, b, h, q, kv: torch.inner(MATRIX[q], MATRIX[kv]), "vecdot": lambda s, b, h, q, kv: torch.linalg.vecdot(MATRIX[q], MATRIX[kv]),
     "linalg_vecdot": lambda s, b, h, q, kv: torch.linalg.vecdot(MATRIX[q], MATRIX[kv], dim=-1),
@@ -144,7 +140,7 @@ def test_word(name):  # FLEX-02 FLEX-03
 
 def test_every_word_is_tested():  # FLEX-02
     assert set(USES) | GRAPH_ONLY >= set(WORDS)
-    assert GRAPH_ONLY <= set(WORDS)
+    assert set(WORDS) >= GRAPH_ONLY
 
 
 # Where captures hide -----------------------------------------------------------------------------------------------
