@@ -307,9 +307,70 @@ FOCI_INLINE int64_t partitions(const Call& call) {
   return (call.by_batch ? call.batch : 1) * (call.by_head ? call.kv_heads : 1) * (call.by_split ? call.splits : 1);
 }
 
+// The sum over all splits of one tile's dQ, scaled, to where the caller wants it.
+template <class P> void write_grad_query(const Call& call, const Sequence& s, int h, int q0, float* total, int64_t splits, int64_t stride) {
+  typedef Gradient<P> G;
+  typedef typename G::T T;
+  for (int64_t split = 1; split < splits; ++split)
+    for (int64_t d = 0; d < ROWS * G::DQ_ROW; ++d) total[d] += total[split * stride + d];
+  for (int r = 0; r < ROWS && q0 + r < s.q_len; ++r)
+    BackwardTile<P>::write_row(call.grad_query.at<T>(s.batch, h, s.q_start + q0 + r), call.grad_query.column, total + r * G::DQ_ROW, P::D, (float)call.scale);
+}
+
+// One task: every `splits`-th tile of a kv head's keys, so that parts of a causal problem weigh the same, against all query
+// tiles of its group. `mine` is the split's private dQ.
+template <class P> void backward_task(const Call& call, const Sequence& s, int hkv, int split, BackwardTile<P>& tile, const QueryTile<P>* query, float* mine, float* const* sinks) {
+  typedef Gradient<P> G;
+  constexpr int64_t TILE = ROWS * G::DQ_ROW;
+  const int64_t group = call.q_heads / call.kv_heads, count = (s.q_len + ROWS - 1) / ROWS;
+  if constexpr (P::GRAD_Q)
+    for (int64_t d = 0; d < group * count * TILE; ++d) mine[d] = 0;
+  for (int64_t kv = (int64_t)split * G::KEYS_TILE; kv < s.kv_len; kv += call.splits * G::KEYS_TILE) {
+    tile.begin(call, s, hkv, (int)kv);
+    for (int64_t j = 0; j < group * count; ++j) tile.meet(call, query[j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
+    tile.finish(call, hkv);
+  }
+}
+
+template <class P> FOCI_INLINE void find_sinks(const Call& call, int64_t partition, float** sinks) {
+  for (int n = 0; n < P::SITES; ++n) sinks[n] = (float*)call.gradients[2 * n] + partition * call.gradients[2 * n + 1];
+}
+
+// Many small heads: a task packs its own queries and finishes its own dQ, in memory that stays in the cache.
+template <class P> int backward_small(const Call& call, int64_t most_tiles) {
+  typedef Gradient<P> G;
+  constexpr int64_t TILE = ROWS * G::DQ_ROW;
+  const int64_t group = call.q_heads / call.kv_heads, tasks = call.batch * call.kv_heads;
+  int status = DONE;
+#pragma omp parallel num_threads((int)call.threads)
+  {
+    const Buffer tile_memory(sizeof(BackwardTile<P>)), query_memory(most_tiles * (int64_t)sizeof(QueryTile<P>)), sums(most_tiles * TILE * (int64_t)sizeof(float));
+    const bool ready = tile_memory.data && query_memory.data && sums.data;
+    if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
+    QueryTile<P>* query = (QueryTile<P>*)query_memory.data;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t partition = 0; partition < partitions(call); ++partition) {
+      float* sinks[P::SITES ? P::SITES : 1];
+      find_sinks<P>(call, partition, sinks);
+      for (int64_t task = call.copies ? partition : 0; task < tasks; task += call.copies ? call.copies : 1) {
+        if (!ready || partition_of(call, task) != partition) continue;
+        const Sequence s = sequence(call, (int)(task / call.kv_heads));
+        const int hkv = (int)(task % call.kv_heads), count = (s.q_len + ROWS - 1) / ROWS;
+        for (int j = 0; j < group * count; ++j) query[j].pack(call, s, (int)(hkv * group) + j / count, j % count * ROWS);
+        backward_task(call, s, hkv, 0, *(BackwardTile<P>*)tile_memory.data, query, (float*)sums.data, sinks);
+        if constexpr (P::GRAD_Q)
+          for (int j = 0; j < group * count; ++j) write_grad_query<P>(call, s, (int)(hkv * group) + j / count, j % count * ROWS, (float*)sums.data + j * TILE, 1, 0);
+      }
+    }
+  }
+  return status;
+}
+
 template <class P> int backward(const Call& call) {
   typedef Gradient<P> G;
   const int64_t group = call.q_heads / call.kv_heads, splits = call.splits, tasks = call.batch * call.kv_heads * splits;
+  const int64_t most_tiles = group * ((call.q_len + ROWS - 1) / ROWS);
+  if (splits == 1 && most_tiles * (int64_t)sizeof(QueryTile<P>) <= 1 << 20) return backward_small<P>(call, most_tiles);
   const Buffer order_memory(call.batch * sizeof(int)), base_memory((call.batch + 1) * sizeof(int64_t));
   if (!order_memory.data || !base_memory.data) return OUT_OF_MEMORY;
   int* order = (int*)order_memory.data;
@@ -343,26 +404,16 @@ template <class P> int backward(const Call& call) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t partition = 0; partition < partitions(call); ++partition) {
       float* sinks[P::SITES ? P::SITES : 1];
-      for (int n = 0; n < P::SITES; ++n) sinks[n] = (float*)call.gradients[2 * n] + partition * call.gradients[2 * n + 1];
+      find_sinks<P>(call, partition, sinks);
       for (int64_t task = call.copies ? partition : 0; task < tasks; task += call.copies ? call.copies : 1) {
         if (!tile_memory.data || partition_of(call, task) != partition) continue;
         const int split = (int)(task % splits), hkv = (int)(task / splits % call.kv_heads), n = (int)(task / splits / call.kv_heads);
         const Sequence s = sequence(call, order[n]);
         const int64_t count = (s.q_len + ROWS - 1) / ROWS, first = base[n] + hkv * group * count;
-        float* mine = sums + splits * first * TILE + split * group * count * TILE;
-        if constexpr (P::GRAD_Q)
-          for (int64_t d = 0; d < group * count * TILE; ++d) mine[d] = 0;
-        // every `splits`-th tile of keys, so that parts of a causal problem weigh the same
-        for (int kv = split * G::KEYS_TILE; kv < s.kv_len; kv += (int)splits * G::KEYS_TILE) {
-          tile.begin(call, s, hkv, kv);
-          for (int64_t j = 0; j < group * count; ++j)
-            tile.meet(call, query[first + j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
-          tile.finish(call, hkv);
-        }
+        backward_task(call, s, hkv, split, tile, query + first, sums + splits * first * TILE + split * group * count * TILE, sinks);
       }
     }
     if constexpr (P::GRAD_Q) {
-      typedef typename G::T T;
       i = 0;
 #pragma omp for schedule(dynamic, 4)
       for (int64_t at = 0; at < tiles; ++at) {
@@ -370,11 +421,7 @@ template <class P> int backward(const Call& call) {
         const Sequence s = sequence(call, order[i]);
         const int64_t count = (s.q_len + ROWS - 1) / ROWS, local = at - base[i], h = local / count, q0 = local % count * ROWS;
         const int64_t first = base[i] + h / group * group * count, j = local - h / group * group * count;
-        float* total = sums + splits * first * TILE + j * TILE;
-        for (int64_t split = 1; split < splits; ++split)
-          for (int64_t d = 0; d < TILE; ++d) total[d] += total[split * group * count * TILE + d];
-        for (int r = 0; r < ROWS && q0 + r < s.q_len; ++r)
-          BackwardTile<P>::write_row(call.grad_query.at<T>(s.batch, h, s.q_start + q0 + r), call.grad_query.column, total + r * G::DQ_ROW, P::D, (float)call.scale);
+        write_grad_query<P>(call, s, (int)h, (int)q0, sums + splits * first * TILE + j * TILE, splits, group * count * TILE);
       }
     }
   }
