@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from foci.backends.contract import Kernel, Plan
+from foci.backends.triton.schedules import padded, schedule_for, tile_bytes
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -56,6 +57,20 @@ class TritonBackend:
             return "does not compute gradients of captured tensors under a block mask"
         if any(d.axes and problem.capture_grads[d.slot] for d in _derivatives(problem)):
             return "does not compute gradients of captured tensors that a row reduction reads"
+        return self._reject_size(problem, target)
+
+    def _reject_size(self, problem: Problem, target: Target) -> str | None:
+        """Whether every kernel has a schedule that fits the device's shared memory."""
+        dims = (padded(problem.head_dim), padded(problem.value_dim))
+        kinds = ["forward", "forward_sparse", "decode"]
+        if problem.needs_backward:
+            kinds += ["query_gradient", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone"]
+        if any(problem.capture_grads):
+            kinds.append("captures")
+        scratch = tile_bytes(problem.variant) or int(problem.formula.dropout)
+        for kind in kinds:
+            if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch) is None:
+                return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with D = {problem.head_dim}, Dv = {problem.value_dim}"
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:

@@ -20,7 +20,7 @@ from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.schedules import Schedule, padded, schedule_for
+from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results, empty_out
@@ -64,12 +64,11 @@ class TritonKernel:
         self.problem = plan.problem
         self.variant = plan.problem.variant
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
-        loads = [e for root in (self.variant.score, self.variant.mask) for e in root.walk() if e.op == "load"]
         self.mask_slots = sorted({int(str(e.value)) for e in self.variant.mask.walk() if e.op == "load"})
-        tiles = {e for e in loads if {"q_idx", "kv_idx"} <= e.variables()}
-        self.reads_tiles = bool(tiles)
-        self.tile_bytes = sum(self.variant.captures[int(str(e.value))].dtype.itemsize for e in tiles)
-        self.is_dense = self.variant.mask.op == "const" and self.problem.formula.block_size is None and plan.problem.formula.layout is Layout.DENSE
+        self.tile_bytes = tile_bytes(self.variant)
+        self.reads_tiles = self.tile_bytes > 0
+        formula = self.problem.formula
+        self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
         self.is_half = is_half(self.problem.dtype)
         self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}

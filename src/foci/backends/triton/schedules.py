@@ -6,10 +6,13 @@ device at hand is passed over for the next, smaller one, so nothing is ever trie
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes"]
+from foci.variant import Variant
+
+__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes", "tile_bytes"]
 
 KINDS: Final = ("forward", "query_gradient", "forward_sparse", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone", "captures", "decode")
 
@@ -60,8 +63,8 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
     ("hopper", "decode", 2, 128): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
-    ("hopper", "captures", 2, 64): (_S(128, 64, 8, 1), _S(64, 64, 4, 1)),
-    ("hopper", "captures", 2, 128): (_S(128, 64, 8, 1), _S(64, 64, 4, 1)),
+    ("hopper", "captures", 2, 64): (_S(64, 64, 8, 1), _S(64, 64, 4, 1)),
+    ("hopper", "captures", 2, 128): (_S(64, 64, 8, 1), _S(64, 64, 4, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward_sparse", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
@@ -92,6 +95,13 @@ def _family(arch: int) -> str:
 def padded(dim: int) -> int:
     """The power of two, at least 16, that a head dim is padded to."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_bytes(variant: Variant) -> int:
+    """Bytes that each score reads from captured tensors by (q, kv) at once: what `shared_bytes` calls scratch."""
+    loads = {e for root in (variant.score, variant.mask) for e in root.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
+    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads)
 
 
 def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: int) -> int:

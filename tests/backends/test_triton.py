@@ -1,0 +1,156 @@
+"""The Triton backend without a GPU: what it declines, its table of schedules, its generated functions, its kernels compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.triton import BACKEND
+from foci.backends.triton.convexity import is_convex
+from foci.backends.triton.schedules import LIMITS, SCHEDULES, padded, schedule_for, shared_bytes
+from foci.binding import bind
+from foci.problem import Formula, Layout, Outputs, Problem, Target
+
+CPU = torch.device("cpu")
+HOPPER = Target("cuda", 90, frozenset({"triton"}))
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def problem(score=None, mask=None, **changes):
+    variant = bind(score, mask, CPU).variant
+    given = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "q_heads": 4, "kv_heads": 4, "batch": 2, "q_len": 512, "kv_len": 512}
+    formula = {k: changes.pop(k) for k in ("layout", "outputs", "dropout", "block_size") if k in changes}
+    return Problem(Formula(variant, **formula), **(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "words"),
+    [
+        ({}, Target("cpu"), "NVIDIA GPU"),
+        ({}, Target("mps"), "not mps"),
+        ({}, Target("cuda", 90), "not installed"),
+        ({}, Target("cuda", 75, frozenset({"triton"})), "8.0 or newer"),
+        ({"dtype": torch.float64}, HOPPER, "float64"),
+        ({"head_dim": 513}, HOPPER, "512"),
+        ({"outputs": Outputs(weights=True)}, HOPPER, "weights"),
+        ({"outputs": Outputs(column_sums=True)}, HOPPER, "column sums"),
+        ({"block_size": (100, 128)}, HOPPER, "multiples of 16"),
+        ({"block_size": (128, 128), "layout": Layout.JAGGED}, HOPPER, "dense layout"),
+    ],
+)
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes CPU problems")
+def test_what_it_cannot_do_is_declined_in_words(changes, target, words):  # SDPA-15
+    assert words in BACKEND.reject(problem(**changes), target)
+
+
+def test_everything_else_is_accepted_and_costs_what_its_flops_cost():  # SDPA-15
+    small, large = problem(scores.alibi(4), masks.causal()), problem(kv_len=8192, q_len=8192)
+    assert BACKEND.reject(small, HOPPER) is None
+    assert BACKEND.reject(problem(layout=Layout.JAGGED, dropout=True), HOPPER) is None
+    assert 0 < BACKEND.cost(small, HOPPER) < BACKEND.cost(large, HOPPER) < 1
+
+
+def test_a_gradient_through_a_row_reduction_is_declined():  # FLEX-04
+    rows, columns = torch.randn(8, 4), torch.randn(8, 4)
+    dot = foci.Score(lambda s, b, h, q, k: s + torch.dot(rows[q], columns[k]))
+    assert BACKEND.reject(problem(dot, capture_grads=(False, False)), HOPPER) is None
+    assert "row reduction" in BACKEND.reject(problem(dot, capture_grads=(True, True)), HOPPER)
+
+
+@pytest.mark.parametrize("arch", sorted(LIMITS))
+@pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 40), (128, 128), (192, 128), (256, 256), (512, 512)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("scratch", [0, 4])
+def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsize, scratch):  # FLEX-12
+    for kind in sorted({kind for _, kind, _, _ in SCHEDULES} | {"captures", "decode"}):
+        wide = (padded(dims[0]), padded(dims[1]))
+        found = schedule_for(kind, arch, wide, itemsize, scratch=scratch)
+        if found is None:
+            assert itemsize == 4
+            assert sum(wide) > 256  # float32 with large heads: declined, with the reason
+            continue
+        assert shared_bytes(kind, found, wide, itemsize, scratch=scratch) <= LIMITS[arch]
+
+
+@pytest.mark.parametrize(
+    ("mask", "convex"),
+    [
+        (masks.causal(), True),
+        (masks.window(3, 0) & masks.causal(), True),
+        (foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9) & (k < 40)), True),
+        (foci.Mask(lambda b, h, q, k: torch.abs(q - k) < 4), False),  # true, but not proved
+        (foci.Mask(lambda b, h, q, k: (k < 4) | (q == k)), False),
+        (foci.Mask(lambda b, h, q, k: k % 2 == 0), False),
+    ],
+)
+def test_only_what_is_proved_an_interval_is_called_one(mask, convex):  # FLEX-05
+    expr = bind(None, mask, CPU).variant.mask
+    assert is_convex(expr, "kv_idx") == convex
+    q, k = torch.arange(32)[:, None], torch.arange(32)
+    kept = torch.as_tensor(mask(0, 0, q, k)).expand(32, 32).int()
+    starts = (kept.diff(prepend=torch.zeros(32, 1, dtype=torch.int32), dim=1) == 1).sum(1)
+    assert not is_convex(expr, "kv_idx") or int(starts.max()) <= 1
+
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_generated_functions_read_as_written():
+    """Golden: what a variant becomes, and nothing more."""
+    from foci.backends.triton.functions import functions_of, lies_of
+
+    slopes = torch.ones(4)
+    bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
+    made = functions_of(bound.variant, lies_of(bound.captures), half=True)
+    assert made.source.split("\n\n\n")[2].strip() == (
+        "def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)"
+    )
+    score = made.source.split("\n\n\n")[0]
+    assert "tl.load(env.captures[0] + h)" in score
+    assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles
+    again = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
+    assert functions_of(again.variant, lies_of(again.captures), half=True) is made  # FLEX-10
+
+
+def test_softcap_takes_one_instruction_in_half_precision_only():
+    from foci.backends.triton.functions import functions_of
+
+    bound = bind(scores.softcap(20.0), None, CPU)
+    assert "tanh_half(" in functions_of(bound.variant, (), half=True).source
+    assert "tanh_half(" not in functions_of(bound.variant, (), half=False).source
+
+
+def test_integers_never_specialise_a_kernel():  # FLEX-10
+    from foci.backends.triton.arguments import encode, encode_word
+
+    for value in (-3, 0, 1, 2, 16, 1024, 4097):
+        assert encode(value) not in (1,)
+        assert encode(value) % 16 != 0
+        assert encode(value) >> 2 == value
+    for word in (0, 1, 2**31, 2**32 - 1):
+        assert 2**31 < encode_word(word) < 2**63
+        assert (encode_word(word) - (1 << 40)) >> 5 == word
+
+
+CORE = ("causal", "gqa", "bias heads aligned", "blocks", "dropout", "jagged causal gqa", "learned bias causal", "learned table", "decode list dropout", "empty rows")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IS_INTERPRETED, reason="runs the interpreter itself")
+def test_kernels_in_the_interpreter():
+    """A core of the cases of benchmarks/gpu_check.py; the whole of it takes minutes: TRITON_INTERPRET=1 python benchmarks/gpu_check.py."""
+    numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
+    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")
+    root = Path(__file__).parents[2]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root / "src")}
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "gpu_check.py"), *CORE], env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.stdout.count("ok  ") == len(CORE)

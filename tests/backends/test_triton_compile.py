@@ -1,0 +1,117 @@
+"""Every kernel compiled for sm_80 and sm_90, without a GPU: within the shared memory that was promised, and without heavy spills."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from foci.backends.triton import capture_gradients, kernel, sparsity  # noqa: E402
+from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LAUNCHED = {
+    kernel: ("attention_forward", "prepare_rows", "attention_query_gradient", "attention_key_gradient", "attention_decode", "combine_splits"),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    capture_gradients: ("capture_gradient",),
+}
+KINDS = {"attention_forward": ("forward", "forward_sparse"), "attention_query_gradient": ("query_gradient",), "capture_gradient": ("captures",), "attention_decode": ("decode",)}
+
+
+class Compiler:
+    """Stands in for a kernel: compiles where the kernel would launch."""
+
+    def __init__(self, function, arch, found):
+        self.function, self.arch, self.found = function, arch, found
+
+    def __getitem__(self, grid):
+        def compile_it(*args, num_warps=4, num_stages=3):
+            target = GPUTarget("cuda", self.arch, 32)
+            backend = make_backend(target)
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            binder = create_function_from_signature(self.function.signature, self.function.params, backend)
+            bound, specialization, _ = binder(*args, **options)
+            parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
+            source = ASTSource(self.function, signature, constants, attributes)
+            self.found.append((self.function.__name__, triton.compile(source, target=target, options=parsed.__dict__)))
+
+        return compile_it
+
+
+CASES = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "causal D 64 alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 64},
+    "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0)},
+    "D 256": {"mask": masks.causal(), "dim": 256},
+    "learned bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16)), "learned": True},
+    "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=torch.arange(2048) // 100: ids[q] == ids[k])},
+    "decode": {"queries": 1, "keys": 2048},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_within_bounds(name, arch, monkeypatch, tmp_path):  # FLEX-12
+    case = dict(CASES[name])
+    found = []
+    for module, names in LAUNCHED.items():
+        for each in names:
+            monkeypatch.setattr(module, each, Compiler(getattr(module, each), arch, found))
+    monkeypatch.setattr(sparsity, "_kept", type(sparsity._kept)())
+    made = launch(case, arch)
+    for function, compiled in found:
+        assert compiled.metadata.shared <= LIMITS[arch], function
+        for kind in kinds_of(function, made):
+            bound = shared_bytes(kind, made.schedules[kind], made.dims, 2, scratch=made.tile_bytes or int("dropout" in case))
+            assert compiled.metadata.shared <= bound, (function, kind)
+    if CUOBJDUMP.exists():
+        for function, compiled in found:
+            file = tmp_path / "kernel.cubin"
+            file.write_bytes(compiled.asm["cubin"])
+            usage = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout.split()
+            stack = next(int(part.removeprefix("STACK:")) for part in usage if part.startswith("STACK:"))
+            assert stack <= 1024, (function, stack)
+
+
+def kinds_of(function, made):
+    if function == "attention_key_gradient":
+        return ()  # dk and dv may be launched apart: the device's limit is checked
+    return [kind for kind in KINDS.get(function, ()) if kind in made.schedules]
+
+
+def launch(case, arch):
+    """Compiles what a forward and a backward launch."""
+    dim, queries, keys = case.get("dim", 128), case.get("queries", 512), case.get("keys", 512)
+    batch = 1 if case.get("jagged") else 2
+    query, key = (torch.zeros(batch, 2, n, dim, dtype=torch.bfloat16) for n in (queries, keys))
+    cu = torch.tensor([0, 200, 512])
+    jagged = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if case.get("jagged") else {}
+    bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
+    dropout = case.get("dropout", 0.0)
+    operands = Operands(query, key, key, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, **jagged)
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True), dropout > 0)
+    learned = tuple(bool(case.get("learned")) for _ in bound.captures)
+    asked = Problem(formula, torch.bfloat16, dim, dim, 2, 2, batch, queries, keys, True, True, True, learned)
+    made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    results = made.forward(operands)
+    if "queries" not in case:
+        made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    return made
