@@ -16,6 +16,7 @@ from foci.backends.contract import Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
+from foci.backends.sequences import without_keys
 from foci.ir.derivative import CaptureDerivative
 from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
 
@@ -114,6 +115,8 @@ class CpuKernel:
     def forward(self, operands: Operands, /) -> Results:
         outputs = self.problem.formula.outputs
         query = operands.query
+        if _is_empty(operands):
+            return without_keys(operands, outputs)
         arguments = Arguments(operands)
         out = empty_out(query, operands.value)
         lse = torch.empty(query.shape[:3], dtype=torch.float32)
@@ -134,6 +137,8 @@ class CpuKernel:
         problem = self.problem
         if self._backward is None:
             self._backward = build.load(backward_source(problem)).foci_backward
+        if _is_empty(operands):
+            return self._zeros(operands)
         arguments = Arguments(operands)
         fresh = torch.zeros_like if operands.cu_q is not None else torch.empty_like  # tokens between sequences belong to none
         wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
@@ -154,6 +159,13 @@ class CpuKernel:
             )
         )
         return Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
+
+    def _zeros(self, operands: Operands) -> Gradients:
+        p = self.problem
+        tensors, wanted = (operands.query, operands.key, operands.value), (p.query_grad, p.key_grad, p.value_grad)
+        query, key, value = (torch.zeros_like(t) if want else None for t, want in zip(tensors, wanted, strict=True))
+        captures = tuple(torch.zeros_like(t) if want else None for t, want in zip(operands.captures, p.capture_grads, strict=True))
+        return Gradients(query, key, value, captures)
 
     def _row_gradients(self, arguments: Arguments, results: Results, cotangents: Cotangents) -> Tensors:
         """Gradients of logsumexp and column sums, as the kernel takes them: what every weight of a row gets is in the first."""
@@ -197,6 +209,10 @@ class CaptureSums:
             None if not want else torch.zeros_like(t) if slot not in self.sums else self.sums[slot].sum(0).to(t.dtype)
             for slot, (t, want) in enumerate(zip(self.captures, wanted, strict=True))
         )
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in operands.query.shape or 0 in operands.key.shape or 0 in operands.value.shape
 
 
 def _check(status: int) -> None:

@@ -27,7 +27,7 @@ template <class P> struct QueryTile {
   typedef typename G::word word;
   alignas(64) word query[ROWS * G::Q_ROW], grad_out[ROWS * G::DO_ROW];
   alignas(64) word query_panels[G::D_PANELS * ROWS / G::E::PAIR * PANEL], grad_out_panels[G::V_PANELS * ROWS / G::E::PAIR * PANEL];
-  float lse[ROWS], delta[ROWS];  // base 2; +inf for rows without weights
+  float lse[ROWS], delta[ROWS];  // +inf for rows without weights
   typename P::Row row[ROWS];
   int rows;
 
@@ -48,7 +48,7 @@ template <class P> struct QueryTile {
       for (int d = 0; d < P::DV; d += WIDTH) sum += row_words(Single(), o, call.out.column, d, P::DV) * row_words(Single(), go + i * call.grad_out.row, call.grad_out.column, d, P::DV);
       delta[r] = reduce_sum(sum) - (call.grad_lse ? call.grad_lse[at + i] : 0.0f);
       const float l = call.lse[at + i];
-      lse[r] = real && l != -__builtin_inff() ? l * LOG2E : __builtin_inff();
+      lse[r] = real && l != -__builtin_inff() ? l : __builtin_inff();
       if (l == -__builtin_inff()) delta[r] = 0;
     }
     if constexpr (P::GRAD_K) pack_rows<typename G::E>(query_panels, (int64_t)ROWS / G::E::PAIR * PANEL, q, call.query.row, call.query.column, rows, ROWS, P::D);
@@ -97,11 +97,11 @@ template <class P> struct BackwardTile {
   FOCI_INLINE void score_block(const Call& call, const QueryTile<P>& t, int r0, int at, bool finished) {
     vf acc[MR][2];
     multiply<E, MR, 2, G::Q_ROW, 1>(acc, t.query + r0 * G::Q_ROW, key_columns + at * G::D_WORDS, G::D_WORDS);
-    const float scale = P::PLAIN_SCORE ? (float)call.scale * LOG2E : (float)call.scale;
+    const float scale = (float)call.scale;
     FOCI_UNROLL for (int r = 0; r < MR; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
-        vf x = acc[r][v] * scale;
-        if (finished) x = exp2_negative(x - t.lse[r0 + r]);
+        vf x = in_order(acc[r][v] * scale);
+        if (finished) x = exp_negative(x - t.lse[r0 + r]);
         store(p + (r0 + r) * PANEL + v * WIDTH, x);
       }
   }
@@ -118,10 +118,10 @@ template <class P> struct BackwardTile {
         if constexpr (!P::PLAIN_SCORE) {
           vf d;
           if constexpr (P::SITES > 0) store(raw + i, x);
-          x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d) * LOG2E;
+          x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d);
           store(slope + i, d);
         }
-        x = exp2_negative(x - t.lse[r]);
+        x = exp_negative(x - t.lse[r]);
         if constexpr (P::MASKED)
           if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
         store(p + i, select(inside[v], x, vf{}));

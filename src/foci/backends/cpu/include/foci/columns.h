@@ -38,7 +38,7 @@ template <class P> int columns(const Call& call) {
         vf dots[ROWS];
         for (int r = 0; r < tile.rows; ++r) {
           const float l = call.lse[row + q + r];
-          lse[r] = l == -__builtin_inff() ? __builtin_inff() : l * LOG2E;
+          lse[r] = l == -__builtin_inff() ? __builtin_inff() : l;
           dots[r] = vf{};
         }
         tile.visit(call, 0, s.kv_len, [&](int kv, int count, const Class* kinds) {
@@ -47,7 +47,7 @@ template <class P> int columns(const Call& call) {
             vf total = load<vf>(sum + kv + k);
             const vf weight = load<vf>(gradient + kv + k);
             for (int r = 0; r < tile.rows; ++r) {
-              const vf w = exp2_negative(load<vf>(tile.scores + r * tile.S_ROW + k) * tile.unit - lse[r]);
+              const vf w = exp_negative(in_order(load<vf>(tile.scores + r * tile.S_ROW + k) * tile.unit) - lse[r]);
               total += w;
               dots[r] += w * weight;
             }

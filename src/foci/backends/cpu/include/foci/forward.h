@@ -3,7 +3,9 @@
 //
 // `P` is the generated plan: storage type, head dims, and the score and mask functions. A tile holds up to 64 query rows
 // and meets up to 512 keys at a time: scores, then row by row the softmax, then the product with V in blocks of 128 keys,
-// each summed from zero before it is added to the output, which keeps the rounding error of long rows small.
+// each summed from zero before it is added to the output, which keeps the rounding error of long rows small. Scores are
+// rounded before their maximum is taken off, so that the largest weight of a row is exactly 1 however large its score, and
+// the backward, which subtracts the logsumexp from the same rounded score, finds the same weight.
 #pragma once
 #include "dropout.h"
 #include "functions.h"
@@ -12,7 +14,6 @@
 
 namespace foci {
 
-constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 constexpr int ROWS = 64, KEYS = 512, BLOCK = 128;
 
 template <class P> struct Packing {
@@ -57,7 +58,7 @@ template <class P> struct ForwardTile {
   typename P::Row row[ROWS];
   int head[ROWS], position[ROWS];
   int rows, padded;  // padded: rows of whole micro-kernel blocks
-  float unit;        // what a score is multiplied by on its way into the exponent of two; never negative
+  float unit;        // what is left to multiply the products by; never negative
   Rectangle extent;
 
   // Takes rows `first` to `first + count` of the kv head's group, counted head by head.
@@ -65,7 +66,7 @@ template <class P> struct ForwardTile {
     typedef typename K::T T;
     const int group = (int)(call.q_heads / call.kv_heads);
     rows = count;
-    unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) * LOG2E : LOG2E;
+    unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) : 1.0f;
     padded = round_up(count, count <= 4 ? 4 : MR);
     for (int r = 0; r < padded; ++r) {
       const int64_t i = first + min_int(r, count - 1);
@@ -134,13 +135,13 @@ template <class P> struct ForwardTile {
   // Turns a row of scores into weights relative to its running maximum, and rounds them to what the product takes.
   void weigh_row(const Call& call, int r, int kv, int keys) {
     float* s = scores + r * S_ROW;
-    const float before = top[r], found = reduce_max(peak[r]) * unit, now = before > found ? before : found;
+    const float before = top[r], found = in_order(splat(reduce_max(peak[r])) * unit)[0], now = before > found ? before : found;
     const float base = now == -__builtin_inff() ? 0.0f : now;
     vf total{};
     alignas(64) float keep[P::DROPOUT ? KEYS + 4 * WIDTH : 1];
     if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, keys, keep);
     for (int i = 0; i < keys; i += PANEL) {
-      vf p0 = exp2_negative(load<vf>(s + i) * unit - base), p1 = exp2_negative(load<vf>(s + i + WIDTH) * unit - base);
+      vf p0 = exp_negative(in_order(load<vf>(s + i) * unit) - base), p1 = exp_negative(in_order(load<vf>(s + i + WIDTH) * unit) - base);
       total += p0 + p1;
       if constexpr (P::DROPOUT) p0 *= load<vf>(keep + i), p1 *= load<vf>(keep + i + WIDTH);
 #ifdef FOCI_PAIRS
@@ -152,7 +153,7 @@ template <class P> struct ForwardTile {
       store(s + i, p0);
       store(s + i + WIDTH, p1);
     }
-    shrink[r] = before == now ? 1.0f : exp2_negative(splat(before - base))[0];
+    shrink[r] = before == now ? 1.0f : exp_negative(splat(before - base))[0];
     sum[r] = sum[r] * shrink[r] + reduce_sum(total);
     top[r] = now;
   }
@@ -230,8 +231,8 @@ template <class P> struct ForwardTile {
         for (int d = 0; d < P::DV; ++d) narrow(to + d * call.out.column, o[d] * factor);
       }
       const int64_t at = row_offset(call, s, head[r]) + position[r];
-      call.lse[at] = none ? -__builtin_inff() : (top[r] + __builtin_log2f(sum[r])) * LN2;
-      if (call.row_max) call.row_max[at] = none ? -__builtin_inff() : top[r] * LN2;
+      call.lse[at] = none ? -__builtin_inff() : top[r] + __builtin_logf(sum[r]);
+      if (call.row_max) call.row_max[at] = none ? -__builtin_inff() : top[r];
     }
   }
 };

@@ -52,6 +52,9 @@ FOCI_INLINE vf exp2_negative(vf x) {
   return y < -126.0f ? vf{} : scaled;
 }
 
+// exp for x <= 0, likewise.
+FOCI_INLINE vf exp_negative(vf x) { return exp2_negative(x * 1.44269504088896341f); }
+
 // exp2 for any x, to about one unit in the last place; overflows to inf, underflows through the subnormals.
 FOCI_INLINE vf exp2(vf x) {
   const vf y = splat(-152.0f) > x ? splat(-152.0f) : x, z = y > 129.0f ? splat(129.0f) : y;

@@ -57,6 +57,15 @@ FOCI_INLINE vi iota() {
 }
 
 FOCI_INLINE vf select(vb c, vf a, vf b) { return c.bits ? a : b; }
+// The value, rounded: what follows is not contracted with what came before.
+FOCI_INLINE vf in_order(vf x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#else
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
 // Pairwise, and so the same sum at every optimisation level.
 FOCI_INLINE float reduce_sum(vf x) {
   FOCI_UNROLL for (int step = WIDTH / 2; step > 0; step /= 2) x += __builtin_shuffle(x, iota() ^ step);
