@@ -9,6 +9,9 @@ Example:
     >>> out = foci.attention(q, q, q, mask=foci.masks.causal() & foci.masks.window(64), score=foci.scores.softcap(30.0))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from foci import masks, scores
 from foci.api import AuxOutput, AuxRequest, Explanation, attention, explain
 from foci.backends import register as register_backend
@@ -16,11 +19,13 @@ from foci.backends import unregister as unregister_backend
 from foci.block_mask import BlockMask
 from foci.context import observe, use
 from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
-from foci.integrations.patch import patch
 from foci.ir.trace import TraceError
-from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 from foci.planner import NoViableBackend
 from foci.variant import Mask, Score, kv_len, q_len
+
+if TYPE_CHECKING:
+    from foci.integrations.patch import patch
+    from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 
 __version__ = "0.1.0"
 
@@ -54,3 +59,19 @@ __all__ = [
     "use",
     "varlen_attn",
 ]
+
+# These need Dynamo, which takes ten times as long to import as all of foci.
+_LATER = {
+    "and_masks": "foci.mask_mods",
+    "create_block_mask": "foci.mask_mods",
+    "create_mask": "foci.mask_mods",
+    "or_masks": "foci.mask_mods",
+    "patch": "foci.integrations.patch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'foci' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value

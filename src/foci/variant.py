@@ -17,7 +17,6 @@ from foci.ir.trace import length_symbol
 __all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "q_len"]
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def q_len() -> Any:
     """Number of queries of the sequence at hand. For use inside a score or mask function.
 
@@ -25,10 +24,9 @@ def q_len() -> Any:
         >>> import foci
         >>> last_rows = foci.Mask(lambda b, h, q_idx, kv_idx: q_idx >= foci.q_len() - 4)
     """
-    return length_symbol("q_len")
+    return _length("q_len")
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def kv_len() -> Any:
     """Number of keys of the sequence at hand. For use inside a score or mask function.
 
@@ -36,7 +34,15 @@ def kv_len() -> Any:
         >>> import foci
         >>> recent = foci.Mask(lambda b, h, q_idx, kv_idx: kv_idx >= foci.kv_len() - 4)
     """
-    return length_symbol("kv_len")
+    return _length("kv_len")
+
+
+def _length(name: str) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        from foci.ir.graph_lengths import length_in_graph
+
+        return length_in_graph(name)
+    return length_symbol(name)
 
 
 class Mask:
