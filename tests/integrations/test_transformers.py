@@ -317,4 +317,5 @@ class TestCompiled:
         torch._dynamo.utils.counters.clear()
         found = model.generate(**inputs, cache_implementation="static", compile_config=settings)
         assert torch.equal(found, expected)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+        # the prompt, the first step, the others: of eight steps
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3

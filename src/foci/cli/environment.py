@@ -32,7 +32,8 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     for name in _PACKAGES:
         try:
-            yield name, importlib.metadata.version(name)
+            # torch's own word has the build behind the version
+            yield name, torch.__version__ if name == "torch" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, "not installed"
 
