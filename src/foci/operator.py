@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from foci.context import allowed_backends
 from foci.execution import Allowed, Needs, as_written, run_backward, run_forward
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results, accumulation_dtype, empty_out
 from foci.problem import Outputs as Asked
@@ -134,7 +135,9 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     args = list(locals().values())
     plan_formula, operands, names = _unflatten(args)
-    return _own(run_forward(plan_formula, operands, (*_NO_NEEDS, (False,) * len(captures)), names))
+    # What nobody restricted while the graph was made, `use` around its run may.
+    allowed_now = allowed_backends() if names is None else names
+    return _own(run_forward(plan_formula, operands, (*_NO_NEEDS, (False,) * len(captures)), allowed_now))
 
 
 def _own(results: Results) -> Outputs:
