@@ -194,12 +194,12 @@ def test_weights_only_when_asked():  # MOD-02
 def test_row_statistics():  # MOD-02
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
-    out, aux = ours(x, x, x, need_weights=foci.AuxRequest(lse=True, column_sums=True))
+    out, aux = ours(x, x, x, return_aux=foci.AuxRequest(lse=True, column_sums=True))
     full, weights = ours(x, x, x, average_attn_weights=False)
     torch.testing.assert_close(out, full)
     torch.testing.assert_close(aux.column_sums, weights.sum(2))
     assert aux.lse.shape == (B, H, L) and aux.weights is None
-    assert ours(x[0], x[0], x[0], need_weights=foci.AuxRequest(lse=True))[1].lse.shape == (H, L)
+    assert ours(x[0], x[0], x[0], return_aux=foci.AuxRequest(lse=True))[1].lse.shape == (H, L)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])

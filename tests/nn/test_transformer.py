@@ -605,3 +605,57 @@ def test_export(strict):  # MOD-08
     args = (rand(B, S, E), None, padding("right"))
     program = torch.export.export(ours.eval(), args, strict=strict)
     torch.testing.assert_close(program.module()(*args), ours(*args))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_scripting(batch_first, norm_first, tmp_path):  # MOD-08
+    hidden, causal = padding("right"), torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
+    x = rand(B, S, E) if batch_first else rand(S, B, E)
+    encoder = stacks("Encoder", batch_first=batch_first, norm_first=norm_first)[1]
+    scripted = torch.jit.script(encoder)
+    for kwargs in (
+        {},
+        {"src_key_padding_mask": hidden},
+        {"src_key_padding_mask": as_float(hidden), "mask": causal},
+        {"mask": causal == -torch.inf},
+    ):
+        leaf = x.detach().requires_grad_()
+        expected, got = encoder(leaf, **kwargs), scripted(leaf, **kwargs)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), leaf)[0] for o in (got, expected)))
+    torch.jit.save(scripted, tmp_path / "encoder.pt")
+    torch.testing.assert_close(
+        torch.jit.load(tmp_path / "encoder.pt")(x, src_key_padding_mask=hidden), encoder(x, src_key_padding_mask=hidden)
+    )
+    decoder = stacks("Decoder", batch_first=batch_first, norm_first=norm_first)[1]
+    kwargs = {"tgt_mask": causal, "tgt_key_padding_mask": as_float(hidden), "memory_key_padding_mask": padding("holes")}
+    torch.testing.assert_close(torch.jit.script(decoder)(x, x, **kwargs), decoder(x, x, **kwargs))
+    model = foci.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=batch_first, dtype=torch.float64)
+    torch.testing.assert_close(torch.jit.script(model)(x, x, src_key_padding_mask=hidden), model(x, x, src_key_padding_mask=hidden))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"bias": False, "num_kv_heads": 1}, {"kdim": 4, "vdim": 6}], ids=str)
+def test_scripting_attention(options):  # MOD-08
+    ours = foci.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **options)
+    scripted = torch.jit.script(ours)
+    inputs = (rand(B, S, E), rand(B, S, options.get("kdim", E)), rand(B, S, options.get("vdim", E)))
+    for kwargs in ({}, {"average_attn_weights": False}, {"attn_mask": rand(B * H, S, S)}, {"key_padding_mask": padding("holes")}):
+        for got, expected in zip(scripted(*inputs, **kwargs), ours(*inputs, **kwargs)):
+            torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(scripted(*(t[0] for t in inputs))[1], ours(*(t[0] for t in inputs))[1])
+    assert scripted(*inputs, need_weights=False)[1] is None
+    with pytest.raises(torch.jit.Error, match="only bool and floating types of key_padding_mask are supported"):
+        scripted(*inputs, key_padding_mask=torch.zeros(B, S, dtype=torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
+def test_scripting_refuses_python_variants():  # MOD-08
+    with pytest.raises(RuntimeError, match="mask"):
+        torch.jit.script(foci.nn.MultiheadAttention(E, H, mask=foci.masks.causal()))
+    zero = torch.jit.script(foci.nn.MultiheadAttention(E, H, add_zero_attn=True))
+    x = rand(S, B, E, dtype=torch.float32)
+    with pytest.raises(torch.jit.Error, match="takes no mask, score, rotary, add_bias_kv or add_zero_attn"):
+        zero(x, x, x)

@@ -7,10 +7,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn.functional import linear
 
 import foci
-from foci.nn import masking
+from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, pack_nested, pack_whole
@@ -54,10 +55,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         (torch.Size([2, 10, 64]), torch.Size([2, 10, 10]))
     """
 
-    num_kv_heads: int
-    rotary: RotaryEmbedding | None
-    mask: Variant
-    score: Variant
+    __constants__ = ["batch_first", "_as_it_is", "_added"]
+    _as_it_is = scripted.AS_IT_IS
+    _added = scripted.ADDED
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
@@ -78,34 +78,48 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, batch_first={self.batch_first}"
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool | foci.AuxRequest = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-        is_causal: bool = False, *, cache: LayerCache | Memory | None = None,
-    ) -> Any:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False, cache: Any = None,
+        return_aux: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attention of query over key and value.
 
         Args:
             query: [L, B, E], [B, L, E] with batch_first, [L, E], or a NestedTensor [B, ragged, E].
             key, value: the same with their own length and dims.
             key_padding_mask: [B, S] or [S], bool, true for keys to leave out, or floating, added to their scores.
-            need_weights: also return the weights; or a `foci.AuxRequest`, for row statistics without them.
+            need_weights: also return the weights.
             attn_mask: [L, S] or [B * H, L, S], bool, true where not to attend, or floating, added; may require grad.
             average_attn_weights: weights averaged over heads.
             is_causal: a hint that attn_mask is causal, which is then not read; needs attn_mask.
-            cache: earlier keys and values, which the new ones join; queries then see no token after their own.
+            cache: a layer's part of a `foci.nn.KVCache`, whose tokens the new ones join; queries then see none after their own.
+            return_aux: a `foci.AuxRequest`: row statistics instead of weights.
 
         Returns:
             The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
-            a `foci.AuxOutput`; or None. Unbatched ones without B.
+            None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B.
 
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
-        padding: Any = key_padding_mask
+        if is_scripting():
+            return self._scripted(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        else:
+            return self._attend(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, cache, return_aux
+            )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Any, need_weights: bool, attn_mask: Tensor | None, average: bool,
+        is_causal: bool, cache: LayerCache | Memory | None, return_aux: foci.AuxRequest | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        asked = return_aux if return_aux is not None else foci.AuxRequest(weights=True) if need_weights else None
         if isinstance(padding, (Packing, Pair)):
             return self._packed((query, key, value), padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._nested((query, key, value), padding, need_weights, attn_mask, average=average_attn_weights, is_causal=is_causal)
+            if return_aux is not None:
+                raise ValueError("row statistics of nested inputs are ragged; call foci.attention with nested tensors for them")
+            return self._nested((query, key, value), padding, attn_mask, need_weights=need_weights, average=average, is_causal=is_causal)
         masking.check_mask("key_padding_mask", padding)
         masking.check_mask("attn_mask", attn_mask)
         batched = masking.check_shapes(query, key, value, padding, attn_mask)
@@ -115,16 +129,52 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = _unsqueezed((query, key, value), 0 if self.batch_first else 1)
             padding = None if padding is None else padding.unsqueeze(0)
         self._check_inputs(query, key, value)
-        out, extra = self._dense((query, key, value), padding, need_weights, attn_mask, is_causal=is_causal, cache=cache)
-        out = out if self.batch_first else out.transpose(0, 1)
-        if isinstance(extra, Tensor) and average_attn_weights:
-            extra = extra.mean(dim=1)
-        if batched:
-            return out, extra
-        out = out.squeeze(0 if self.batch_first else 1)
-        if isinstance(extra, Tensor):
-            return out, extra.squeeze(0)
-        return out, None if extra is None else foci.AuxOutput(*(None if t is None else t.squeeze(0) for t in extra))
+        out, aux = self._dense((query, key, value), padding, attn_mask, is_causal=is_causal, cache=cache, asked=asked)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        if not batched:
+            out = out.squeeze(0 if self.batch_first else 1)
+            aux = None if aux is None else foci.AuxOutput(*(None if t is None else t.squeeze(0) for t in aux))
+        if aux is None or return_aux is not None:
+            return out, aux
+        weights = aux.weights
+        assert weights is not None
+        return out, weights.mean(dim=-3) if average else weights
+
+    def _scripted(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, need_weights: bool, attn_mask: Tensor | None,
+        average_attn_weights: bool, is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """`forward` as TorchScript runs it."""
+        if self.mask is not None or self.score is not None or self.rotary is not None or self.bias_k is not None or self.add_zero_attn:  # type: ignore[unreachable]
+            raise RuntimeError("a scripted MultiheadAttention takes no mask, score, rotary, add_bias_kv or add_zero_attn: use torch.export")
+        if is_causal and attn_mask is None:  # type: ignore[unreachable]
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        padding = scripted.additive(key_padding_mask, query.dtype, "key_padding_mask")
+        blocked = scripted.additive(attn_mask, query.dtype, "attn_mask")
+        batched = query.dim() == 3
+        if not batched:
+            at = 0 if self.batch_first else 1
+            query, key, value = query.unsqueeze(at), key.unsqueeze(at), value.unsqueeze(at)
+            padding = None if padding is None else padding.unsqueeze(0)
+        weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
+        q, k, v = scripted.project(query, key, value, weights, self.embed_dim)
+        if not self.batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        q = q.unflatten(-1, [self.num_heads, self.head_dim]).transpose(1, 2)
+        k = k.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
+        v = v.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        out, found = scripted.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        if found is not None and average_attn_weights:
+            found = found.mean(dim=1)
+        if not batched:
+            out = out.squeeze(0 if self.batch_first else 1)
+            found = None if found is None else found.squeeze(0)
+        return out, found
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.shape[-1] != self.embed_dim:
@@ -136,7 +186,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
         """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor."""
-        size, width = self.embed_dim, self.num_kv_heads * self.head_dim
+        own: Any = self
+        size, width = self.embed_dim, own.num_kv_heads * self.head_dim
         weight: Tensor | None = self.in_proj_weight
         bias: Tensor | None = self.in_proj_bias
         if weight is not None and query is key and key is value:
@@ -145,8 +196,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             both = linear(key, weight[size:], None if bias is None else bias[size:])
             parts = (linear(query, *self._query_parameters()), *torch.split(both, [width, width], dim=-1))
         else:
-            own: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = own if weight is None else torch.split(weight, [size, width, width])
+            separate: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = separate if weight is None else torch.split(weight, [size, width, width])
             biases: Any = (None,) * 3 if bias is None else torch.split(bias, [size, width, width])
             parts = tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         q, k, v = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in parts)
@@ -154,7 +205,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _own(self) -> Functions:
         """The module's own mask and score."""
-        variants: tuple[Any, Any] = (self.mask, self.score)
+        own: Any = self
+        variants: tuple[Any, Any] = (own.mask, own.score)
         mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in variants)
         if mask is not None and not isinstance(mask, Mask):
             mask = Mask(mask)
@@ -164,19 +216,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Keys and values [n, Hkv, D] that every sequence has besides its own: bias_k and bias_v, then zeros."""
         keys, values = [], []
         if self.bias_k is not None and self.bias_v is not None:
-            keys.append(self.bias_k.view(1, self.num_kv_heads, self.head_dim))
-            values.append(self.bias_v.view(1, self.num_kv_heads, self.head_dim))
+            keys.append(self.bias_k.view(1, -1, self.head_dim))
+            values.append(self.bias_v.view(1, -1, self.head_dim))
         if self.add_zero_attn:
-            zeros = self.out_proj.weight.new_zeros((1, self.num_kv_heads, self.head_dim))
+            own: Any = self
+            zeros = self.out_proj.weight.new_zeros((1, own.num_kv_heads, self.head_dim))
             keys.append(zeros)
             values.append(zeros)
         return (torch.cat(keys), torch.cat(values)) if keys else None
 
     def _dense(
-        self, inputs: Projected, padding: Tensor | None, need_weights: bool | foci.AuxRequest, attn_mask: Tensor | None, *,
-        is_causal: bool, cache: LayerCache | Memory | None,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Output [B, L, E], and weights [B, H, L, S] or auxiliary outputs."""
+        self, inputs: Projected, padding: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool,
+        cache: LayerCache | Memory | None, asked: foci.AuxRequest | None,
+    ) -> tuple[Tensor, foci.AuxOutput | None]:  # fmt: skip
+        """Output [B, L, E], and the auxiliary outputs."""
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         q, k, v, stored = self._heads(inputs, padding, order, cache)
         functions = self._own()
@@ -198,12 +251,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             more = (e.to(k.dtype).transpose(0, 1).expand(k.shape[0], -1, -1, -1) for e in extra)
             k, v = (torch.cat((t, e), dim=2) for t, e in zip((k, v), more, strict=True))
             functions = masking.with_extra_keys(functions, count)
-        asked = foci.AuxRequest(weights=True) if need_weights is True else need_weights or None
         found = foci.attention(
             q, k, v, mask=functions.mask, score=functions.score, dropout_p=self.dropout if self.training else 0.0, return_aux=asked
         )
         out, aux = found if asked is not None else (found, None)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), aux.weights if aux is not None and need_weights is True else aux
+        return self.out_proj(out.transpose(1, 2).flatten(2)), aux
 
     def _heads(
         self, inputs: Projected, padding: Tensor | None, order: tuple[int, ...], cache: LayerCache | Memory | None
@@ -220,12 +272,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropped = None
         if cache is not None and padding is not None:
             dropped = padding == -torch.inf if padding.is_floating_point() else padding
-        if self.rotary is not None:
+        rotary: Any = self.rotary
+        if rotary is not None:
             if cache is None:
                 turns = [torch.arange(t.shape[2], device=t.device) for t in (q, k)]
             else:
                 turns = [cache.positions(q.shape[0], q.shape[2], dropped, q.device)] * 2
-            q, k = (self.rotary(t, positions) for t, positions in zip((q, k), turns, strict=True))
+            q, k = (rotary(t, positions) for t, positions in zip((q, k), turns, strict=True))
         if cache is None:
             return q, k, v, None
         stored = cache.append(k, v, dropped)
@@ -242,8 +295,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError(_NEEDS_MASK)
         q, k, v = self._project(*inputs)
-        if self.rotary is not None:
-            q, k = (self.rotary(t.transpose(0, 1)[None], p.positions(t.shape[0]))[0].transpose(0, 1) for t, p in ((q, query), (k, key)))
+        rotary: Any = self.rotary
+        if rotary is not None:
+            q, k = (rotary(t.transpose(0, 1)[None], p.positions(t.shape[0]))[0].transpose(0, 1) for t, p in ((q, query), (k, key)))
         functions = self._own()
         if attn_mask is not None and not is_causal:
             lengths = (query.shape[1], key.shape[1])
@@ -267,14 +321,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return self.out_proj(out.flatten(1))  # type: ignore[no-any-return]
 
     def _nested(
-        self, inputs: Projected, padding: Any, need_weights: bool | foci.AuxRequest, attn_mask: Tensor | None, *, average: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """NestedTensors [B, ragged, E], or dense tensors beside them; weights are padded with zeros to the longest."""
         if padding is not None:
             raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
-        if not isinstance(need_weights, bool):
-            raise ValueError("row statistics of nested inputs are ragged; call foci.attention with nested tensors for them")
         query, key, value = inputs
         query_packing = _packing(query, batch_first=self.batch_first)
         key_packing = query_packing if _same_sequences(query, key) else _packing(key, batch_first=self.batch_first)

@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
+from foci.nn import scripted
 from foci.nn.attention import Variant, adopt
 from foci.nn.cache import KVCache, LayerCache, Memory
-from foci.nn.encoder import Activation, attend_self, clones, set_variants, warn_padded, why_not_tokens
+from foci.nn.encoder import Activation, attend_self, clones, is_batch_first, set_variants, warn_padded, why_not_tokens
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, left
 from foci.nn.rotary import RotaryEmbedding
 
 __all__ = ["TransformerDecoder", "TransformerDecoderLayer"]
 
-_METHODS = ("forward", "_layer", "_sa_block", "_mha_block", "_ff_block")
+_METHODS = ("forward", "_run", "_layer", "_sa_block", "_mha_block", "_ff_block")
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
@@ -57,7 +59,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     def forward(
         self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool = False,
-        memory_is_causal: bool = False, *, cache: LayerCache | None = None,
+        memory_is_causal: bool = False, cache: Any = None,
     ) -> Tensor:  # fmt: skip
         """The layer's output.
 
@@ -66,7 +68,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             tgt_mask, memory_mask: [T, T] and [T, S], or [B * H, ...], bool, true where not to attend, or floating, added.
             tgt_key_padding_mask, memory_key_padding_mask: [B, T] and [B, S], bool, true where there is padding, or floating.
             tgt_is_causal, memory_is_causal: hints that the masks are causal.
-            cache: earlier tokens, which tgt continues; keeps the memory's keys and values as well.
+            cache: a layer's part of a `foci.nn.KVCache`, whose tokens tgt continues; keeps the memory's keys and values too.
 
         Returns:
             As tgt, zeros where there is padding.
@@ -74,19 +76,48 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
-        masks, causal = (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal)
-        given: Any = tgt_key_padding_mask
-        if isinstance(given, Packing):
-            return self._layer((tgt, given), (memory, memory_key_padding_mask), masks, causal, cache)
+        if is_scripting():
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
+        else:
+            given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
+            return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
+
+    def _scripted(
+        self, tgt: Tensor, memory: Tensor, masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], tgt_is_causal: bool,
+        memory_is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        """`forward` as TorchScript runs it."""
         batch_first = self.self_attn.batch_first
-        check_masks(tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        padding = scripted.additive(masks[2], tgt.dtype, "tgt_key_padding_mask")
+        hidden = scripted.additive(masks[3], tgt.dtype, "memory_key_padding_mask")
+        x, mem = scripted.zeroed(tgt, padding, batch_first), scripted.zeroed(memory, hidden, batch_first)
+        y = self.norm1(x) if self.norm_first else x
+        out = self.self_attn(y, y, y, attn_mask=masks[0], key_padding_mask=padding, need_weights=False, is_causal=tgt_is_causal)[0]
+        x = x + self.dropout1(out)
+        x = x if self.norm_first else self.norm1(x)
+        y = self.norm2(x) if self.norm_first else x
+        out = self.multihead_attn(y, mem, mem, attn_mask=masks[1], key_padding_mask=hidden, need_weights=False, is_causal=memory_is_causal)[
+            0
+        ]
+        x = x + self.dropout2(out)
+        x = x if self.norm_first else self.norm2(x)
+        if self.norm_first:
+            x = x + self._ff_block(self.norm3(x))
+        else:
+            x = self.norm3(x + self._ff_block(x))
+        return scripted.zeroed(x, padding, batch_first)
+
+    def _run(
+        self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
+        causal: tuple[bool, bool], cache: LayerCache | None,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(given[0][1], Packing):
+            return self._layer(*given, masks, causal, cache)
+        batch_first = self.self_attn.batch_first
+        check_masks(*masks, given[0][1], given[1][1])
         reason = why_not_tokens(self, type(self), ())
-        target, source = enter_both(
-            (tgt, tgt_key_padding_mask),
-            (memory, memory_key_padding_mask),
-            batch_first=batch_first,
-            may_pack=reason is None and cache is None,
-        )
+        target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         return left(self._layer(target, source, masks, causal, cache), target[1], batch_first=batch_first)
 
     def _layer(
@@ -161,7 +192,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
     def forward(
         self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False, *, cache: KVCache | None = None,
+        memory_is_causal: bool = False, cache: Any = None,
     ) -> Tensor:  # fmt: skip
         """The last layer's output, normed.
 
@@ -169,7 +200,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in
                 `TransformerDecoderLayer.forward`.
             tgt_is_causal: a hint that tgt_mask is causal; None has it looked at.
-            cache: earlier tokens, which tgt continues; keeps the memory's keys and values as well.
+            cache: a `foci.nn.KVCache`, whose tokens tgt continues; keeps the memory's keys and values too.
 
         Returns:
             As tgt, zeros where there is padding.
@@ -177,23 +208,46 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
-        check_masks(tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
-        batch_first = bool(getattr(getattr(self.layers[0], "self_attn", None), "batch_first", False)) if len(self.layers) else False
-        reason = next((r for r in map(_why_not, self.layers) if r is not None), None)
-        (x, padding), (mem, mem_padding) = enter_both(
-            (tgt, tgt_key_padding_mask),
-            (memory, memory_key_padding_mask),
-            batch_first=batch_first,
-            may_pack=reason is None and cache is None,
-        )
-        if reason is not None and (isinstance(padding, Tensor) or isinstance(mem_padding, Tensor)):
+        if is_scripting():
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
+        else:
+            given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
+            return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
+
+    def _scripted(
+        self, tgt: Tensor, memory: Tensor, masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        tgt_is_causal: bool | None, memory_is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        """`forward` as TorchScript runs it."""
+        x = tgt
+        for layer in self.layers:
+            x = layer(
+                x, memory, tgt_mask=masks[0], memory_mask=masks[1], tgt_key_padding_mask=masks[2], memory_key_padding_mask=masks[3],
+                tgt_is_causal=tgt_is_causal is True, memory_is_causal=memory_is_causal,
+            )  # fmt: skip
+        if self.norm is not None:
+            x = self.norm(x)
+        return scripted.zeroed(x, masks[2], self.layers[0].self_attn.batch_first)
+
+    def _run(
+        self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
+        is_causal: tuple[bool | None, bool], cache: KVCache | None,
+    ) -> Tensor:  # fmt: skip
+        (tgt, tgt_padding), (_, memory_padding) = given
+        check_masks(*masks, tgt_padding, memory_padding)
+        layers: Any = self.layers
+        batch_first = is_batch_first(layers)
+        reason = next((r for r in map(_why_not, layers) if r is not None), None)
+        (x, padding), (mem, hidden) = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
+        if reason is not None and (isinstance(padding, Tensor) or isinstance(hidden, Tensor)):
             warn_padded(self, reason)
-        causal = detect_causal(tgt_mask, tgt_is_causal, None if tgt.is_nested else tgt.shape[-2] if batch_first else tgt.shape[0])
-        for n, layer in enumerate(self.layers):
+        causal = detect_causal(masks[0], is_causal[0], None if tgt.is_nested else tgt.shape[-2] if batch_first else tgt.shape[0])
+        for n, layer in enumerate(layers):
             more = {} if cache is None else {"cache": cache[n]}
             x = layer(
-                x, mem, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=padding, memory_key_padding_mask=mem_padding,
-                tgt_is_causal=causal, memory_is_causal=memory_is_causal, **more,
+                x, mem, tgt_mask=masks[0], memory_mask=masks[1], tgt_key_padding_mask=padding, memory_key_padding_mask=hidden,
+                tgt_is_causal=causal, memory_is_causal=is_causal[1], **more,
             )  # fmt: skip
         if self.norm is not None:
             x = self.norm(x)

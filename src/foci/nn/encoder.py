@@ -9,15 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
+from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, entered, left
 from foci.nn.rotary import RotaryEmbedding
 
-__all__ = ["TransformerEncoder", "TransformerEncoderLayer", "attend_self", "clones", "overridden", "set_variants", "warn_padded"]
+__all__ = [
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "attend_self",
+    "clones",
+    "is_batch_first",
+    "overridden",
+    "set_variants",
+    "warn_padded",
+]
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -60,8 +71,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         adopt(self.self_attn, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
 
     def forward(
-        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False, *,
-        cache: LayerCache | None = None,
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False,
+        cache: Any = None,
     ) -> Tensor:  # fmt: skip
         """The layer's output.
 
@@ -70,7 +81,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_mask: [S, S] or [B * H, S, S], bool, true where not to attend, or floating, added to the scores.
             src_key_padding_mask: [B, S] or [S], bool, true where there is padding, or floating, -inf there.
             is_causal: a hint that src_mask is causal.
-            cache: earlier tokens, which src continues.
+            cache: a layer's part of a `foci.nn.KVCache`, whose tokens src continues.
 
         Returns:
             As src, zeros where there is padding.
@@ -78,9 +89,28 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
-        given: Any = src_key_padding_mask
-        if isinstance(given, Packing):
-            return self._layer(src, src_mask, given, is_causal=is_causal, cache=cache)
+        if is_scripting():
+            return self._scripted(src, src_mask, src_key_padding_mask, is_causal)
+        else:
+            return self._run(src, src_mask, src_key_padding_mask, is_causal, cache)
+
+    def _scripted(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """`forward` as TorchScript runs it."""
+        padding = scripted.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
+        x = scripted.zeroed(src, padding, self.self_attn.batch_first)
+        y = self.norm1(x) if self.norm_first else x
+        out = self.self_attn(y, y, y, attn_mask=src_mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal)[0]
+        x = x + self.dropout1(out)
+        if self.norm_first:
+            x = x + self._ff_block(self.norm2(x))
+        else:
+            x = self.norm1(x)
+            x = self.norm2(x + self._ff_block(x))
+        return scripted.zeroed(x, padding, self.self_attn.batch_first)
+
+    def _run(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool, cache: LayerCache | None) -> Tensor:
+        if isinstance(src_key_padding_mask, Packing):
+            return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
         batch_first = self.self_attn.batch_first
@@ -147,8 +177,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         set_variants(self.layers, masks=masks, scores=scores)
 
     def forward(
-        self, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None, *,
-        cache: KVCache | None = None,
+        self, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None,
+        cache: Any = None,
     ) -> Tensor:  # fmt: skip
         """The last layer's output, normed.
 
@@ -156,7 +186,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src, src_key_padding_mask: as in `TransformerEncoderLayer.forward`.
             mask: its src_mask.
             is_causal: a hint that mask is causal; None has it looked at.
-            cache: earlier tokens, which src continues.
+            cache: a `foci.nn.KVCache`, whose tokens src continues.
 
         Returns:
             As src, zeros where there is padding.
@@ -164,17 +194,36 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
         """
+        if is_scripting():
+            return self._scripted(src, mask, src_key_padding_mask, is_causal)
+        else:
+            return self._run(src, mask, src_key_padding_mask, is_causal, cache)
+
+    def _scripted(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None) -> Tensor:
+        """`forward` as TorchScript runs it."""
+        padding = scripted.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
+        x = src
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=is_causal is True, src_key_padding_mask=padding)
+        if self.norm is not None:
+            x = self.norm(x)
+        return scripted.zeroed(x, padding, self.layers[0].self_attn.batch_first)
+
+    def _run(
+        self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None, cache: KVCache | None
+    ) -> Tensor:
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("mask", mask)
-        batch_first = _batch_first(self.layers, src)
-        reason = next((r for r in map(overridden, self.layers) if r is not None), None)
+        layers: Any = self.layers
+        batch_first = is_batch_first(layers)
+        reason = next((r for r in map(overridden, layers) if r is not None), None)
         x, padding = entered(
             src, src_key_padding_mask, batch_first=batch_first, may_pack=self.use_nested_tensor and reason is None and cache is None
         )
         if reason is not None and isinstance(padding, Tensor):
             warn_padded(self, reason)
         causal = detect_causal(mask, is_causal, None if src.is_nested else src.shape[-2] if batch_first else src.shape[0])
-        for n, layer in enumerate(self.layers):
+        for n, layer in enumerate(layers):
             more = {} if cache is None else {"cache": cache[n]}
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
@@ -209,7 +258,7 @@ def overridden(layer: torch.nn.Module) -> str | None:
     """Why a layer may not be given tokens [T, E], if it may not."""
     if not isinstance(layer, TransformerEncoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerEncoderLayer"
-    return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_layer", "_sa_block", "_ff_block"))
+    return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_run", "_layer", "_sa_block", "_ff_block"))
 
 
 def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -> str | None:
@@ -231,6 +280,7 @@ def warn_padded(module: torch.nn.Module, reason: str) -> None:
         warnings.warn(f"{type(module).__name__} hands padded batches from layer to layer: {reason}", stacklevel=3)
 
 
-def _batch_first(layers: Any, src: Tensor) -> bool:
+def is_batch_first(layers: Any) -> bool:
+    """Whether a padded batch of these layers is [B, S, E]."""
     attention = getattr(layers[0], "self_attn", None) if len(layers) else None
     return bool(getattr(attention, "batch_first", False))
