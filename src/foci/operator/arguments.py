@@ -1,0 +1,106 @@
+"""A call as the flat arguments and outputs that operators take and give, and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci.execution import Allowed, Needs, as_written
+from foci.problem import Cotangents, Formula, Gradients, Operands, Results
+from foci.problem import Outputs as Asked
+
+__all__ = [
+    "NO_NEEDS",
+    "OPTIONAL",
+    "Flat",
+    "call_backward",
+    "cotangents_of",
+    "flatten",
+    "formula_kernel",
+    "gradients_of",
+    "outputs_of",
+    "results_of",
+    "unflatten",
+]
+
+Flat: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths")
+NO_NEEDS: Final[tuple[bool, bool, bool]] = (False, False, False)
+
+
+def formula_kernel(formula: Formula, operands: Operands) -> Results:
+    """The formula in plain differentiable torch operations: forward-mode AD and second derivatives go through it."""
+    from foci.backends.blocked import differentiable
+    from foci.backends.reference import formula as plain
+
+    if torch._guards.detect_fake_mode([operands.query]) is not None:
+        return plain(operands, formula)  # a graph is made: there are no values to find tiles by, and sizes may be symbols
+    with as_written(operands.query):
+        return differentiable(operands, formula)
+
+
+def results_of(formula: Formula, outputs: Sequence[Tensor]) -> Results:
+    asked = formula.outputs
+    out, lse, row_max, column_sums, weights = outputs
+    return Results(
+        out=out,
+        lse=lse,
+        row_max=row_max.detach() if asked.row_max else None,
+        column_sums=column_sums if asked.column_sums else None,
+        weights=weights if asked.weights else None,
+    )
+
+
+def outputs_of(results: Results) -> Flat:
+    none = functools.partial(results.out.new_empty, (0,))
+    return (
+        results.out,
+        results.lse.contiguous(),
+        none() if results.row_max is None else results.row_max.contiguous(),
+        none() if results.column_sums is None else results.column_sums.contiguous(),
+        none() if results.weights is None else results.weights.contiguous(),
+    )
+
+
+def flatten(formula: Formula, operands: Operands, allowed: Allowed) -> tuple[Any, ...]:
+    """The arguments of the operator. `unflatten` is its inverse."""
+    o = operands
+    return (
+        o.query, o.key, o.value, list(o.captures), *(getattr(o, name) for name in OPTIONAL), list(o.ints), list(o.floats),
+        o.scale, o.dropout_p, o.max_q, o.max_kv, formula.text, "*" if allowed is None else ",".join(allowed),
+    )  # fmt: skip
+
+
+def unflatten(args: Sequence[Any]) -> tuple[Formula, Operands, Allowed]:
+    query, key, value, captures, *optional, ints, floats, scale, dropout_p, max_q, max_kv, formula, allowed = args
+    numbers = (tuple(ints), tuple(floats), scale, dropout_p)
+    operands = Operands(query, key, value, tuple(captures), *numbers, *optional, max_q, max_kv)  # type: ignore[call-arg]
+    return Formula.parse(formula), operands, None if allowed == "*" else tuple(name for name in allowed.split(",") if name)
+
+
+def cotangents_of(grads: Sequence[Tensor | None], out: Tensor, asked: Asked) -> Cotangents:
+    grad_out, grad_lse, _, grad_columns, grad_weights = grads
+    return Cotangents(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        grad_lse,
+        grad_columns if asked.column_sums else None,  # an empty tensor stands for what nobody asked for
+        grad_weights if asked.weights else None,
+    )
+
+
+def call_backward(
+    formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed
+) -> Gradients:
+    c = cotangents
+    text = "".join(str(int(n)) for n in (*needs[:3], *needs[3]))
+    flat = flatten(formula, operands, allowed)
+    grads = iter(torch.ops.foci.attention_backward(c.out, c.lse, c.column_sums, c.weights, results.out, results.lse, text, *flat))
+    return gradients_of([next(grads) if need else None for need in (*needs[:3], *needs[3])])
+
+
+def gradients_of(grads: Sequence[Tensor | None]) -> Gradients:
+    return Gradients(grads[0], grads[1], grads[2], tuple(grads[3:]))

@@ -1,0 +1,219 @@
+"""The custom operators `foci::attention` and `foci::attention_backward`: fakes, autograd to any order, batching rules.
+
+The only module that knows `torch.library`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.context import allowed_backends
+from foci.execution import Allowed, Needs, run_backward, run_forward
+from foci.operator.arguments import NO_NEEDS, OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, outputs_of, unflatten
+from foci.problem import Cotangents, Formula, Layout, Operands, Results, accumulation_dtype, empty_out
+
+
+@torch.library.custom_op("foci::attention", mutates_args=())
+def _attention_op(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None, cu_q: Tensor | None,
+    cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int], floats: Sequence[float], scale: float,
+    dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args = list(locals().values())
+    plan_formula, operands, names = unflatten(args)
+    # What nobody restricted while the graph was made, `use` around its run may.
+    allowed_now = allowed_backends() if names is None else names
+    return _own(run_forward(plan_formula, operands, (*NO_NEEDS, (False,) * len(captures)), allowed_now))
+
+
+def _own(results: Results) -> Flat:
+    """Flat with the strides the fake promises."""
+    outputs = outputs_of(results)
+    out = outputs[0]
+    if not out.transpose(1, 2).is_contiguous():
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return (out, *outputs[1:])
+
+
+@_attention_op.register_fake
+def _attention_fake(*args: Any) -> Flat:
+    formula, operands, _ = unflatten(args)
+    query, key = operands.query, operands.key
+    rows, asked, acc = query.shape[:3], formula.outputs, accumulation_dtype(query.dtype)
+
+    def maybe(wanted: bool, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return query.new_empty(tuple(shape) if wanted else (0,), dtype=dtype if wanted else query.dtype)
+
+    return (
+        empty_out(query, operands.value),
+        query.new_empty(tuple(rows), dtype=acc),
+        maybe(asked.row_max, rows, acc),
+        maybe(asked.column_sums, (query.shape[0], query.shape[1], key.shape[2]), acc),
+        maybe(asked.weights, (*rows, key.shape[2]), query.dtype),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.captured = len(inputs[3])
+    ctx.present = [x is not None for x in inputs[4:10]]
+    ctx.numbers = inputs[10:]
+    ctx.save_for_backward(*inputs[:3], *inputs[3], *(x for x in inputs[4:10] if x is not None), output[0], output[1])
+
+
+def _restore(ctx: Any) -> tuple[Formula, Operands, Allowed, Tensor, Tensor]:
+    *saved, out, lse = ctx.saved_tensors
+    rest = iter(saved[3 + ctx.captured :])
+    optional = [next(rest) if present else None for present in ctx.present]
+    formula, operands, allowed = unflatten((*saved[:3], saved[3 : 3 + ctx.captured], *optional, *ctx.numbers))
+    return formula, operands, allowed, out, lse
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    formula, operands, allowed, out, lse = _restore(ctx)
+    wanted = ctx.needs_input_grad
+    captures = wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * ctx.captured
+    needs: Needs = (wanted[0], wanted[1], wanted[2], tuple(captures))
+    gradients = call_backward(formula, operands, Results(out, lse), cotangents_of(grads, out, formula.outputs), needs, allowed)
+    return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *_no_gradients(ctx.numbers))
+
+
+def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
+    """For the arguments after the captures, in the structure torch wants: an empty list is one of tensors, any other none."""
+    return (*[None] * len(OPTIONAL), *([] if isinstance(n, (list, tuple)) and not n else None for n in numbers))
+
+
+_attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("foci::attention_backward", mutates_args=())
+def _backward_op(
+    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
+    needs: str, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None,
+    cu_q: Tensor | None, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int],
+    floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
+) -> list[Tensor]:  # fmt: skip
+    args = list(locals().values())[7:]
+    plan_formula, operands, names = unflatten(args)
+    wanted = [flag == "1" for flag in needs]
+    cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
+    needed: Needs = (wanted[0], wanted[1], wanted[2], tuple(wanted[3:]))
+    gradients = run_backward(plan_formula, operands, Results(out, lse), cotangents, needed, names)
+    return [g.contiguous() for g in (gradients.query, gradients.key, gradients.value, *gradients.captures) if g is not None]
+
+
+@_backward_op.register_fake
+def _backward_fake(*args: Any) -> list[Tensor]:
+    tensors = (*args[7:10], *args[10])
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(args[6], tensors, strict=True) if flag == "1"]
+
+
+def _setup_double(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.needs = inputs[6]
+    ctx.cotangents = [x is not None for x in inputs[1:4]]
+    ctx.captured = len(inputs[10])
+    ctx.present = [x is not None for x in inputs[11:17]]
+    ctx.numbers = inputs[17:]
+    optional = (x for x in (*inputs[11:17], *inputs[1:4]) if x is not None)
+    ctx.save_for_backward(*inputs[7:10], *inputs[10], *optional, inputs[0], inputs[5])
+
+
+def _double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Second derivatives: differentiates the gradient of the plain formula, which saves what torch operations save."""
+    *saved, grad_out, _ = ctx.saved_tensors
+    count = 3 + ctx.captured
+    rest = iter(saved[count:])
+    optional = [next(rest) if present else None for present in ctx.present]
+    others = [next(rest) if present else None for present in ctx.cotangents]
+    formula, operands, _ = unflatten((*saved[:3], saved[3:count], *optional, *ctx.numbers))
+    first = _second_order(formula, operands, [grad_out, *others], [flag == "1" for flag in ctx.needs], grads)
+    by_tensor, by_cotangent = first[:count], first[count:]
+    return (*by_cotangent, None, None, None, *by_tensor[:3], list(by_tensor[3:]), *_no_gradients(ctx.numbers))
+
+
+def _second_order(
+    formula: Formula, operands: Operands, cotangents: Sequence[Tensor | None], needs: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        tensors = [_leaf(t, create_graph) for t in (operands.query, operands.key, operands.value, *operands.captures)]
+        flowing = [None if c is None else _leaf(c, create_graph) for c in cotangents]
+        results = formula_kernel(
+            formula, replace(operands, query=tensors[0], key=tensors[1], value=tensors[2], captures=tuple(tensors[3:]))
+        )
+        outputs = (results.out, results.lse, results.column_sums, results.weights)
+        used = [(o, c) for o, c in zip(outputs, flowing, strict=True) if o is not None and c is not None and o.requires_grad]
+        inputs = [t for t, need in zip(tensors, needs, strict=True) if need]
+        first = torch.autograd.grad([o for o, _ in used], inputs, [c for _, c in used], create_graph=True, allow_unused=True)
+        pairs = [(f, g) for f, g in zip(first, grads, strict=True) if f is not None and g is not None and f.requires_grad]
+        wrt = [t for t in (*tensors, *flowing) if t is not None and t.requires_grad]
+        second = iter(
+            torch.autograd.grad([f for f, _ in pairs], wrt, [g for _, g in pairs], create_graph=create_graph, allow_unused=True)
+            if pairs
+            else [None] * len(wrt)
+        )
+    return [next(second) if t is not None and t.requires_grad else None for t in (*tensors, *flowing)]
+
+
+def _leaf(tensor: Tensor, create_graph: bool) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view_as(tensor) if create_graph and tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+_backward_op.register_autograd(_double_backward, setup_context=_setup_double)
+
+
+def _unbatched(args: Sequence[Any], in_dims: Sequence[Any], n: int) -> list[Any]:
+    """Entry `n` of every batched tensor."""
+
+    def pick(arg: Any, dim: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and isinstance(dim, (list, tuple)):
+            return [pick(a, d) for a, d in zip(arg, dim, strict=True)]
+        return arg.select(dim, n) if isinstance(arg, Tensor) and isinstance(dim, int) else arg
+
+    return [pick(a, d) for a, d in zip(args, in_dims, strict=True)]
+
+
+def _fold(args: Sequence[Any], in_dims: Sequence[Any], size: int) -> tuple[Any, Any] | None:
+    """Batching by a larger B, where nothing in the call knows the batch index or a batch of its own."""
+    formula = Formula.parse(args[16])
+    reads_batch = "b" in formula.variant.score.variables() | formula.variant.mask.variables()
+    captures_batched = any(d is not None for d in in_dims[3]) if isinstance(in_dims[3], (list, tuple)) else in_dims[3] is not None
+    if reads_batch or captures_batched or formula.dropout or formula.layout is not Layout.DENSE or args[5] is not None:
+        return None
+
+    def widen(t: Tensor, dim: int | None) -> Tensor:
+        t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        return t.flatten(0, 1)
+
+    outputs = torch.ops.foci.attention(*(widen(t, d) for t, d in zip(args[:3], in_dims[:3], strict=True)), *args[3:])
+    # an output nobody asked for is empty, whatever the batch
+    split = [o.unflatten(0, (size, -1)) if o.dim() > 1 else o for o in outputs]
+    return tuple(split), tuple(0 if o.dim() > 1 else None for o in outputs)
+
+
+def _stacked(op: Callable[..., Any], info: Any, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    each = [op(*_unbatched(args, in_dims, n)) for n in range(info.batch_size)]
+    outputs = [torch.stack(parts) for parts in zip(*each, strict=True)]
+    return outputs, [0] * len(outputs)
+
+
+@_attention_op.register_vmap
+def _attention_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    folded = _fold(args, in_dims, info.batch_size) if info.batch_size else None
+    if folded is not None:
+        return folded
+    outputs, dims = _stacked(torch.ops.foci.attention, info, in_dims, args)
+    return tuple(outputs), tuple(dims)
+
+
+@_backward_op.register_vmap
+def _backward_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    return _stacked(torch.ops.foci.attention_backward, info, in_dims, args)
