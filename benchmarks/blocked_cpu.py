@@ -92,7 +92,7 @@ def main() -> None:
         for mask in MASKS:
             for direction in ("forward", "forward+backward"):
                 names = [n for n in IMPLEMENTATIONS if _applies(n, mask, length) and not (n == "flex eager" and direction != "forward")]
-                times = medians(interleaved({n: _call(n, mask, length, direction) for n in names}, seconds=1.0, rounds=3))
+                times = medians(interleaved({n: _call(n, mask, length, direction) for n in names}, seconds=0.3, rounds=3))
                 for name in names:
                     row = {"benchmark": "blocked", "implementation": name, "mask": mask, "length": length, "direction": direction}
                     memory = _memory(name, mask, length, direction)
