@@ -659,3 +659,48 @@ def test_scripting_refuses_python_variants():  # MOD-08
     x = rand(S, B, E, dtype=torch.float32)
     with pytest.raises(torch.jit.Error, match="takes no mask, score, rotary, add_bias_kv or add_zero_attn"):
         zero(x, x, x)
+
+
+def test_compile_nested():  # MOD-05 JAG-01
+    torch._dynamo.reset()
+    _, ours = stacks("Encoder", 1, batch_first=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for lengths in ((2, 5, 3), (4, 1, 2), (7, 2, 2)):
+        parts = [rand(n, E, seed=n).requires_grad_() for n in lengths]
+        out, want = (m(torch.nested.as_nested_tensor(parts, layout=torch.jagged)) for m in (compiled, ours))
+        assert out.is_nested
+        torch.testing.assert_close(out.values(), want.values())
+        torch.testing.assert_close(*(torch.autograd.grad(o.values().square().sum(), parts) for o in (out, want)))
+
+
+def test_compiled_layers_in_a_packed_encoder():  # MOD-05
+    torch._dynamo.reset()
+    _, ours = stacks("Encoder", batch_first=True)
+    compiled = copy.deepcopy(ours)
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for name in ("right", "holes"):
+        x, hidden = rand(B, S, E), padding(name)
+        torch.testing.assert_close(compiled(x, src_key_padding_mask=hidden), ours(x, src_key_padding_mask=hidden))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_unbatched_padding(kind):  # MOD-02 MOD-05
+    theirs, ours = (m.train() for m in stacks("Encoder"))
+    hidden = padding("holes")[0]
+    same(theirs, ours, [rand(S, E)], ~hidden, src_key_padding_mask=hidden if kind == "bool" else as_float(hidden))
+
+
+def test_empty_batches():  # MOD-05
+    _, ours = stacks("Encoder", batch_first=True)
+    assert ours(rand(0, S, E), src_key_padding_mask=torch.zeros(0, S, dtype=torch.bool)).shape == (0, S, E)
+    assert ours(rand(B, 0, E), src_key_padding_mask=torch.zeros(B, 0, dtype=torch.bool)).shape == (B, 0, E)
+
+
+def test_gradient_of_a_floating_padding_mask():  # MOD-05
+    theirs, ours = stacks("Encoder", 1, batch_first=True)
+    pad = as_float(padding("right")).masked_fill(~padding("right"), 0.3).requires_grad_()
+    x, rows = rand(B, S, E), ~padding("right")
+    weights = rand(int(rows.sum()), E, seed=9)
+    found = [torch.autograd.grad((m(x, src_key_padding_mask=pad)[rows] * weights).sum(), pad)[0][rows] for m in (theirs.train(), ours)]
+    torch.testing.assert_close(found[1], found[0])

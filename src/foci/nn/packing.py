@@ -126,7 +126,8 @@ class Packing:
         if source.layout != torch.jagged:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
-        return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=_shortest(source), max_seqlen=self.longest)
+        shortest, longest = _extremes(source)
+        return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
 class Pair(NamedTuple):
@@ -209,8 +210,8 @@ def pack_nested(tensor: Tensor) -> Packing:
         longest = int(sizes.max()) if sizes.numel() else 0
         return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
     whole: Any = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
-    # a graph knows no length that it was not told: the number of all tokens is a bound
-    longest = whole._get_max_seqlen() if is_readable(whole.values()) else whole._maybe_max_seqlen or whole.values().shape[0]
+    known = _extremes(whole)[1]
+    longest = whole.values().shape[0] if known is None else known  # the number of all tokens is a bound
     return Packing(whole.offsets(), longest, (tensor.shape[0], longest), nested=whole)
 
 
@@ -222,8 +223,11 @@ def _nested_values(tensor: Tensor) -> Tensor:
     return values
 
 
-def _shortest(tensor: Tensor) -> int:
-    return tensor._get_min_seqlen()  # type: ignore[attr-defined, no-any-return]
+def _extremes(tensor: Any) -> tuple[int | None, int | None]:
+    """Shortest and longest sequence; None for what a graph is not told."""
+    if is_readable(tensor.values()):
+        return tensor._get_min_seqlen(), tensor._get_max_seqlen()
+    return tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
 
 
 def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:

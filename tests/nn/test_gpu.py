@@ -1,0 +1,111 @@
+"""foci.nn on a CUDA device against itself on the CPU; what it waits for; CUDA graphs."""
+
+import copy
+
+import pytest
+import torch
+
+import foci
+import foci.nn
+
+pytestmark = pytest.mark.gpu
+
+B, S, E, H, FF = 4, 70, 64, 4, 96
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def padding(length=S):
+    return torch.arange(length) >= torch.tensor([length, 3, length // 2, length - 1])[:, None]
+
+
+def both(model, *args, **kwargs):
+    """Outputs and parameter gradients on the CPU and on the GPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        placed = copy.deepcopy(model).to(device)
+        out = placed(*(a.to(device) for a in args), **{name: value.to(device) for name, value in kwargs.items()})
+        grads = torch.autograd.grad((out * rand(*out.shape, seed=3).to(device)).sum(), list(placed.parameters()))
+        found.append([t.cpu() for t in (out, *grads)])
+    return found
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, **options)
+    return foci.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(E))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "norm_first": True, "mask": foci.masks.window(9)}], ids=["plain", "variant"])
+def test_encoder(options):  # MOD-01 MOD-05
+    cpu, cuda = both(encoder(**options), rand(B, S, E), src_key_padding_mask=padding())
+    for one, other in zip(cpu, cuda):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_decoder():  # MOD-01 MOD-05
+    torch.manual_seed(0)
+    decoder = foci.nn.TransformerDecoder(foci.nn.TransformerDecoderLayer(E, H, FF, 0.0, batch_first=True), 2)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(40)
+    masks = {"tgt_mask": causal, "tgt_key_padding_mask": padding(40), "memory_key_padding_mask": padding()}
+    cpu, cuda = both(decoder, rand(B, 40, E), rand(B, S, E), **masks)
+    for one, other in zip(cpu, cuda):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_cache(page_size):  # MOD-01
+    model, x = encoder(rotary=foci.nn.RotaryEmbedding(16)).cuda().eval(), rand(B, 30, E).cuda()
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(30, device="cuda")
+    cache = foci.nn.KVCache(2, 30, page_size=page_size)
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in x.split([20, 1, 1, 8], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(x, mask=causal), rtol=1e-3, atol=1e-3)
+
+
+def waits(function):
+    """How many times a call waits for the device."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning) as caught:
+            function()
+            torch.zeros(1, device="cuda").item()  # one for certain
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(w.message) for w in caught) - 1
+
+
+def test_waits():  # MOD-05 JAG-08
+    model, x = encoder().cuda(), rand(B, S, E).cuda()
+    nested = torch.nested.nested_tensor([rand(n, E) for n in (5, 70, 1)], layout=torch.jagged).cuda()
+    hidden = padding().cuda()
+    with foci.observe() as log:
+        model(nested)
+    if log.calls[0].backend != "triton":
+        pytest.skip(f"{log.calls[0].backend} reads offsets on the host; the Triton backend does not")
+    assert waits(lambda: model(x, src_key_padding_mask=hidden)) == 1
+    assert waits(lambda: model(nested)) == 0
+
+
+def test_cuda_graph():  # SDPA-21
+    model, x, hidden = encoder().cuda().eval(), rand(B, S, E).cuda(), padding().cuda()
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=hidden)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with foci.observe() as log:
+            model(x)
+        if log.calls[0].backend == "blocked":
+            pytest.skip("the blocked backend reads the mask's blocks on the host")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x, src_key_padding_mask=hidden)
+        graph.replay()
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
