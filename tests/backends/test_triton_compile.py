@@ -53,6 +53,25 @@ class Compiler:
         return compile_it
 
 
+class Recorder(Compiler):
+    """Stands in for a kernel: notes what Triton would key its cache by."""
+
+    def __getitem__(self, grid):
+        def note(*args, **options):
+            backend = make_backend(GPUTarget("cuda", self.arch, 32))
+            _, specialization, _ = create_function_from_signature(self.function.signature, self.function.params, backend)(*args, **options)
+            self.found.append((self.function.__name__, str(replaced(specialization)), str(options)))
+
+        return note
+
+
+def replaced(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(replaced, value))
+    return value.cache_key if hasattr(value, "cache_key") else str(value)
+
+
+DOCUMENTS = torch.arange(2048) // 100
 CASES = {
     "plain": {},
     "causal": {"mask": masks.causal()},
@@ -61,7 +80,7 @@ CASES = {
     "D 256": {"mask": masks.causal(), "dim": 256},
     "learned bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16)), "learned": True},
     "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
-    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=torch.arange(2048) // 100: ids[q] == ids[k])},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
     "decode": {"queries": 1, "keys": 2048},
 }
 
@@ -89,6 +108,32 @@ def test_kernels_compile_within_bounds(name, arch, monkeypatch, tmp_path):  # FL
             usage = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout.split()
             stack = next(int(part.removeprefix("STACK:")) for part in usage if part.startswith("STACK:"))
             assert stack <= 1024, (function, stack)
+
+
+def test_new_lengths_batches_values_and_lambdas_compile_nothing(monkeypatch):  # FLEX-10
+    found = []
+    for module, names in LAUNCHED.items():
+        for each in names:
+            monkeypatch.setattr(module, each, Recorder(getattr(module, each), 90, found))
+
+    def keys(length, batch, heads, window):
+        found.clear()
+        slopes = torch.rand(heads)
+        score = foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q))
+        mask = foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < window))
+        query = torch.zeros(batch, heads, length, 64, dtype=torch.bfloat16)
+        bound = bind(score, mask, torch.device("cpu"))
+        operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
+        asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, heads, heads, batch, length, length, True, True, True, (True,))
+        made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        results = made.forward(operands)
+        made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+        return set(found)
+
+    first = keys(1000, 2, 4, 100)
+    assert len(first) > 5
+    for given in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3), (5000, 1, 1, 7)):
+        assert keys(*given) == first, given
 
 
 def kinds_of(function, made):

@@ -15,6 +15,7 @@ from foci.backends.triton.arguments import Strides, encode
 from foci.backends.triton.captures import capture_gradient
 from foci.backends.triton.functions import float_early, jit_function, lies_of
 from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.streams import streamed
 from foci.backends.triton.sparsity import Visits
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
@@ -168,8 +169,9 @@ def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor
     config = kernel.config(call, schedule, Visits(0, "captures", kernel.dense_spans, kernel.dense_table))
     spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
     limits = tuple(min(n, most) for n, most in zip(grid.lengths, (2**29, 2**29), strict=True))
+    queries, keys = (functools.partial(streamed, config, tile) for tile in (schedule.tile_q, schedule.tile_kv))
     capture_gradient[(programs,)](
-        o.query, o.key, o.value, *rows, launch.out, launch.unit, kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
+        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
         tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, launch.strides)), call.numbers, call.environment,
         config, part, call.functions.mask, call.functions.both, launch.how, num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from foci.backends.triton.backward import weights_of
-from foci.backends.triton.tiles import keep_tile, load_tile, number, rows_pointer, sequence, tile_offsets
+from foci.backends.triton.tiles import keep_tile, number, sequence, stream_tile
 
 
 @triton.jit
@@ -22,18 +22,10 @@ def contribution(
     q_first = q_tile * c.TILE_Q
     kv_first = kv_tile * c.TILE_KV
     rows = q_first + tl.arange(0, c.TILE_Q)
-    queries = load_tile(
-        rows_pointer(q, strides.q, memory_b, h, q_start + q_first, c), tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - q_first, EDGE, c.TILE_Q, c.D, c.D_PAD
-    )
-    keys = load_tile(
-        rows_pointer(k, strides.k, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - kv_first, EDGE, c.TILE_KV, c.D, c.D_PAD
-    )
-    values = load_tile(
-        rows_pointer(v, strides.v, memory_b, kv_h, kv_start + kv_first, c), tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD), kv_len - kv_first, EDGE, c.TILE_KV, c.DV, c.DV_PAD
-    )
-    douts = load_tile(
-        rows_pointer(do, strides.dout, memory_b, h, q_start + q_first, c), tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD), q_len - q_first, EDGE, c.TILE_Q, c.DV, c.DV_PAD
-    )
+    queries = stream_tile(q, strides.q, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+    keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+    values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+    douts = stream_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
     if EDGE:
         row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))

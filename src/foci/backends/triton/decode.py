@@ -76,8 +76,8 @@ def attention_decode(q, k, v, partial, partial_max, partial_total, strides, size
 
 
 @triton.jit
-def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr):
-    """Puts the splits of one row together, in order."""
+def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Puts COLUMNS columns of the splits of one row together, in order."""
     pid = tl.program_id(0)
     q_len = number(size.rows)
     heads = number(size.heads)
@@ -88,8 +88,8 @@ def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strid
     kv_h = h // number(size.group)
     row = (h % number(size.group)) * q_len + query
     base = ((b * (heads // number(size.group)) + kv_h) * number(splits)).to(tl.int64)
-    d = tl.arange(0, c.DV_PAD)
-    acc = tl.zeros([c.DV_PAD], tl.float32)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
     total = 0.0
     most = float("-inf")
     for start in range(0, number(splits), CHUNK):
@@ -111,6 +111,8 @@ def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strid
     pointer = rows_pointer(out, strides.out, b, h, query, c)
     step = 1 if c.UNIT == 8 else number(strides.out.d)
     tl.store(pointer + d * step, (acc * weight).to(out.dtype.element_ty), mask=d < c.DV)
+    if tl.program_id(1) != 0:
+        return
     at = bh.to(tl.int64) * q_len + query
     tl.store(lse + at, tl.where(total == 0.0, float("-inf"), most * LN2 + tl.log(total)))
     if row_max is not None:

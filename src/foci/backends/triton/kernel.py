@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
@@ -22,6 +21,7 @@ from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
+from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results, empty_out
 
@@ -107,7 +107,7 @@ class TritonKernel:
             schedule = self.schedule("forward" if self.is_dense or self.reads_tiles else "forward_sparse")
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
-            stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+            stream = functools.partial(streamed, config, schedule.tile_kv)
             attention_forward[(query.shape[0] * query.shape[1] * visits.tasks,)](
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
                 self.strides(call), self.size(call, query.shape[1], visits.tasks), visits.spans, visits.table,
@@ -129,9 +129,9 @@ class TritonKernel:
         schedule = Schedule(rows, found.tile_kv, found.warps, found.stages, found.descriptors)
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+        stream = functools.partial(streamed, config, schedule.tile_kv)
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
-        splits = max(1, min(triton.cdiv(_PROGRAMS, groups), tiles // 4)) if self.plan.target.arch else min(3, tiles)
+        splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if self.plan.target.arch else min(3, tiles)
         partial = query.new_empty((groups * splits, rows, self.dims[1]), dtype=torch.float32)
         most, total = (query.new_empty((groups * splits, rows), dtype=torch.float32) for _ in range(2))
         size, strides = self.size(call, query.shape[1], visits.tasks), self.strides(call)
@@ -139,8 +139,9 @@ class TritonKernel:
             query, stream(key), stream(call.operands.value), partial, most, total, strides, size, visits.table,
             call.numbers, call.environment, config, encode(splits), call.functions.score, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
-        combine_splits[(query.shape[0] * query.shape[1] * query.shape[2],)](
-            partial, most, total, *outputs, strides, size, call.numbers, config, encode(splits), 64 if self.dims[1] <= 128 else 16, num_warps=4
+        columns = min(32, self.dims[1])
+        combine_splits[(query.shape[0] * query.shape[1] * query.shape[2], self.dims[1] // columns)](
+            partial, most, total, *outputs, strides, size, call.numbers, config, encode(splits), 64, columns, num_warps=4
         )
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -177,7 +178,7 @@ class TritonKernel:
         schedule, operands = self.schedule("query_gradient"), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(_streamed, call, config, schedule.tile_kv)
+        stream = functools.partial(streamed, config, schedule.tile_kv)
         heads = operands.query.shape[1]
         attention_query_gradient[(operands.query.shape[0] * heads * visits.tasks,)](
             operands.query, stream(operands.key), stream(operands.value), dout, *rows, dq,
@@ -198,7 +199,7 @@ class TritonKernel:
         schedule, operands = self.schedule(kind), call.operands
         visits = self.visits(call, schedule, "keys")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(_streamed, call, config, schedule.tile_q)
+        stream = functools.partial(streamed, config, schedule.tile_q)
         heads = operands.key.shape[1]
         attention_key_gradient[(operands.key.shape[0] * heads * visits.tasks,)](
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
@@ -209,7 +210,7 @@ class TritonKernel:
     def begin(self, operands: Operands, extra: dict[str, Tensor]) -> Pass:
         """What the kernels of one call share."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
-        unit = 8 if all(map(_is_aligned, tensors.values())) else 1
+        unit = 8 if all(map(is_aligned, tensors.values())) else 1
         lies = lies_of(operands.captures)
         sizes, strides = environment_numbers(operands.captures, lies)
         p = operands.dropout_p
@@ -231,7 +232,7 @@ class TritonKernel:
         """The compile-time side of a launch."""
         p = self.problem
         streams = (call.operands.key, call.operands.value) if schedule.tile_q >= schedule.tile_kv else (call.operands.query, call.operands.key)
-        descriptors = schedule.descriptors and call.unit == 8 and all(_takes_descriptor(t) for t in (*streams, *call.tensors.values()))
+        descriptors = schedule.descriptors and call.unit == 8 and all(takes_descriptor(t) for t in (*streams, *call.tensors.values()))
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _config(
             (
@@ -257,32 +258,10 @@ class TritonKernel:
 
 
 Kernel = TritonKernel
-_PROGRAMS: Final = 1584
+_PROGRAMS: Final = 2112
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    *outer, last = tensor.stride()
-    rows = all(stride % 8 == 0 for stride, n in zip(outer, tensor.shape, strict=False) if n > 1)
-    return rows and (last == 1 or tensor.shape[-1] == 1) and tensor.data_ptr() % 16 == 0
-
-
-def _takes_descriptor(tensor: Tensor) -> bool:
-    """Whether a tensor descriptor may describe it: no zero strides, 16-byte steps."""
-    steps = ((stride, n) for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1)
-    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride, _ in steps)
-
-
-def _streamed(call: Pass, config: Config, rows: int, tensor: Tensor) -> Tensor | TensorDescriptor:
-    """What a kernel streams: the tensor, or a descriptor of tiles of so many rows."""
-    if not config.DESCRIPTORS.value:
-        return tensor
-    # a dimension of length 1 may have any stride; a descriptor wants a multiple of 16 bytes
-    step = 16 // tensor.element_size()
-    strides = [stride if n > 1 else step for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, padded(tensor.shape[-1])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -180,9 +180,8 @@ def _list(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, c
     counts = torch.empty((rows, 4), dtype=torch.int32, device=device)
     lists = None if visits.mode == "ranges" else torch.empty((rows, tasks.width + 1), dtype=torch.int32, device=device)
     shape = tuple(map(encode, (tasks.heads, tasks.width, tasks.width + 1)))
-    chunk = min(1024, max(16, triton.next_power_of_2(tasks.width)))
     list_tiles[(rows,)](
-        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, chunk, num_warps=1
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, 128, num_warps=1
     )
     b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
     h_stride = 0 if tasks.heads == 1 else tasks.count
