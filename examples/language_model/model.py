@@ -18,11 +18,11 @@ __all__ = ["LanguageModel", "Sizes", "generate"]
 class Sizes:
     """Of a model and of its batches."""
 
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     layers: int = 4
-    max_length: int = 384
-    tokens: int = 4096
+    max_length: int = 320
+    tokens: int = 2048
 
 
 class LanguageModel(torch.nn.Module):

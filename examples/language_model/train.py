@@ -70,6 +70,7 @@ def train(model: LanguageModel, loss_of: Loss, docs: Documents, *, tokens: int, 
     for step, batch in enumerate(itertools.islice(batches(docs[0], tokens, seed=0), steps if stop is None else stop)):
         if step % every == 0:
             run.validation.append((step, validation(model, loss_of, held_out)))
+            print(f"  step {step}: validation loss {run.validation[-1][1]:.3f}", flush=True)
         start = time.perf_counter()
         loss = loss_of(model, batch)
         optimizer.zero_grad()
@@ -107,11 +108,11 @@ def plot(path: Path, ours: Run, theirs: Run) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, seconds")
-    parser.add_argument("--steps", type=int, help="training steps, 400 by default")
+    parser.add_argument("--steps", type=int, help="training steps, 500 by default")
     parser.add_argument("--plot", type=Path, help="where to save a plot of the losses")
     options = parser.parse_args()
     sizes = SMALL if options.small else Sizes()
-    steps = options.steps or (60 if options.small else 400)
+    steps = options.steps or (60 if options.small else 500)
     compared = min(steps, 20 if options.small else 60)
     docs = documents(sizes.max_length, files=60 if options.small else None)
     print(f"{len(docs[0])} documents to train on, {len(docs[1])} to validate, {min(map(len, docs[0]))} to {max(map(len, docs[0]))} bytes")

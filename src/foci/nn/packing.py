@@ -158,6 +158,11 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
             of the key elsewhere.
         batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
     """
+    with torch.inference_mode(mode=False):  # ordinary tensors, of which backends may keep what they find, layer for layer
+        return _packed(padding.clone() if padding.is_inference() else padding, batch_first=batch_first)
+
+
+def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
     floating = padding.is_floating_point()
     keep = padding > -torch.inf if floating else padding.logical_not()
     batch, length = keep.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -34,6 +34,8 @@ class Sequences:
     q_length: Tensor | None = None
     kv_start: Tensor | None = None
     kv_length: Tensor | None = None
+    tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    """Tasks by tile, number of tasks and whether they are tiles of queries: see `assign_tasks`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +49,41 @@ class Visits:
 
 
 def sequences_of(operands: Operands) -> Sequences:
-    """Starts and lengths of jagged sequences, without synchronisation."""
-    if operands.cu_q is None or operands.cu_kv is None:
+    """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
+
+    The layers of a model, and their backward passes, share one set.
+    """
+    cu_q, cu_kv = operands.cu_q, operands.cu_kv
+    if cu_q is None or cu_kv is None:
         return Sequences()
-    cu_q, cu_kv = operands.cu_q.to(torch.int32), operands.cu_kv.to(torch.int32)
-    q_length = cu_q.diff() if operands.q_lengths is None else operands.q_lengths.to(torch.int32)
-    kv_length = cu_kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
-    return Sequences(cu_q[:-1].contiguous(), q_length.contiguous(), cu_kv[:-1].contiguous(), kv_length.contiguous())
+    read = tuple(t for t in (cu_q, cu_kv, operands.q_lengths, operands.kv_lengths) if t is not None)
+    if _changes_unseen(operands.query, read):
+        return _sequences(operands, cu_q, cu_kv)
+    key = (operands.q_lengths is None, *((id(t), t._version) for t in read))
+    found = _sets.get(key)
+    if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
+        return found[1]
+    made = _sequences(operands, cu_q, cu_kv)
+    _sets[key] = tuple(map(weakref.ref, read)), made
+    if len(_sets) > _SETS:
+        _sets.popitem(last=False)
+    return made
+
+
+def _sequences(operands: Operands, cu_q: Tensor, cu_kv: Tensor) -> Sequences:
+    q, kv = cu_q.to(torch.int32), cu_kv.to(torch.int32)
+    q_length = q.diff() if operands.q_lengths is None else operands.q_lengths.to(torch.int32)
+    kv_length = kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
+    return Sequences(q[:-1].contiguous(), q_length.contiguous(), kv[:-1].contiguous(), kv_length.contiguous())
+
+
+def _changes_unseen(query: Tensor, read: tuple[Tensor, ...]) -> bool:
+    """Whether tensors may change without a new version: where a CUDA graph is captured, and without version counters."""
+    return (query.is_cuda and torch.cuda.is_current_stream_capturing()) or any(t.is_inference() for t in read)
+
+
+_sets: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
+_SETS: Final = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +125,7 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
 def _key(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> tuple[object, ...] | None:
     operands = call.operands
     read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
-    is_capturing = operands.query.is_cuda and torch.cuda.is_current_stream_capturing()
-    if operands.cu_q is not None or operands.blocks is not None or is_capturing or any(t.is_inference() for t in read):
+    if operands.cu_q is not None or operands.blocks is not None or _changes_unseen(operands.query, read):
         return None
     shapes = (operands.query.shape[:3], operands.key.shape[1:3])
     versions = tuple((id(t), t._version) for t in read)
@@ -146,9 +175,11 @@ def _assign(call: Pass, tile: int, count: int, *, is_by_query: bool) -> Spans:
     s = call.sequences
     length = s.q_length if is_by_query else s.kv_length
     assert length is not None
-    table = torch.empty((count, 2), dtype=torch.int32, device=length.device)
-    block = 32
-    assign_tasks[(triton.cdiv(length.shape[0], block),)](table, length, encode(length.shape[0]), encode(count), tile, block, 128)
+    table = s.tables.get((tile, count, is_by_query))
+    if table is None:
+        table = s.tables[tile, count, is_by_query] = torch.empty((count, 2), dtype=torch.int32, device=length.device)
+        block = 32
+        assign_tasks[(triton.cdiv(length.shape[0], block),)](table, length, encode(length.shape[0]), encode(count), tile, block, 128)
     return Spans(table, s.q_start, s.q_length, s.kv_start, s.kv_length)
 
 
