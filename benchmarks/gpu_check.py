@@ -226,6 +226,7 @@ def cases() -> list[Case]:
         case("jagged dropout window", batch=1, lengths=spans, dropout=0.2, mask=window, cu=(*cu, None, None)),
         case("learned bias", score=scores.bias(random(1, heads, n, m)), capture_grads=True), case("learned bias causal", score=scores.bias(random(2, 1, n, m)), mask=masks.causal(), capture_grads=True),
         case("learned bias half", score=scores.bias(random(heads, n, m).to(half)), dtype=half, capture_grads=True),
+        case("learned bias aligned", lengths=(n, 48 if small else 640), score=scores.bias(random(1, heads, n, 48 if small else 640)), capture_grads=True),
         case("learned key bias", score=scores.bias(random(heads, 1, m)), capture_grads=True, mask=masks.causal()), case("learned row bias", score=scores.bias(random(2, 1, n, 1)), capture_grads=True),
         case("learned slopes", score=scores.alibi(random(heads)), capture_grads=True, mask=masks.causal()), case("learned temperature", score=scores.temperature(random(heads).abs() + 1), capture_grads=True, scale=-0.2),
         case("learned scalar", score=foci.Score(lambda s, b, h, q, k, t=random(1)[0]: s * t + t), capture_grads=True),

@@ -169,11 +169,14 @@ def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor
     config = kernel.config(call, schedule, Visits(0, "captures", kernel.dense_spans, kernel.dense_table))
     spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
     limits = tuple(min(n, most) for n, most in zip(grid.lengths, (2**29, 2**29), strict=True))
+    b_step, h_step, q_step, kv_step = launch.strides
+    is_contiguous = launch.how == "tile" and kv_step == 1 and q_step % 8 == 0
+    steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
     queries, keys = (functools.partial(streamed, config, tile) for tile in (schedule.tile_q, schedule.tile_kv))
     capture_gradient[(programs,)](
         queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
-        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, launch.strides)), call.numbers, call.environment,
-        config, part, call.functions.mask, call.functions.both, launch.how, num_warps=schedule.warps, num_stages=1,
+        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, steps)), call.numbers, call.environment,
+        config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous, num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip
 
 

@@ -54,13 +54,14 @@ def contribution(
 
 @triton.jit
 def capture_gradient(
-    q, k, v, do, lse2, delta, out, limit, strides, size, spans, loops, out_strides, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, HOW: tl.constexpr
+    q, k, v, do, lse2, delta, out, limit, strides, size, spans, loops, out_strides, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, HOW: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
 ):
     """Gradient of one read of a captured tensor.
 
     HOW: "tile", the read varies over q and kv; "rows" or "columns", over one of them at most: sums over the other; "largest", the
     largest size of a contribution; "scatter", anywhere: contributions as whole multiples of `limit`'s unit, added in any order.
-    `loops` is (batch entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths), encoded.
+    CONTIGUOUS: a tile's rows lie 8 n elements apart, n given as their stride, and its columns side by side. `loops` is (batch entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths), encoded.
     """
     batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit = loops
     pid = tl.program_id(0)
@@ -120,8 +121,14 @@ def capture_gradient(
             rows = q_tile * c.TILE_Q + rows
             columns = kv_tile * c.TILE_KV + columns
             inside = (rows < number(row_limit))[:, None] & (columns < number(column_limit))[None, :]
-            at = base + rows.to(tl.int64)[:, None] * number(out_strides.s) + columns.to(tl.int64)[None, :] * number(out_strides.d)
-            tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+            if CONTIGUOUS:
+                at = base + rows.to(tl.int64)[:, None] * (number(out_strides.s) * 8) + columns[None, :]
+            else:
+                at = base + rows.to(tl.int64)[:, None] * number(out_strides.s) + columns.to(tl.int64)[None, :] * number(out_strides.d)
+            if ((q_tile + 1) * c.TILE_Q <= number(row_limit)) & ((kv_tile + 1) * c.TILE_KV <= number(column_limit)):
+                tl.store(at, acc.to(out.dtype.element_ty))
+            else:
+                tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
         elif HOW == "columns":
             columns = kv_tile * c.TILE_KV + columns
             tl.store(base + columns, acc)

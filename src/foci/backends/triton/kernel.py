@@ -258,7 +258,7 @@ class TritonKernel:
 
 
 Kernel = TritonKernel
-_PROGRAMS: Final = 2112
+_PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 

@@ -61,7 +61,7 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
     ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
     ("hopper", "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
-    ("hopper", "decode", 2, 128): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "decode", 2, 128): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
     ("hopper", "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
     ("hopper", "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
