@@ -169,7 +169,7 @@ def _floordiv(e: Expr, operands: tuple[str, ...]) -> str:
 
 _OPS: Final[Mapping[str, OpSpelling]] = {
     **{name: _infix(sign) for name, sign in (
-        ("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"), ("mod", "%"), ("pow", "**"),
+        ("add", "+"), ("sub", "-"), ("mul", "*"), ("mod", "%"), ("pow", "**"),
         ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("and", "&"), ("or", "|"), ("xor", "^"), ("shl", "<<"), ("shr", ">>"),
     )},
     **{name: _call(f"torch.{name}") for name in (
@@ -177,6 +177,7 @@ _OPS: Final[Mapping[str, OpSpelling]] = {
         "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "sigmoid", "erf", "isnan", "isinf",
     )},
     "neg": _call("torch.neg"),
+    "div": _call("torch.div", numbers=(1,)),  # number / tensor would multiply by the reciprocal, and round twice
     "floordiv": _floordiv,
     "not": _call("torch.bitwise_not"),
     "fmod": _call("torch.fmod", numbers=(1,)),
