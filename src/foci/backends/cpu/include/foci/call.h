@@ -142,6 +142,15 @@ FOCI_INLINE vl load_values(const int64_t* at) { return {load<half_l>(at), load<h
 FOCI_INLINE vi load_values(const int32_t* at) { return load<vi>(at); }
 template <class T> FOCI_INLINE vi load_small(const T* at) {
   typedef T small __attribute__((vector_size(sizeof(T) * WIDTH)));
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 1) {  // which the compiler would convert one by one
+    vi wide;
+    const small bytes = load<small>(at);
+    if constexpr (T(-1) < T(0)) asm("vpmovsxbd %1, %0" : "=v"(wide) : "m"(bytes));
+    else asm("vpmovzxbd %1, %0" : "=v"(wide) : "m"(bytes));
+    return wide;
+  }
+#endif
   return __builtin_convertvector(load<small>(at), vi);
 }
 FOCI_INLINE vi load_values(const int16_t* at) { return load_small(at); }

@@ -1,0 +1,294 @@
+"""The CPU backend against what torch offers, interleaved in one run. Prints one JSON line per comparison.
+
+    python benchmarks/cpu_attention.py                   # every group
+    python benchmarks/cpu_attention.py dense masked      # some of them
+    python benchmarks/cpu_attention.py --plot results/cpu_attention.jsonl ../docs/cpu.png
+
+Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory. Each round times one side and
+then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster. `load` is the machine's load
+average when the line was made: on a busy machine only ratios mean something.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import foci
+
+ROUNDS = 5
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two calls that do the same, and the ratio that is aimed at."""
+
+    case: str
+    dtype: str
+    direction: str
+    peer_name: str
+    ours: Call
+    peer: Call
+    target: float
+
+
+def compare(pair: Pair) -> dict[str, object]:
+    """Medians over rounds; every round times both."""
+    for call in (pair.ours, pair.peer):
+        call()
+    repeats = max(1, int(0.02 / max(1e-6, timed(pair.ours, 1))))
+    rounds = [(timed(pair.ours, repeats), timed(pair.peer, repeats)) for _ in range(ROUNDS)]
+    ratio = statistics.median(peer / ours for ours, peer in rounds)
+    return {
+        "case": pair.case,
+        "dtype": pair.dtype,
+        "direction": pair.direction,
+        "foci_ms": round(1e3 * statistics.median(ours for ours, _ in rounds), 4),
+        "peer": pair.peer_name,
+        "peer_ms": round(1e3 * statistics.median(peer for _, peer in rounds), 4),
+        "ratio": round(ratio, 3),
+        "target": pair.target,
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+    }
+
+
+def timed(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+
+
+def without_graph(function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Call:
+    detached = tuple(t.detach() for t in operands)
+    return lambda: function(*detached)
+
+
+def gradients(function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Call:
+    out = function(*operands)
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, operands, grad, retain_graph=True)
+
+
+def both_ways(
+    case: str,
+    dtype: str,
+    ours: Callable[..., Tensor],
+    peer: Callable[..., Tensor],
+    operands: tuple[Tensor, ...],
+    targets: tuple[float, float],
+    name: str,
+) -> Iterator[Pair]:
+    yield Pair(case, dtype, "forward", name, without_graph(ours, operands), without_graph(peer, operands), targets[0])
+    yield Pair(case, dtype, "backward", name, gradients(ours, operands), gradients(peer, operands), targets[1])
+
+
+def dense() -> Iterator[Pair]:
+    """Full and causal attention against torch SDPA."""
+    targets = {
+        ("float32", False): (1.2, 1.25),
+        ("float32", True): (1.3, 1.35),
+        ("bfloat16", False): (2.3, 1.7),
+        ("bfloat16", True): (2.4, 1.8),
+    }
+    for name, dtype in DTYPES.items():
+        for S, H, D in ((2048, 8, 64), (2048, 8, 128), (4096, 4, 64), (8192, 1, 64), (8192, 1, 128)):
+            for causal in (False, True):
+                mask = foci.masks.causal() if causal else None
+                case = f"{'causal' if causal else 'full'} 1,{H},{S},{D}"
+                yield from both_ways(
+                    case, name,
+                    lambda q, k, v, mask=mask: foci.attention(q, k, v, mask=mask),
+                    lambda q, k, v, causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+                    tensors((1, H, S, D), dtype), targets[name, causal], "torch SDPA",
+                )  # fmt: skip
+
+
+def masked() -> Iterator[Pair]:
+    """A padding mask and a dense bool mask, both as tensors, against torch SDPA with the mask."""
+    S, H, D = 2048, 8, 64
+    padding = torch.zeros(1, 1, 1, S, dtype=torch.bool)
+    padding[..., : 3 * S // 4] = True
+    random = torch.rand(1, 1, S, S) < 0.7
+    for name, dtype in DTYPES.items():
+        targets = (1.3, 1.3) if name == "float32" else (2.3, 1.7)
+        for case, mask in (("padding mask", padding), ("bool mask", random)):
+            yield from both_ways(
+                f"{case} 1,{H},{S},{D}", name,
+                lambda q, k, v, mask=mask: foci.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+                lambda q, k, v, mask=mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+                tensors((1, H, S, D), dtype), targets, "torch SDPA",
+            )  # fmt: skip
+
+
+def functions() -> Iterator[Pair]:
+    """Score and mask functions: forward against torch.compile(flex_attention), backward against our own plain backward."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    S, H, D = 2048, 8, 64
+    slopes, bias, ids = torch.linspace(-1, -0.01, H), torch.randn(H, S, S), torch.arange(S) // 300
+    scores = {
+        "ALiBi": lambda s, b, h, q, k: s + slopes[h] * (q - k),
+        "softcap": lambda s, b, h, q, k: 20 * torch.tanh(s / 20),
+        "bias": lambda s, b, h, q, k: s + bias[h, q, k],
+    }
+    masks = {
+        "document": lambda b, h, q, k: ids[q] == ids[k],
+        "window": lambda b, h, q, k: (q >= k) & (q - k < 512),
+    }
+    for name, dtype in DTYPES.items():
+        for case, score, mask in ((c, s, None) for c, s in scores.items()):
+            yield from _function(f"{case} 1,{H},{S},{D}", name, (score, mask, None), tensors((1, H, S, D), dtype), flex_attention)
+        for case, mask in masks.items():
+            blocks = create_block_mask(mask, None, None, S, S, device="cpu")
+            yield from _function(f"{case} 1,{H},{S},{D}", name, (None, mask, blocks), tensors((1, H, S, D), dtype), flex_attention)
+
+
+def _function(
+    case: str, dtype: str, variant: tuple[object, object, object], operands: tuple[Tensor, ...], flex: Callable[..., Tensor]
+) -> Iterator[Pair]:
+    score, mask, blocks = variant
+    torch._dynamo.reset()
+    compiled = torch.compile(flex)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return foci.attention(q, k, v, score=score, mask=mask)
+
+    target = 2.0 if dtype == "float32" else 6.0
+    yield Pair(case, dtype, "forward", "torch.compile(flex_attention)", without_graph(ours, operands),
+               without_graph(lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=blocks), operands), target)  # fmt: skip
+    if mask is None:  # the same density as plain attention
+        yield Pair(
+            case,
+            dtype,
+            "backward",
+            "own plain backward",
+            gradients(ours, operands),
+            gradients(lambda q, k, v: foci.attention(q, k, v), operands),
+            0.87,
+        )
+
+
+def decode() -> Iterator[Pair]:
+    """One query against 8192 keys: time against a copy of the same bytes."""
+    for name, dtype in DTYPES.items():
+        query, key, value = torch.randn(1, 32, 1, 128, dtype=dtype), *(torch.randn(1, 8, 8192, 128, dtype=dtype) for _ in range(2))
+        to = torch.empty_like(key), torch.empty_like(value)
+        yield Pair("decode 1,32/8,1x8192,128", name, "forward", "copy of K and V", lambda q=query, k=key, v=value: foci.attention(q, k, v),
+                   lambda k=key, v=value, to=to: (to[0].copy_(k), to[1].copy_(v)), 0.85)  # fmt: skip
+
+
+def small() -> Iterator[Pair]:
+    """Many tiny problems."""
+    for name, dtype in DTYPES.items():
+        yield from both_ways(
+            "small 64,8,32,64",
+            name,
+            foci.attention,
+            F.scaled_dot_product_attention,
+            tensors((64, 8, 32, 64), dtype),
+            (1.0, 1.0),
+            "torch SDPA",
+        )
+
+
+def jagged() -> Iterator[Pair]:
+    """Equal sequences packed along one dimension, against the same work dense: a ratio near 1."""
+    for name, dtype in DTYPES.items():
+        B, S, H, D = 8, 512, 8, 64
+        dense_operands = tensors((B, H, S, D), dtype)
+        packed = tuple(t.detach().transpose(1, 2).reshape(B * S, H, D).requires_grad_() for t in dense_operands)
+        offsets = torch.arange(0, (B + 1) * S, S, dtype=torch.int32)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor = offsets, S: int = S) -> Tensor:
+            return foci.varlen_attn(q, k, v, offsets, offsets, S, S)
+
+        case = f"jagged {B}x{S},{H},{D}"
+        yield Pair(
+            case, name, "forward", "the same work dense", without_graph(ours, packed), without_graph(foci.attention, dense_operands), 0.95
+        )
+        yield Pair(case, name, "backward", "the same work dense", gradients(ours, packed), gradients(foci.attention, dense_operands), 0.95)
+
+
+GROUPS = {"dense": dense, "masked": masked, "functions": functions, "decode": decode, "small": small, "jagged": jagged}
+
+_MEMORY = """
+import resource, sys, torch, foci
+S = int(sys.argv[1])
+q, k, v = (torch.randn(1, 2, S, 64, requires_grad=True) for _ in range(3))
+foci.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], mask=foci.masks.causal()).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+foci.attention(q, k, v, mask=foci.masks.causal()).sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def memory() -> Iterator[dict[str, object]]:
+    """Growth of the resident set by a causal forward and backward, each length in a process of its own."""
+    for S in (2048, 4096, 8192, 16384):
+        ran = subprocess.run([sys.executable, "-c", _MEMORY, str(S)], capture_output=True, text=True, check=True)
+        yield {
+            "case": f"memory 1,2,{S},64 causal",
+            "dtype": "float32",
+            "direction": "both",
+            "megabytes": round(float(ran.stdout), 1),
+            "scores_megabytes": 2 * S * S * 4 / 2**20,
+        }
+
+
+def plot(source: Path, to: Path) -> None:
+    """Bars of the ratios in a file of results."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [line for line in map(json.loads, source.read_text().splitlines()) if "ratio" in line]
+    labels = [f"{line['case']}  {line['dtype']}  {line['direction']}" for line in lines]
+    figure, axes = plt.subplots(figsize=(10, 0.2 * len(lines) + 1))
+    reached = [line["ratio"] >= line["target"] for line in lines]
+    axes.barh(range(len(lines)), [line["ratio"] for line in lines], color=["tab:blue" if ok else "tab:orange" for ok in reached])
+    axes.scatter([line["target"] for line in lines], range(len(lines)), marker="|", color="black", label="target")
+    axes.set_yticks(range(len(lines)), labels, fontsize=6)
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the peer / time of foci")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(to, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", help="of " + ", ".join((*GROUPS, "memory")))
+    parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PNG"), type=Path)
+    chosen = parser.parse_args()
+    if chosen.plot:
+        plot(*chosen.plot)
+        return
+    with foci.use("cpu"):
+        for group in chosen.groups or GROUPS:
+            for line in memory() if group == "memory" else map(compare, GROUPS[group]()):
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

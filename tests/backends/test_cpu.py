@@ -1,0 +1,330 @@
+"""The CPU backend's own promises: building and caching, threads, determinism, strides, tails. Results: tests/conformance."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci
+from foci import backends
+from foci.backends.contract import Plan
+from foci.backends.cpu import BACKEND, backend_info, build
+from foci.backends.cpu.sites import partition, sites_of
+from foci.backends.cpu.source import backward_source, forward_source
+from foci.binding import bind
+from foci.planner import choose, target_of
+from foci.problem import Formula, Operands, Outputs, Problem, Target
+
+CPU = target_of(torch.device("cpu"))
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+
+def problem(score=None, mask=None, dtype=torch.float32, **changes):
+    variant = bind(score, mask, torch.device("cpu")).variant
+    sizes = {"head_dim": 16, "value_dim": 16, "q_heads": 2, "kv_heads": 2, "batch": 1, "q_len": 64, "kv_len": 64}
+    formula = Formula(variant, **{name: changes.pop(name) for name in ("outputs", "dropout", "block_size") if name in changes})
+    return Problem(formula, dtype, **{**sizes, **changes})
+
+
+def attention(*tensors, **arguments):
+    with foci.use("cpu"):
+        return foci.attention(*tensors, **arguments)
+
+
+def exact(*tensors, **arguments):
+    with foci.use("reference"):
+        return foci.attention(*(t.double() for t in tensors), **arguments)
+
+
+def qkv(B=1, H=2, S=64, D=16, dtype=torch.float32):
+    return tuple(torch.randn(B, H, S, D, dtype=dtype) for _ in range(3))
+
+
+# What it takes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "words"),
+    [
+        (lambda: problem(dtype=torch.float64), CPU, "float64"),
+        (lambda: problem(outputs=Outputs(weights=True)), CPU, "weights"),
+        (lambda: problem(head_dim=1024), CPU, "512"),
+        (lambda: problem(), Target("cuda", 90), "cuda"),
+        (lambda: problem(), Target("cpu", 0, frozenset({"avx512"})), "compiler"),
+    ],
+)
+def test_says_why_not(asked, target, words):  # SDPA-15
+    assert words in BACKEND.reject(asked(), target)
+
+
+def test_is_chosen_over_the_other_backends():  # SDPA-15
+    asked = problem(mask=lambda b, h, q, k: q >= k, q_len=2048, kv_len=2048, head_dim=64, value_dim=64)
+    assert choose(asked, CPU).plan.backend == "cpu"
+
+
+def test_without_a_compiler_the_planner_takes_another(monkeypatch):  # SDPA-15
+    monkeypatch.setenv("FOCI_CXX", "no-such-compiler")
+    decision = choose(problem(), CPU)
+    assert decision.plan.backend != "cpu"
+    assert "no-such-compiler was not found" in next(r.reason for r in decision.rejections if r.backend == "cpu")
+
+
+def test_info_names_compiler_flags_and_cache():
+    info = backend_info()
+    assert re.search(r"\d+\.\d+", info["compiler"])
+    assert "-O2" in info["flags"]
+    assert info["cache"]
+
+
+# Sources ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_and_numbers_are_not_in_the_source():  # FLEX-10
+    def windowed(n):
+        return problem(mask=lambda b, h, q, k: (q >= k) & (q - k < n), q_len=n, kv_len=n)
+
+    assert forward_source(windowed(128)) == forward_source(windowed(1000))
+    assert backward_source(windowed(128)) == backward_source(windowed(1000))
+
+
+def test_row_and_column_values_leave_the_inner_loop():
+    slopes, ids = torch.rand(2), torch.arange(64) // 7
+    source = forward_source(problem(lambda s, b, h, q, k: s + slopes[h] * 2, lambda b, h, q, k: ids[q] == ids[k]))
+    score = source[source.index("vf score(") : source.index("vb mask(")]
+    mask = source[source.index("vb mask(") : source.index("Class classify(")]
+    assert "c0(call)" not in score + mask
+    assert "c1(call)" not in score + mask
+
+
+def test_only_what_requires_grad_is_computed():
+    source = backward_source(problem(query_grad=False, key_grad=True, value_grad=False))
+    assert "GRAD_Q = false, GRAD_K = true, GRAD_V = false" in source
+
+
+def test_private_gradients_only_where_tasks_meet():  # SDPA-04
+    bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
+    full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
+    by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
+    assert partition(sites_of(full, (True,)), (bias,), (1, 2, 4)).shared == (True,)
+    assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).shared == (False,)
+    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).shared == (True,)
+    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).shared == (False,)
+
+
+# The cache on disk -------------------------------------------------------------------------------------------------------
+
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }\n'
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_loaded", {})
+    build._probe.cache_clear()
+    yield tmp_path / "cpu"
+    build._probe.cache_clear()
+
+
+def test_second_load_comes_from_disk(cache, monkeypatch):
+    assert build.load(SOURCE % 1).answer() == 1
+    build._loaded.clear()
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    start = time.perf_counter()
+    assert build.load(SOURCE % 1).answer() == 1
+    assert time.perf_counter() - start < 0.1
+
+
+def libraries(cache):
+    return sorted(cache.glob("*.so"))
+
+
+def test_damaged_files_are_built_again(cache):
+    build.load(SOURCE % 2)
+    (library,) = libraries(cache)
+    half = library.read_bytes()[:1000]
+    library.unlink()  # the loaded one stays mapped
+    library.write_bytes(half)
+    library.chmod(0o600)
+    build._loaded.clear()
+    assert build.load(SOURCE % 2).answer() == 2
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620])
+def test_files_that_others_may_write_are_never_loaded(cache, mode):
+    build.load(SOURCE % 3)
+    (library,) = libraries(cache)
+    library.chmod(mode)
+    assert not build._is_intact(library)
+    build._loaded.clear()
+    assert build.load(SOURCE % 3).answer() == 3
+    assert not stat.S_IMODE(libraries(cache)[0].stat().st_mode) & 0o022
+
+
+def test_a_shared_folder_is_not_used(cache):
+    cache.mkdir(mode=0o700)
+    assert build.cache_directory() == cache
+    cache.chmod(0o777)
+    assert build.cache_directory() is None
+
+
+def test_an_unusable_cache_warns_and_uses_a_private_folder(cache, monkeypatch):
+    cache.mkdir(mode=0o700)
+    cache.chmod(0o777)
+    build._temporary_directory.cache_clear()
+    with pytest.warns(UserWarning, match="FOCI_CACHE_DIR"):
+        assert build.load(SOURCE % 4).answer() == 4
+    assert not libraries(cache)
+    assert stat.S_IMODE(build._temporary_directory().stat().st_mode) == 0o700
+
+
+def test_many_processes_build_at_once(cache):
+    program = f"from foci.backends.cpu import build; print(build.load({SOURCE % 5!r}).answer())"
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [p.communicate()[0].strip() for p in running] == ["5"] * 4
+    assert len(libraries(cache)) == 1
+    assert not [p for p in cache.iterdir() if p.name.startswith((".new-", ".build-"))]
+
+
+def test_a_refused_kernel_shows_its_source(cache):
+    with pytest.raises(build.CompileError, match=r"(?s)error.*The generated source:.*not C\+\+"):
+        build.load("not C++")
+
+
+def test_an_old_compiler_is_named(cache, tmp_path, monkeypatch):
+    script = tmp_path / "old-g++"
+    script.write_text('#!/bin/sh\necho "#define __GNUC__ 9"\necho "#define __VERSION__ \\"9.4.0\\""\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("FOCI_CXX", str(script))
+    assert re.search(r"is 9\.4\.0; .*12 or later", build.obstacle())
+
+
+# Running -----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_libgomp():
+    attention(*qkv())
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    program = "import torch, foci\nwith foci.use('cpu'): foci.attention(*(torch.randn(1, 2, 64, 16) for _ in range(3)))\nprint(open('/proc/self/maps').read())"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {line.split()[-1] for line in ran.stdout.splitlines() if "libgomp" in line}
+    assert len(loaded) == 1
+
+
+def gradients(tensors, **arguments):
+    leaves = tuple(t.clone().requires_grad_() for t in tensors)
+    out = attention(*leaves, **arguments)
+    return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_does_not_change_a_bit(dtype):  # SDPA-16
+    tensors = qkv(2, 4, 700, 32, dtype)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(tensors, mask=foci.masks.causal()))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_runs_in_a_forked_child():
+    tensors = qkv(2, 4, 700, 32)
+    expected = attention(*tensors).numpy().tobytes()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        same = attention(*tensors).numpy().tobytes() == expected  # torch's own operations may hang in here
+        os.write(writer, b"1" if same else b"0")
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"1"
+    os.waitpid(child, 0)
+
+
+def test_odd_strides():  # SDPA-12, JAG-06
+    base = torch.randn(3, 130, 2, 80)
+    q = base[..., ::2].transpose(1, 2)
+    k = base.transpose(1, 2)[..., 40:]
+    v = base[:1, :, :1, 40:].transpose(1, 2).expand(3, 2, 130, 40)
+    torch.testing.assert_close(attention(q, k, v), exact(q, k, v).float(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("D", [1, 3, 17, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_head_dim(D, dtype):  # SDPA-10
+    tensors = qkv(1, 2, 70, D, dtype)
+    tolerance = 5e-6 if dtype is torch.float32 else 3e-2
+    found = gradients(tensors)
+    with foci.use("reference"):
+        leaves = tuple(t.double().requires_grad_() for t in tensors)
+        out = foci.attention(*leaves)
+        expected = (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
+
+
+def test_captured_tensors_of_every_dtype_and_stride():  # FLEX-03
+    q, k, v = qkv(2, 2, 100, 16)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
+        ids = (torch.arange(400).reshape(2, 200) // 9 % 3).to(dtype)[:, ::2]
+        mask = foci.Mask(lambda b, h, q, k, ids=ids: ids[b, q] == ids[b, k])
+        torch.testing.assert_close(attention(q, k, v, mask=mask), exact(q, k, v, mask=mask).float(), atol=2e-6, rtol=0)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        table = torch.randn(2, 230).to(dtype).t()
+        score = foci.Score(lambda s, b, h, q, k, table=table: s + table[q - k + 110, h])
+        torch.testing.assert_close(attention(q, k, v, score=score), exact(q, k, v, score=score).float(), atol=3e-6, rtol=0)
+
+
+def test_loads_stop_at_the_end_of_a_tensor():  # FLEX-03
+    page = 4096 // 4
+    q, k, v = qkv(1, 1, 50, 16)
+    memory = torch.full((6 * page,), torch.nan)
+    bias = memory[page : page + 50 * 50].view(50, 50)  # NaN on either side
+    bias.normal_()
+    score = foci.Score(lambda s, b, h, q, k: s + bias[q, k])
+    assert torch.isfinite(attention(q, k, v, score=score)).all()
+
+
+@pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64"])
+def test_narrower_instruction_sets(arch):
+    """AVX2, and what every x86-64 has: in a process of its own, for the flags are part of everything cached."""
+    program = """
+import torch, foci
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 150, 40, requires_grad=True) for _ in range(3))
+score = foci.scores.softcap(3.0)
+def run(name, dtype):
+    with foci.use(name):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out = foci.attention(*leaves, mask=foci.masks.causal(), score=score)
+        return (out, *torch.autograd.grad(out.sum(), leaves))
+for a, b in zip(run("cpu", torch.float32), run("reference", torch.float64)):
+    torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "FOCI_CPU_ARCH": arch}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_caller_blocks_decide_where_tiles_straddle_heads():  # FLEX-06
+    torch.manual_seed(0)
+    q, k, v = qkv(2, 4, 130, 16)
+    formula = Formula(bind(None, lambda b, h, q, k: q >= k, torch.device("cpu")).variant, block_size=(64, 64))
+    blocks = torch.randint(0, 3, (2, 4, 3, 3), dtype=torch.int8)
+    asked = Problem(formula, torch.float32, 16, 16, 4, 4, 2, 256, 256)
+    operands = Operands(q, k, v, scale=0.25, blocks=blocks)
+    found, expected = (backends.load(name).compile(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
