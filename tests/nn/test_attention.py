@@ -407,3 +407,25 @@ def test_large_head_dim_scale():  # MOD-09
     q = x.unflatten(-1, (2, 4)).transpose(1, 2)
     want = ((q @ q.mT / math.sqrt(4)).softmax(-1) @ q).transpose(1, 2).flatten(2)
     torch.testing.assert_close(ours(x, x, x)[0], want)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_compile(need_weights):  # MOD-04 SDPA-21
+    torch._dynamo.reset()
+    _, ours = pair(batch_first=True, add_bias_kv=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = tensors("three", batch_first=True)
+    args = {"key_padding_mask": padding(S), "attn_mask": explicit((L, S), "bool", 3), "need_weights": need_weights}
+    expected, got = outcome(ours, inputs, **args), outcome(compiled, inputs, **args)
+    for (name, want), found in zip(expected.items(), got.values()):
+        assert (want is None) is (found is None), name
+        if want is not None:
+            torch.testing.assert_close(found, want, msg=name)
+
+
+def test_export():  # MOD-08
+    _, ours = pair(batch_first=True)
+    x = rand(B, L, E)
+    program = torch.export.export(ours, (x, x, x), {"key_padding_mask": padding(L)})
+    for found, want in zip(program.module()(x, x, x, key_padding_mask=padding(L)), ours(x, x, x, key_padding_mask=padding(L))):
+        torch.testing.assert_close(found, want)

@@ -385,6 +385,14 @@ class Gated(foci.nn.TransformerEncoderLayer):
         return super()._ff_block(x) * torch.sigmoid(x)
 
 
+class GatedPadded(foci.nn.TransformerEncoderLayer):
+    """A block of its own that may not know of packed tokens."""
+
+    def _ff_block(self, x):
+        assert x.dim() == 3
+        return super()._ff_block(x)
+
+
 class Scaled(foci.nn.MultiheadAttention):
     """An attention with a forward of its own."""
 
@@ -402,6 +410,8 @@ def test_subclasses():  # MOD-07
         out = encoder(x, src_key_padding_mask=hidden)
     want = 2 * plain.layers[1](2 * plain.layers[0](x, src_key_padding_mask=hidden), src_key_padding_mask=hidden)
     torch.testing.assert_close(out, want)
+    layer = GatedPadded(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
+    assert (layer(x, src_key_padding_mask=hidden)[hidden] == 0).all()
     gated = foci.nn.TransformerEncoder(Gated(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
     assert (gated(x, src_key_padding_mask=hidden)[hidden] == 0).all()
 
@@ -704,3 +714,21 @@ def test_gradient_of_a_floating_padding_mask():  # MOD-05
     weights = rand(int(rows.sum()), E, seed=9)
     found = [torch.autograd.grad((m(x, src_key_padding_mask=pad)[rows] * weights).sum(), pad)[0][rows] for m in (theirs.train(), ours)]
     torch.testing.assert_close(found[1], found[0])
+
+
+class GatedDecoder(foci.nn.TransformerDecoderLayer):
+    """A block of its own, which may not know of packed tokens."""
+
+    def _ff_block(self, x):
+        assert x.dim() == 3
+        return super()._ff_block(x) * torch.sigmoid(x)
+
+
+def test_decoder_subclass():  # MOD-07
+    torch.manual_seed(0)
+    decoder = foci.nn.TransformerDecoder(GatedDecoder(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
+    target, memory, hidden = rand(B, T, E), rand(B, S, E), padding("right")
+    with pytest.warns(UserWarning, match="GatedDecoder has a _ff_block of its own"):
+        out = decoder(target, memory, memory_key_padding_mask=hidden)
+    for n in range(B):
+        torch.testing.assert_close(out[n : n + 1], decoder(target[n : n + 1], memory[n : n + 1, ~hidden[n]]))

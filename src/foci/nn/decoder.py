@@ -20,7 +20,7 @@ from foci.nn.rotary import RotaryEmbedding
 
 __all__ = ["TransformerDecoder", "TransformerDecoderLayer"]
 
-_METHODS = ("forward", "_run", "_layer", "_sa_block", "_mha_block", "_ff_block")
+_BLOCKS = ("_layer", "_sa_block", "_mha_block", "_ff_block")
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
@@ -116,7 +116,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             return self._layer(*given, masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(*masks, given[0][1], given[1][1])
-        reason = why_not_tokens(self, type(self), ())
+        reason = why_not_tokens(self, TransformerDecoderLayer, _BLOCKS)
         target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         return left(self._layer(target, source, masks, causal, cache), target[1], batch_first=batch_first)
 
@@ -274,4 +274,4 @@ def enter_both(
 def _why_not(layer: torch.nn.Module) -> str | None:
     if not isinstance(layer, TransformerDecoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerDecoderLayer"
-    return why_not_tokens(layer, TransformerDecoderLayer, _METHODS)
+    return why_not_tokens(layer, TransformerDecoderLayer, ("forward", "_run", *_BLOCKS))

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 Activation = str | Callable[[Tensor], Tensor]
+_BLOCKS = ("_layer", "_sa_block", "_ff_block")
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -114,7 +115,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
         batch_first = self.self_attn.batch_first
-        can_pack = cache is None and is_plain_attention(self.self_attn)
+        can_pack = cache is None and why_not_tokens(self, TransformerEncoderLayer, _BLOCKS) is None
         x, padding = entered(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
         x = self._layer(x, src_mask, padding, is_causal=is_causal, cache=cache)
         return left(x, padding, batch_first=batch_first)
@@ -258,7 +259,7 @@ def overridden(layer: torch.nn.Module) -> str | None:
     """Why a layer may not be given tokens [T, E], if it may not."""
     if not isinstance(layer, TransformerEncoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerEncoderLayer"
-    return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_run", "_layer", "_sa_block", "_ff_block"))
+    return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_run", *_BLOCKS))
 
 
 def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -> str | None:
