@@ -108,11 +108,11 @@ def plot(path: Path, ours: Run, theirs: Run) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, seconds")
-    parser.add_argument("--steps", type=int, help="training steps, 250 by default")
+    parser.add_argument("--steps", type=int, help="training steps, 600 by default")
     parser.add_argument("--plot", type=Path, help="where to save a plot of the losses")
     options = parser.parse_args()
     sizes = SMALL if options.small else Sizes()
-    steps = options.steps or (60 if options.small else 250)
+    steps = options.steps or (60 if options.small else 600)
     compared = min(steps, 20 if options.small else 40)
     docs = documents(sizes.max_length, files=60 if options.small else None)
     print(f"{len(docs[0])} documents to train on, {len(docs[1])} to validate, {min(map(len, docs[0]))} to {max(map(len, docs[0]))} bytes")
