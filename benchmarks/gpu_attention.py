@@ -35,9 +35,9 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.backends.triton import BACKEND
+from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
-from foci.binding import bind
 
 DEVICE = torch.device("cuda")
 
@@ -202,7 +202,11 @@ def peer(row: Row, name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
         cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
         packed = [t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in tensors]
         options = {"window_size": (-1, 0)} if "causal" in row.name else {}
-        return _timed_pair(lambda q, k, v: varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), **options), packed, dout[0].transpose(0, 1).contiguous())
+        return _timed_pair(
+            lambda q, k, v: varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), **options),
+            packed,
+            dout[0].transpose(0, 1).contiguous(),
+        )
     backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}[name]
     assert row.sdpa is not None
     options = row.sdpa()
@@ -253,7 +257,17 @@ def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None
         # terabytes of keys and values a second, in the place of TFLOP/s
         b, _, n, d = row.shape
         rate = 4.0 * b * row.kv_heads * n * d / times[0] / 1e9
-        return {"row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "forward_tbs": rate, "forward_tflops": rate, "backward_ms": times[1], "backward_tflops": 0.0, "peak_mb": peak / 2**20}
+        return {
+            "row": row.name,
+            "shape": row.shape,
+            "who": name,
+            "forward_ms": times[0],
+            "forward_tbs": rate,
+            "forward_tflops": rate,
+            "backward_ms": times[1],
+            "backward_tflops": 0.0,
+            "peak_mb": peak / 2**20,
+        }
     return {
         "row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "backward_ms": times[1],
         "forward_tflops": work / times[0] / 1e9, "backward_tflops": 2.5 * work / times[1] / 1e9, "peak_mb": peak / 2**20,
@@ -308,8 +322,15 @@ def main() -> None:
                     with out.open("a") as file:
                         file.write(json.dumps(line | about) + "\n")
         b, h, s, d = row.shape
-        shown = "  ".join(f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}" for n, m in found.items())
-        table.append(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}  ({found['foci']['backward_ms']:.2f} ms bwd, {found['foci']['peak_mb']:.0f} MB)" if "foci" in found else f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}")
+        shown = "  ".join(
+            f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"
+            for n, m in found.items()
+        )
+        table.append(
+            f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}  ({found['foci']['backward_ms']:.2f} ms bwd, {found['foci']['peak_mb']:.0f} MB)"
+            if "foci" in found
+            else f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}"
+        )
         if not options.compile:
             print(table[-1], flush=True)
 

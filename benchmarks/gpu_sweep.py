@@ -77,7 +77,9 @@ def kernel_of(dim: int, name: str) -> tuple[TritonKernel, Operands]:
     q, k, v = (torch.randn(2, heads, 8192, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
     bound = bind(score, mask, device)
     operands = Operands(q, k, v, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(dim))
-    problem = Problem(Formula(bound.variant, outputs=Outputs(lse=True)), torch.bfloat16, dim, dim, heads, heads, 2, 8192, 8192, True, True, True, ())
+    problem = Problem(
+        Formula(bound.variant, outputs=Outputs(lse=True)), torch.bfloat16, dim, dim, heads, heads, 2, 8192, 8192, True, True, True, ()
+    )
     return TritonKernel(Plan("triton", problem, target_of(device))), operands
 
 
@@ -121,7 +123,10 @@ def main() -> None:
             continue
         heads = 2048 // dim
         rate = FLOPS[kind] * 2 * heads * 8192**2 * dim * VARIANTS[name][2] / ms / 1e9
-        print(f"{kind:21s} D{dim:<4d}{name:8s} {schedule.tile_q:3d}x{schedule.tile_kv:<3d} w{schedule.warps} s{schedule.stages} {'tma' if schedule.descriptors else '   '} {'turned' if schedule.turned else '      '} {ms:7.3f} ms {rate:6.0f} TFLOP/s", flush=True)
+        print(
+            f"{kind:21s} D{dim:<4d}{name:8s} {schedule.tile_q:3d}x{schedule.tile_kv:<3d} w{schedule.warps} s{schedule.stages} {'tma' if schedule.descriptors else '   '} {'turned' if schedule.turned else '      '} {ms:7.3f} ms {rate:6.0f} TFLOP/s",
+            flush=True,
+        )
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps({"kernel": kind, "D": dim, "variant": name, **vars(schedule), "ms": ms, "tflops": rate}) + "\n")

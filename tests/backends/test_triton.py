@@ -23,7 +23,16 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def problem(score=None, mask=None, **changes):
     variant = bind(score, mask, CPU).variant
-    given = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "q_heads": 4, "kv_heads": 4, "batch": 2, "q_len": 512, "kv_len": 512}
+    given = {
+        "dtype": torch.bfloat16,
+        "head_dim": 128,
+        "value_dim": 128,
+        "q_heads": 4,
+        "kv_heads": 4,
+        "batch": 2,
+        "q_len": 512,
+        "kv_len": 512,
+    }
     formula = {k: changes.pop(k) for k in ("layout", "outputs", "dropout", "block_size") if k in changes}
     return Problem(Formula(variant, **formula), **(given | changes))
 
@@ -107,9 +116,7 @@ def test_generated_functions_read_as_written():
     slopes = torch.ones(4)
     bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
     made = functions_of(bound.variant, lies_of(bound.captures), half=True)
-    assert made.source.split("\n\n\n")[2].strip() == (
-        "def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)"
-    )
+    assert made.source.split("\n\n\n")[2].strip() == ("def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)")
     score = made.source.split("\n\n\n")[0]
     assert "tl.load(env.captures[0] + h)" in score
     assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles
@@ -137,7 +144,18 @@ def test_integers_never_specialise_a_kernel():  # FLEX-10
         assert (encode_word(word) - (1 << 40)) >> 5 == word
 
 
-CORE = ("causal", "gqa", "bias heads aligned", "blocks", "dropout", "jagged causal gqa", "learned bias causal", "learned table", "decode list dropout", "empty rows")
+CORE = (
+    "causal",
+    "gqa",
+    "bias heads aligned",
+    "blocks",
+    "dropout",
+    "jagged causal gqa",
+    "learned bias causal",
+    "learned table",
+    "decode list dropout",
+    "empty rows",
+)
 
 
 @pytest.mark.slow
@@ -150,7 +168,12 @@ def test_kernels_in_the_interpreter():
     root = Path(__file__).parents[2]
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root / "src")}
     done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "gpu_check.py"), *CORE], env=env, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(root / "benchmarks" / "gpu_check.py"), *CORE],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert done.stdout.count("ok  ") == len(CORE)

@@ -26,11 +26,23 @@ from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LAUNCHED = {
-    kernel: ("attention_forward", "prepare_rows", "attention_query_gradient", "attention_key_gradient", "attention_decode", "combine_splits"),
+    kernel: (
+        "attention_forward",
+        "prepare_rows",
+        "attention_query_gradient",
+        "attention_key_gradient",
+        "attention_decode",
+        "combine_splits",
+    ),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
     capture_gradients: ("capture_gradient",),
 }
-KINDS = {"attention_forward": ("forward", "forward_sparse"), "attention_query_gradient": ("query_gradient",), "capture_gradient": ("captures",), "attention_decode": ("decode",)}
+KINDS = {
+    "attention_forward": ("forward", "forward_sparse"),
+    "attention_query_gradient": ("query_gradient",),
+    "capture_gradient": ("captures",),
+    "attention_decode": ("decode",),
+}
 
 
 class Compiler:
@@ -151,7 +163,9 @@ def launch(case, arch):
     jagged = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if case.get("jagged") else {}
     bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
     dropout = case.get("dropout", 0.0)
-    operands = Operands(query, key, key, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, **jagged)
+    operands = Operands(
+        query, key, key, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, **jagged
+    )
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True), dropout > 0)
     learned = tuple(bool(case.get("learned")) for _ in bound.captures)
     asked = Problem(formula, torch.bfloat16, dim, dim, 2, 2, batch, queries, keys, True, True, True, learned)

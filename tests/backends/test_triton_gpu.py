@@ -38,7 +38,13 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
 def compiled_kernels():
     from foci.backends.triton import backward, forward, visits
 
-    jitted = (forward.attention_forward, backward.attention_query_gradient, backward.attention_key_gradient, backward.prepare_rows, visits.list_tiles)
+    jitted = (
+        forward.attention_forward,
+        backward.attention_query_gradient,
+        backward.attention_key_gradient,
+        backward.prepare_rows,
+        visits.list_tiles,
+    )
     return sum(len(cache[0]) for function in jitted for cache in function.device_caches.values())
 
 
@@ -111,7 +117,9 @@ def test_a_mask_tensor_changed_in_place_is_seen():
 
 def test_first_call_of_a_new_function():
     started = time.perf_counter()
-    kernel, operands = kernel_and_operands(foci.Score(lambda s, b, h, q, k: s * 0.75 + torch.sin(s) * 0.125), masks.causal(), (2, 4, 1000, 128))
+    kernel, operands = kernel_and_operands(
+        foci.Score(lambda s, b, h, q, k: s * 0.75 + torch.sin(s) * 0.125), masks.causal(), (2, 4, 1000, 128)
+    )
     kernel.forward(operands)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started

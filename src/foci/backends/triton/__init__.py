@@ -70,7 +70,8 @@ class TritonBackend:
         scratch = tile_bytes(problem.variant) or int(problem.formula.dropout)
         for kind in kinds:
             if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch) is None:
-                return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with D = {problem.head_dim}, Dv = {problem.value_dim}"
+                size = f"D = {problem.head_dim}, Dv = {problem.value_dim}"
+                return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with {size}"
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:

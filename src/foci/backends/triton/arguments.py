@@ -19,7 +19,8 @@ class Config(NamedTuple):
 
     TILE_Q, TILE_KV: rows and keys of a tile. D, DV: head dims; D_PAD, DV_PAD: the same, padded to a power of two.
     STAGES: loads in flight. TURNED: the kernel of
-    dk and dv holds scores as rows of queries, as the others do: fewer registers, but products read them from shared memory. MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`).
+    dk and dv holds scores as rows of queries, as the others do: fewer registers, but products read them from shared memory.
+    MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`).
     JAGGED: packed sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every
     tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
     within a tile. PLAIN: the score function is the identity. NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that

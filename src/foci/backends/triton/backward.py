@@ -34,7 +34,15 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
     b = bh // number(size.heads)
     h = bh - b * number(size.heads)
     limit = number(size.rows) - first
-    o = load_tile(rows_pointer(out, strides.out, b, h, first, c), tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD), limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    o = load_tile(
+        rows_pointer(out, strides.out, b, h, first, c),
+        tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD),
+        limit,
+        True,
+        c.TILE_Q,
+        c.DV,
+        c.DV_PAD,
+    )
     offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
     do = load_tile(rows_pointer(dout, strides.dout, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -86,7 +94,24 @@ def score_gradient(p, dp, delta, slope, c, CLEAN: tl.constexpr):
 
 @triton.jit
 def fold_query_gradient(
-    dq, q, do, lse2, delta, k, v, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k,
+    v,
+    strides,
+    at,
+    run,
+    table,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Adds the tiles of keys `run` to the gradient of a tile of queries."""
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len = at
@@ -143,16 +168,22 @@ def attention_query_gradient(
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, False, False)
+    acc = fold_query_gradient(
+        acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, False, False
+    )
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE)
+    acc = fold_query_gradient(
+        acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE
+    )
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc = fold_query_gradient(acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, True, True)
+        acc = fold_query_gradient(
+            acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, True, True
+        )
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
     store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
@@ -171,8 +202,27 @@ def turned(x, c):
 
 @triton.jit
 def fold_key_gradient(
-    dk, dv, k, v, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    lse2,
+    delta,
+    strides,
+    at,
+    run,
+    table,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
 ):
     """Adds the tiles of queries `run` of one head to the gradients of a tile of keys."""
     b, h, memory_b, head, kv_first, q_start, q_len, kv_len = at
@@ -247,7 +297,9 @@ def attention_key_gradient(
     dk_acc = 0.0
     dv_acc = 0.0
     if KEY:
-        values = load_tile(rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD)
+        values = load_tile(
+            rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD
+        )
         dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
     if VALUE:
         dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
@@ -281,7 +333,27 @@ def attention_key_gradient(
         if not EDGE:
             run = (line, part_first, before, gap, whole, part)
             dk_acc, dv_acc = fold_key_gradient(
-                dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, True, True, KEY, VALUE
+                dk_acc,
+                dv_acc,
+                keys,
+                values,
+                q,
+                do,
+                lse2,
+                delta,
+                strides,
+                at,
+                run,
+                table,
+                numbers,
+                env,
+                c,
+                both,
+                mask,
+                True,
+                True,
+                KEY,
+                VALUE,
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0

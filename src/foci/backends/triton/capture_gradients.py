@@ -15,9 +15,9 @@ from foci.backends.triton.arguments import Strides, encode
 from foci.backends.triton.captures import capture_gradient
 from foci.backends.triton.functions import float_early, jit_function, lies_of
 from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.streams import streamed
 from foci.backends.triton.sparsity import Visits
 from foci.backends.triton.spelling import Lie, spelling_for
+from foci.backends.triton.streams import streamed
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
 from foci.ir.expr import Expr
@@ -58,7 +58,9 @@ def way_of(derivative: CaptureDerivative) -> Way:
     return Way("columns" if "kv_idx" in used else "rows", tuple(names))
 
 
-def capture_gradients(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+def capture_gradients(
+    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype.
 
     Args:
@@ -154,7 +156,9 @@ class _Launch:
     unit: Tensor | None = None
 
 
-def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch) -> None:
+def _launch(
+    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch
+) -> None:
     schedule = kernel.schedule("captures")
     grid = _grid(call, schedule)
     outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
@@ -174,7 +178,8 @@ def _launch(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor
     steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
     queries, keys = (functools.partial(streamed, config, tile) for tile in (schedule.tile_q, schedule.tile_kv))
     capture_gradient[(programs,)](
-        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
+        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit,
+        kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
         tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, steps)), call.numbers, call.environment,
         config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous, num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip

@@ -14,7 +14,26 @@ from foci.backends.triton.tiles import keep_tile, number, sequence, stream_tile
 
 @triton.jit
 def contribution(
-    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, EDGE: tl.constexpr
+    q,
+    k,
+    v,
+    do,
+    lse2,
+    delta,
+    strides,
+    size,
+    b,
+    h,
+    q_tile,
+    kv_tile,
+    span,
+    numbers,
+    env,
+    c,
+    part: tl.constexpr,
+    mask: tl.constexpr,
+    score: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """(contribution of each place of a tile, 0 where masked; its offset in the gradient, for a scatter)."""
     q_start, q_len, kv_start, kv_len, memory_b = span
@@ -54,14 +73,34 @@ def contribution(
 
 @triton.jit
 def capture_gradient(
-    q, k, v, do, lse2, delta, out, limit, strides, size, spans, loops, out_strides, numbers, env, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, HOW: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    lse2,
+    delta,
+    out,
+    limit,
+    strides,
+    size,
+    spans,
+    loops,
+    out_strides,
+    numbers,
+    env,
+    c,
+    part: tl.constexpr,
+    mask: tl.constexpr,
+    score: tl.constexpr,
+    HOW: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
 ):
     """Gradient of one read of a captured tensor.
 
     HOW: "tile", the read varies over q and kv; "rows" or "columns", over one of them at most: sums over the other; "largest", the
     largest size of a contribution; "scatter", anywhere: contributions as whole multiples of `limit`'s unit, added in any order.
-    CONTIGUOUS: a tile's rows lie 8 n elements apart, n given as their stride, and its columns side by side. `loops` is (batch entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths), encoded.
+    CONTIGUOUS: a tile's rows lie 8 n elements apart, n given as their stride, and its columns side by side. `loops` is (batch
+    entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths), encoded.
     """
     batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit = loops
     pid = tl.program_id(0)
@@ -99,9 +138,13 @@ def capture_gradient(
         span = (q_start, q_len, kv_start, kv_len, b * 0 if c.JAGGED else b)
         if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len):
             if ((q_tile + 1) * c.TILE_Q <= q_len) & ((kv_tile + 1) * c.TILE_KV <= kv_len):
-                g, offset = contribution(q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, False)
+                g, offset = contribution(
+                    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, False
+                )
             else:
-                g, offset = contribution(q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, True)
+                g, offset = contribution(
+                    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, True
+                )
             if HOW == "tile":
                 acc += g
             elif HOW == "columns":

@@ -12,7 +12,9 @@ from foci.backends.triton.tiles import LN2, LOG2E, keep_tile, number, rows_point
 
 
 @triton.jit
-def attention_decode(q, k, v, partial, partial_max, partial_total, strides, size, table, numbers, env, c, splits, score: tl.constexpr, mask: tl.constexpr):
+def attention_decode(
+    q, k, v, partial, partial_max, partial_total, strides, size, table, numbers, env, c, splits, score: tl.constexpr, mask: tl.constexpr
+):
     """Unnormalised results of one group of heads over one split of the keys.
 
     partial: float32 [B, Hkv, splits, TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits, TILE_Q].
@@ -76,7 +78,9 @@ def attention_decode(q, k, v, partial, partial_max, partial_total, strides, size
 
 
 @triton.jit
-def combine_splits(partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+def combine_splits(
+    partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Puts COLUMNS columns of the splits of one row together, in order."""
     pid = tl.program_id(0)
     q_len = number(size.rows)

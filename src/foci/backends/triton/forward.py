@@ -28,7 +28,21 @@ from foci.backends.triton.tiles import (
 
 @triton.jit
 def scores_of(
-    qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    qk,
+    b,
+    h,
+    q_idx,
+    kv_idx,
+    q_len,
+    kv_len,
+    tile,
+    numbers,
+    env,
+    c,
+    score: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
     x = qk
@@ -51,7 +65,23 @@ def scores_of(
 
 @triton.jit
 def fold_tiles(
-    acc, total, most, q, k, v, strides, at, run, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    acc,
+    total,
+    most,
+    q,
+    k,
+    v,
+    strides,
+    at,
+    run,
+    table,
+    numbers,
+    env,
+    c,
+    score: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total and maximum."""
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at

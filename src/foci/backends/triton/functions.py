@@ -111,7 +111,9 @@ def environment_numbers(captures: Sequence[Tensor], lies: tuple[Lie, ...]) -> tu
     """(sizes, strides) of captured tensors, flat; strides in the units their `Lie` says."""
     sizes = tuple(n for t in captures for n in t.shape)
     strides = tuple(
-        (0 if n == 1 else stride) // (8 if lie.aligned else 1) for t, lie in zip(captures, lies, strict=True) for n, stride in zip(t.shape, t.stride(), strict=True)
+        (0 if n == 1 else stride) // (8 if lie.aligned else 1)
+        for t, lie in zip(captures, lies, strict=True)
+        for n, stride in zip(t.shape, t.stride(), strict=True)
     )
     return sizes, strides
 

@@ -149,10 +149,14 @@ class TritonKernel:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         fresh = torch.zeros_like if operands.cu_q is not None or 0 in (query.numel(), key.numel(), value.numel()) else torch.empty_like
         wanted = (p.query_grad, p.key_grad, p.value_grad)
-        dq, dk, dv = (fresh(t, memory_format=torch.contiguous_format) if on else None for t, on in zip((query, key, value), wanted, strict=True))
+        dq, dk, dv = (
+            fresh(t, memory_format=torch.contiguous_format) if on else None for t, on in zip((query, key, value), wanted, strict=True)
+        )
         if query.numel() and value.numel() and p.needs_backward:
             dout = cotangents.out
-            call = self.begin(operands, {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None})
+            call = self.begin(
+                operands, {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None}
+            )
             rows = self._prepare(call, results, cotangents)
             if dq is not None:
                 self._query_gradient(call, dout, rows, dq)
@@ -170,7 +174,16 @@ class TritonKernel:
         batch, heads, length = results.lse.shape
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
-            results.out, cotangents.out, results.lse.contiguous(), dlse, lse2, delta, self.strides(call), self.size(call, heads, 1), config, num_warps=4
+            results.out,
+            cotangents.out,
+            results.lse.contiguous(),
+            dlse,
+            lse2,
+            delta,
+            self.strides(call),
+            self.size(call, heads, 1),
+            config,
+            num_warps=4,
         )
         return lse2, delta
 
@@ -193,7 +206,9 @@ class TritonKernel:
         if dk is not None and dv is not None and together:
             return ((name, (dk, dv)),)
         names = (name, name) if together else ("key_gradient_alone", "value_gradient_alone")
-        return tuple((name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None)
+        return tuple(
+            (name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None
+        )
 
     def _key_gradient(self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
         schedule, operands = self.schedule(kind), call.operands
@@ -218,7 +233,11 @@ class TritonKernel:
             operands=operands,
             functions=functions_of(self.variant, lies, half=is_half(self.problem.dtype)),
             environment=Environment(
-                tuple(map(encode, operands.ints)), operands.floats, operands.captures, tuple(map(encode, sizes)), tuple(map(encode, strides))
+                tuple(map(encode, operands.ints)),
+                operands.floats,
+                operands.captures,
+                tuple(map(encode, sizes)),
+                tuple(map(encode, strides)),
             ),
             numbers=Numbers(abs(operands.scale), encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
             sequences=sequences_of(operands),
@@ -231,7 +250,9 @@ class TritonKernel:
     def config(self, call: Pass, schedule: Schedule, visits: Visits | None) -> Config:
         """The compile-time side of a launch."""
         p = self.problem
-        streams = (call.operands.key, call.operands.value) if schedule.tile_q >= schedule.tile_kv else (call.operands.query, call.operands.key)
+        streams = (
+            (call.operands.key, call.operands.value) if schedule.tile_q >= schedule.tile_kv else (call.operands.query, call.operands.key)
+        )
         descriptors = schedule.descriptors and call.unit == 8 and all(takes_descriptor(t) for t in (*streams, *call.tensors.values()))
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _config(

@@ -14,7 +14,17 @@ from foci.variant import Variant
 
 __all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes", "tile_bytes"]
 
-KINDS: Final = ("forward", "query_gradient", "forward_sparse", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone", "captures", "decode")
+KINDS: Final = (
+    "forward",
+    "query_gradient",
+    "forward_sparse",
+    "key_gradient",
+    "key_gradient_scored",
+    "key_gradient_alone",
+    "value_gradient_alone",
+    "captures",
+    "decode",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16
 SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
     ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_sparse", 2, 64): (_S(128, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_sparse", 2, 64): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),

@@ -212,7 +212,16 @@ def _list(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, c
     lists = None if visits.mode == "ranges" else torch.empty((rows, tasks.width + 1), dtype=torch.int32, device=device)
     shape = tuple(map(encode, (tasks.heads, tasks.width, tasks.width + 1)))
     list_tiles[(rows,)](
-        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, 128, num_warps=1
+        classes,
+        counts,
+        lists,
+        _size(call, tasks),
+        tasks.spans,
+        shape,
+        kernel.config(call, schedule, visits),
+        tasks.is_by_query,
+        128,
+        num_warps=1,
     )
     b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
     h_stride = 0 if tasks.heads == 1 else tasks.count
