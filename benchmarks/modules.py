@@ -128,6 +128,20 @@ def waited(step: Callable[[], None], device: str) -> Callable[[], None]:
     return run
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step as one CUDA graph: what the device needs, without the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def peak(step: Callable[[], None], device: str) -> float:
     """Megabytes that a step needs beyond what there was before it."""
     if device == "cuda":
@@ -154,6 +168,9 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
         name: waited(training_step(call, modules[name], weights) if mode == "training" else inference(call), device)
         for name, call in calls.items()
     }
+    if device == "cuda" and mode == "inference":
+        for name in ("foci.nn, nested input", "packed by hand"):
+            steps[f"{name}, as a CUDA graph"] = waited(captured(inference(calls[name])), device)
     times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
     medians = measure.medians(times)
     with foci.observe() as log:
