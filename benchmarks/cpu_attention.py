@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_attention.py                   # every group
     python benchmarks/cpu_attention.py dense masked      # some of them
-    python benchmarks/cpu_attention.py --plot results/cpu_attention.jsonl ../docs/cpu.png
+    python benchmarks/cpu_attention.py --plot benchmarks/results/cpu_attention.jsonl docs/cpu.png
 
 Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory. Each round times one side and
 then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster. `load` is the machine's load
