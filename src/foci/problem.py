@@ -63,6 +63,13 @@ class Formula:
     block_size: tuple[int, int] | None = None
 
     @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.variant, self.layout, self.outputs, self.dropout, self.block_size))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for at every call
+
+    @functools.cached_property
     def text(self) -> str:
         asked = ",".join(name for name, on in vars(self.outputs).items() if on)
         blocks = "x".join(map(str, self.block_size or ()))

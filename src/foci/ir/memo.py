@@ -90,7 +90,8 @@ def _reads_constants_only(code: types.CodeType, scope: dict[str, Any]) -> bool:
         # A name that is not a constant today may shadow nothing tomorrow: only the sure answer is kept.
         if found:
             _constant_code[code] = found
-    return found and all(_is_constant_global(name, scope) for name in code.co_names if name in scope)
+    # foci's own modules do not change; a user's may.
+    return found and (scope.get("__name__", "").startswith("foci.") or all(_is_constant_global(name, scope) for name in code.co_names))
 
 
 _constant_code: dict[types.CodeType, bool] = {}
