@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from rich.table import Table
 
+from foci.backends.cpu import backend_info
 from foci.cli.explanation import Question, decision_of, verdicts_table
 
 __all__ = ["backends_table", "facts_table"]
@@ -50,12 +49,8 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _compilers() -> Iterator[tuple[str, str]]:
-    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
-    if found is None:
-        yield "c++ compiler", "none found: set CXX or install g++"
-        return
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
-    yield "c++ compiler", f"{found}: {said.splitlines()[0] if said else 'says no version'}"
+    for name, value in backend_info().items():
+        yield f"cpu backend, {name}", value
 
 
 # A problem that every backend knows: what a backend declines here, it declines because of the machine.
