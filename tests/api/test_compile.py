@@ -75,12 +75,18 @@ CALLS = {
     "sdpa float mask": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), (BIAS,)),
     "sdpa bool mask": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), (BIAS.detach() > 0,)),
     "causal value": (lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, foci.causal_lower_right(q.shape[2], k.shape[2])), ()),
-    "composed": (lambda q, k, v: foci.attention(q, k, v, mask=foci.masks.causal() & foci.masks.window(5), score=foci.scores.softcap(3.0)), ()),
+    "composed": (
+        lambda q, k, v: foci.attention(q, k, v, mask=foci.masks.causal() & foci.masks.window(5), score=foci.scores.softcap(3.0)),
+        (),
+    ),
     "alibi": (lambda q, k, v: foci.attention(q, k, v, score=foci.scores.alibi(4)), ()),
     "bias": (lambda q, k, v, t: foci.attention(q, k, v, bias=t), (BIAS,)),
     "captured argument": (lambda q, k, v, s: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + s[h] * (i - j)), (SLOPES,)),
     "captured global": (lambda q, k, v: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x + SLOPES[h] * (i - j)), ()),
-    "captured int": (lambda q, k, v, n: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: torch.where(i - j < n, x, -torch.inf)), (7,)),
+    "captured int": (
+        lambda q, k, v, n: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: torch.where(i - j < n, x, -torch.inf)),
+        (7,),
+    ),
     "captured length": (lambda q, k, v: foci.attention(q, k, v, score=lambda x, b, h, i, j: x * (i / q.shape[2])), ()),
     "lengths of the language": (lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: j < foci.kv_len() - 3), ()),
     "block mask": (lambda q, k, v: foci.flex_attention(q, k, v, block_mask=BLOCKS), ()),
@@ -303,7 +309,9 @@ TRANSFORMS = {
     "vmap of the query": lambda f: vmap(f, (0, None, None, None))(many()[0], *small()[1:]),
     "vmap of keys": lambda f: vmap(f, (None, 0, 0, None))(small()[0], *many()[1:3], small()[3]),
     "vmap of captures": lambda f: vmap(f, (None, None, None, 0))(*small()[:3], many()[3]),
-    "vmap of other dims": lambda f: vmap(f, (2, 0, 1, None), out_dims=1)(many()[0].movedim(0, 2), many()[1], many()[2].movedim(0, 1), small()[3]),
+    "vmap of other dims": lambda f: vmap(f, (2, 0, 1, None), out_dims=1)(
+        many()[0].movedim(0, 2), many()[1], many()[2].movedim(0, 1), small()[3]
+    ),
     "vmap of vmap": lambda f: vmap(vmap(f, (0, None, None, None)), (None, 0, 0, None))(*many()[:3], small()[3]),
     "vmap of grad": lambda f: vmap(grad(loss(f), ALL))(*many()),
     "grad of vmap": lambda f: grad(loss(vmap(f)), ALL)(*many()),
@@ -348,7 +356,12 @@ def test_vmap_of_dropout():  # SDPA-08 SDPA-21
 
 def test_transforms_inside_compiled_functions():  # SDPA-21
     args = small()
-    same(torch.compile(grad(loss(attend), ALL), fullgraph=True, backend="aot_eager")(*args), grad(loss(formula), ALL)(*args), atol=1e-8, rtol=1e-8)
+    same(
+        torch.compile(grad(loss(attend), ALL), fullgraph=True, backend="aot_eager")(*args),
+        grad(loss(formula), ALL)(*args),
+        atol=1e-8,
+        rtol=1e-8,
+    )
 
 
 # Derivatives of other kinds ----------------------------------------------------------------------------------------
@@ -367,7 +380,10 @@ OFFSETS = torch.tensor([0, 2, 2, 5])
 GRADCHECKS = {
     "function": (attend, lambda: tracked(small())),
     "auxiliary": (auxiliary, lambda: tracked(small()[:3])),
-    "jagged": (lambda x: foci.varlen_attn(x, x, x, OFFSETS, OFFSETS, 3, 3, window_size=(-1, 0)), lambda: tracked((rand(5, 2, 3, dtype=D),))),
+    "jagged": (
+        lambda x: foci.varlen_attn(x, x, x, OFFSETS, OFFSETS, 3, 3, window_size=(-1, 0)),
+        lambda: tracked((rand(5, 2, 3, dtype=D),)),
+    ),
     "bias": (lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m), lambda: tracked((*small()[:3], rand(2, 1, 4, dtype=D)))),
     "grouped": (lambda q, k, v: foci.attention(q, k[:, :1], v[:, :1]), lambda: tracked(small()[:3])),
     "sink": (lambda q, k, v, s: foci.attention(q, k, v, sink=s), lambda: tracked(small())),
@@ -460,6 +476,9 @@ def test_opcheck(name):  # SDPA-21
     assert {func for func, _ in recorded} == {torch.ops.foci.attention.default, torch.ops.foci.attention_backward.default}
     for func, values in recorded:
         fresh = torch.utils._pytree.tree_map(
-            lambda t: t.detach().requires_grad_(t.requires_grad and t.is_leaf) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, values
+            lambda t: (
+                t.detach().requires_grad_(t.requires_grad and t.is_leaf) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            ),
+            values,
         )
         torch.library.opcheck(func, tuple(fresh))

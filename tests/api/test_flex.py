@@ -150,7 +150,10 @@ ROWS = {
     "max": (lambda s, b, h, q, kv: s + KEYS[kv].amax(-1), lambda: KEYS.amax(-1)),
     "mean of squares": (lambda s, b, h, q, kv: s + (KEYS[kv] * KEYS[kv]).mean(), lambda: (KEYS * KEYS).mean(-1)),
     "product": (lambda s, b, h, q, kv: s + (KEYS[q] @ KEYS[kv]), lambda: (KEYS @ KEYS.T)[:9]),
-    "any": (lambda s, b, h, q, kv: s + (IDS[b] == kv).any().to(s.dtype), lambda: (IDS[:, :, None] == torch.arange(12)).any(1)[:, None, None].double()),
+    "any": (
+        lambda s, b, h, q, kv: s + (IDS[b] == kv).any().to(s.dtype),
+        lambda: (IDS[:, :, None] == torch.arange(12)).any(1)[:, None, None].double(),
+    ),
 }
 
 
@@ -274,7 +277,15 @@ def test_changed_closures_are_never_stale(backend):  # FLEX-09
         s = s * state["factor"] + state["table"][h]
         return torch.where((i - j).abs() < state["window"], s.tanh() if state["branch"] else s, s - 4)
 
-    changes = [{}, {"factor": 2.0}, {"branch": True}, {"table": HEADS.detach() * 3}, {"window": 6}, {"factor": 0.5, "branch": False}, {"window": 1}]
+    changes = [
+        {},
+        {"factor": 2.0},
+        {"branch": True},
+        {"table": HEADS.detach() * 3},
+        {"window": 6},
+        {"factor": 0.5, "branch": False},
+        {"window": 1},
+    ]
     with foci.use(backend):
         for change in changes:
             state.update(change)

@@ -116,10 +116,18 @@ def test_text_of_a_plan():  # FLEX-10
     assert plan.text.startswith(SNAPSHOT)
     assert "kv_idx" in plan.text and "q_idx" in plan.text
     for other in ({"q_len": 2048}, {"kv_len": 64}, {"batch": 1}):  # lengths are not part of it
-        again = choose(Problem(formula, torch.bfloat16, **(sizes | other), query_grad=True, key_grad=True, value_grad=True), TARGETS["sm_90"], ("reference",))
+        again = choose(
+            Problem(formula, torch.bfloat16, **(sizes | other), query_grad=True, key_grad=True, value_grad=True),
+            TARGETS["sm_90"],
+            ("reference",),
+        )
         assert again.plan.text == plan.text
     for other in ({"head_dim": 128}, {"value_dim": 32}):
-        again = choose(Problem(formula, torch.bfloat16, **(sizes | other), query_grad=True, key_grad=True, value_grad=True), TARGETS["sm_90"], ("reference",))
+        again = choose(
+            Problem(formula, torch.bfloat16, **(sizes | other), query_grad=True, key_grad=True, value_grad=True),
+            TARGETS["sm_90"],
+            ("reference",),
+        )
         assert again.plan.text != plan.text
 
 
@@ -143,7 +151,9 @@ for target in (Target("cuda", 90, frozenset({"triton"})), Target("cpu", 0, froze
 def test_plans_are_the_same_in_every_process():  # FLEX-10
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     runs = [
-        subprocess.run([sys.executable, "-c", PROGRAM], env=environment | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
         for seed in ("0", "1", "12345")
     ]
     assert runs[0] == runs[1] == runs[2]

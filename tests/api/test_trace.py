@@ -14,7 +14,12 @@ from foci.ir.vocabulary import WORDS
 
 CPU = torch.device("cpu")
 SCORE_VALUES = torch.linspace(-2.7, 2.9, 24, dtype=torch.float64).view(1, 1, 4, 6)
-AT = {"b": torch.arange(1).view(-1, 1, 1, 1), "h": torch.arange(1).view(1, -1, 1, 1), "q_idx": torch.arange(4).view(-1, 1), "kv_idx": torch.arange(6)}
+AT = {
+    "b": torch.arange(1).view(-1, 1, 1, 1),
+    "h": torch.arange(1).view(1, -1, 1, 1),
+    "q_idx": torch.arange(4).view(-1, 1),
+    "kv_idx": torch.arange(6),
+}
 TABLE = torch.linspace(-1.5, 2.0, 12, dtype=torch.float64)
 MATRIX = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).view(6, 4)
 INTS = torch.tensor([3, -7, 5, 2, -1, 4, 6, -2, 9, 1, 0, 8])
@@ -32,7 +37,9 @@ def traced(function):
 
 def eager(function):
     """The same by running the function on tensors, one pair of positions at a time."""
-    rows = [[torch.as_tensor(function(SCORE_VALUES[0, 0, i, j], *(torch.tensor(n) for n in (0, 0, i, j)))) for j in range(6)] for i in range(4)]
+    rows = [
+        [torch.as_tensor(function(SCORE_VALUES[0, 0, i, j], *(torch.tensor(n) for n in (0, 0, i, j)))) for j in range(6)] for i in range(4)
+    ]
     return torch.stack([torch.stack([v.double() for v in row]) for row in rows]).view(1, 1, 4, 6)
 
 
