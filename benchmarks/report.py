@@ -56,7 +56,7 @@ def _plot(rows: list[Row]) -> None:
             axis.grid(alpha=0.3)
     axes[1, 0].set_xlabel("S")
     axes[0, 0].legend(fontsize=8)
-    figure.suptitle("forward and backward (dashed: forward only), 4 heads of 64, float32, CPU")
+    figure.suptitle("forward and backward (dashed: forward only), 1 head of 64, float32, CPU")
     figure.savefig(DOCS / "blocked-cpu.png", dpi=110)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
         _plot(blocked)
         parts += [
             "## The blocked backend on the CPU\n",
-            _where(blocked) + " 4 heads of 64, float32, medians.\n",
+            _where(blocked) + " 1 head of 64, float32, medians; other programs ran on the machine.\n",
             "![time and memory](blocked-cpu.png)\n",
         ]
         for mask in dict.fromkeys(str(r["mask"]) for r in blocked):
