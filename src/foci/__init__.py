@@ -60,11 +60,13 @@ __all__ = [
     "varlen_attn",
 ]
 
-# These need Dynamo, which takes ten times as long to import as all of foci.
+# Imported when asked for: most need Dynamo, which takes ten times as long to import as all of foci.
 _LATER = {
     "and_masks": "foci.mask_mods",
     "create_block_mask": "foci.mask_mods",
     "create_mask": "foci.mask_mods",
+    "integrations": "foci.integrations",
+    "nn": "foci.nn",
     "or_masks": "foci.mask_mods",
     "patch": "foci.integrations.patch",
 }
@@ -73,5 +75,6 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'foci' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    module = importlib.import_module(_LATER[name])
+    value = globals()[name] = module if module.__name__ == f"foci.{name}" else getattr(module, name)
     return value

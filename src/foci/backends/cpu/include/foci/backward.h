@@ -245,8 +245,8 @@ template <class P> struct BackwardTile {
       if (kind[i] != EMPTY) from = min_int(from, i), until = i + 1;
     }
     if (until == 0) return;
-    if constexpr (P::DROPOUT)
-      for (int i = 0; i < t.rows; ++i) keep_row(call, s.b, h, q0 + i, kv, keys, keep + i * (N + 4 * WIDTH));
+    if constexpr (P::DROPOUT)  // rows beyond the tile too: zero times what memory held before may be NaN
+      for (int i = 0; i < rows; ++i) keep_row(call, s.b, h, q0 + i, kv, keys, keep + i * (N + 4 * WIDTH));
     if constexpr (P::COLUMN_SUMS)
       grad_columns = call.grad_column_sums ? call.grad_column_sums + (s.batch * call.q_heads + h) * call.kv_tokens + s.kv_start + kv : nullptr;
     for (int i = 0; i < P::SITES * ROWS; ++i) totals[i] = vf{};
