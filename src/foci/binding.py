@@ -52,7 +52,7 @@ def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, devi
     if score is None and mask is None:
         return _PLAIN_BOUND
     prints = (fingerprint(score), fingerprint(mask))
-    if prints[0] is None or prints[1] is None or torch._guards.detect_fake_mode() is not None:
+    if prints[0] is None or prints[1] is None:
         return _traced(score, mask, device)[0]
     return _remembered((prints[0], prints[1]), score, mask, device)
 

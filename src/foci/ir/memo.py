@@ -23,7 +23,7 @@ _CONSTANT: Final = (bool, str, type(None), torch.dtype)
 _MODULES: Final = (torch, math, torch.nn.functional)
 
 
-@dataclass
+@dataclass(slots=True)
 class Fingerprint:
     """What determines the outcome of tracing a function.
 
@@ -38,8 +38,13 @@ class Fingerprint:
     tensors: list[Tensor] = field(default_factory=list)
 
 
+_NOTHING: Final = Fingerprint(structure=(type(None), None))
+
+
 def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     """The function's fingerprint, or None if it must be traced each time."""
+    if function is None:
+        return _NOTHING
     found = Fingerprint()
     structure = _key(function, found)
     if structure is None:
