@@ -20,10 +20,13 @@ from foci.block_mask import BlockMask
 from foci.context import observe, use
 from foci.functional import causal_lower_right, causal_upper_left, flex_attention, scaled_dot_product_attention, varlen_attn
 from foci.ir.trace import TraceError
+from foci.paged import paged_attention
 from foci.planner import NoViableBackend
+from foci.torch_compile import register as _register_torch_compile
 from foci.variant import Mask, Score, kv_len, q_len
 
 if TYPE_CHECKING:
+    from foci.graph.compiler import compile
     from foci.integrations.patch import patch
     from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 
@@ -42,6 +45,7 @@ __all__ = [
     "attention",
     "causal_lower_right",
     "causal_upper_left",
+    "compile",
     "create_block_mask",
     "create_mask",
     "explain",
@@ -50,6 +54,7 @@ __all__ = [
     "masks",
     "observe",
     "or_masks",
+    "paged_attention",
     "patch",
     "q_len",
     "register_backend",
@@ -63,8 +68,10 @@ __all__ = [
 # Imported when asked for: most need Dynamo, which takes ten times as long to import as all of foci.
 _LATER = {
     "and_masks": "foci.mask_mods",
+    "compile": "foci.graph.compiler",
     "create_block_mask": "foci.mask_mods",
     "create_mask": "foci.mask_mods",
+    "graph": "foci.graph",
     "integrations": "foci.integrations",
     "nn": "foci.nn",
     "or_masks": "foci.mask_mods",
@@ -78,3 +85,6 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(_LATER[name])
     value = globals()[name] = module if module.__name__ == f"foci.{name}" else getattr(module, name)
     return value
+
+
+_register_torch_compile()

@@ -1,0 +1,126 @@
+"""torch.compile with foci: attention is recognised in Dynamo's graph, the rest goes to Inductor or runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, get_args
+
+import torch
+from torch import fx
+
+from foci.graph import handover, report, verify
+from foci.graph.handover import Rest
+from foci.graph.recognise import fuse
+
+__all__ = ["Compiler", "compile"]
+
+_OWN: Final = ("verify", "rest")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A backend of torch.compile: fuses every attention of a graph and hands the rest on.
+
+    Attributes:
+        verify: compares each fused graph with the original on its first inputs before it is used.
+        rest: who compiles what is not attention: "inductor", "eager", or "auto" for Inductor where the compiler it needs is there.
+        mode: of torch.compile, for the rest.
+        options: Inductor's, by name.
+
+    torch.compile hands on its own `mode` and `options`; the latter may hold `verify` and `rest`, too.
+
+    Raises:
+        ValueError: for a mode, an option or a `rest` that does not exist.
+
+    Example:
+        >>> import foci, torch
+        >>> from foci.graph import Compiler
+        >>> def attend(q, k, v):
+        ...     return torch.softmax(q @ k.mT / 8, dim=-1) @ v
+        >>> q = torch.randn(1, 2, 64, 64)
+        >>> with foci.observe() as log:
+        ...     out = torch.compile(attend, backend=Compiler(verify=True, rest="eager"))(q, q, q)
+        >>> [site.fused for site in log.fusions]
+        [True]
+    """
+
+    verify: bool = False
+    rest: Rest = "auto"
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.rest not in get_args(Rest):
+            raise ValueError(f"rest must be one of {', '.join(get_args(Rest))}, not {self.rest!r}")
+        handover.settings(self.mode, dict(self.options))
+
+    @property
+    def __name__(self) -> str:
+        return "foci"
+
+    def __call__(
+        self,
+        graph_module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """The compiled graph.
+
+        Raises:
+            VerificationError: if `verify` finds a difference beyond rounding.
+        """
+        if mode is not None or options:
+            return self._with(mode, dict(options or {}))(graph_module, example_inputs)
+        fused = fuse(graph_module, example_inputs)
+        report.tell(fused.sites)
+        if self.verify:
+            verify.verify(graph_module, fused, example_inputs)
+        return handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+
+    def _with(self, mode: str | None, options: dict[str, Any]) -> Compiler:
+        own = {name: options.pop(name) for name in _OWN if name in options}
+        merged = {**dict(self.options), **options}
+        return replace(self, mode=self.mode if mode is None else mode, options=tuple(merged.items()), **own)
+
+
+def compile(
+    model: Callable[..., Any] | None = None,
+    *,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    verify: bool = False,
+    rest: Rest = "auto",
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """torch.compile, with every attention that can be recognised as one call of foci, in training and in inference.
+
+    Args:
+        model: a module or a function; without one, a decorator is returned.
+        mode, dynamic, fullgraph: as in torch.compile.
+        verify: compares each fused graph with the original on its first inputs: outputs and gradients, in the error budget.
+        rest: who compiles what is not attention: "inductor", "eager", or "auto" for Inductor where the compiler it needs is there.
+        options: Inductor's, by name.
+
+    Returns:
+        The compiled model, as torch.compile returns it.
+
+    Raises:
+        ValueError: for a mode, an option or a `rest` that does not exist, at once.
+
+    Example:
+        >>> import foci, torch
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         scores = (x @ x.transpose(-2, -1)) * x.shape[-1] ** -0.5
+        ...         return scores.softmax(-1) @ x
+        >>> with foci.observe() as log:
+        ...     out = foci.compile(Attention(), rest="eager")(torch.randn(2, 4, 64, 16))
+        >>> log.fusions[0].fused
+        True
+    """
+    backend = Compiler(verify, rest, mode, tuple((options or {}).items()))
+    return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
