@@ -32,9 +32,10 @@ LAYERS = (
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
     ("foci.paged",),
-    ("foci.integrations.patch", "foci.torch_compile"),
+    ("foci.integrations.patch", "foci.graph"),
+    ("foci.torch_compile",),
     ("foci",),
-    ("foci.integrations", "foci.nn", "foci.graph", "foci.plots"),
+    ("foci.integrations", "foci.nn", "foci.plots"),
     ("foci.demo",),
     ("foci.cli", "foci.__main__"),
 )
