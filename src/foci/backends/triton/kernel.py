@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -19,11 +20,12 @@ from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
+from foci.backends.triton.recording import Recorder, may_replay, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
 from foci.dropout import threshold
-from foci.problem import Cotangents, Gradients, Layout, Operands, Results, empty_out
+from foci.problem import Cotangents, Gradients, Layout, Operands, Results
 
 __all__ = ["Kernel", "Pass", "TritonKernel"]
 
@@ -46,14 +48,25 @@ class Pass:
     """What every kernel of one call shares."""
 
     operands: Operands
+    recorder: Recorder
     functions: Functions
     environment: Environment
     numbers: Numbers
     sequences: Sequences
-    tensors: dict[str, Tensor]
+    strides: Tensors
     unit: int
     is_wide: bool
     is_plain: bool
+    takes_descriptors: bool
+
+
+class _Given(NamedTuple):
+    """What a backward pass is given besides the operands: results, and gradients of them."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
 class TritonKernel:
@@ -89,31 +102,76 @@ class TritonKernel:
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
-        query, outputs = operands.query, self.problem.formula.outputs
-        is_jagged = operands.cu_q is not None
-        out = empty_out(query, operands.value)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        row_max = torch.empty_like(lse) if outputs.row_max else None
-        if is_jagged or operands.key.shape[2] == 0:
+        if is_elsewhere(operands.query):
+            with torch.cuda.device(operands.query.device):
+                return self.forward(operands)
+        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
+        sequences = sequences_of(operands)
+        key = self._key(operands, inputs, sequences)
+        found = None if key is None else sequences.recordings.find(key)
+        if found is not None:
+            return Results(*found.run(inputs)[: 3 if self.problem.formula.outputs.row_max else 2])
+        recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
+        results = self._forward(operands, sequences, recorder)
+        if key is not None:
+            sequences.recordings.add(key, self._read(operands), recorder.recording())
+        return results
+
+    def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+        query = operands.query
+        rows = query.shape[:3]
+        outputs = _outputs(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
+        out, lse, row_max = outputs
+        if operands.key.shape[2] == 0:
+            recorder.forget()
             out.zero_()
-            lse.fill_(-math.inf)
-            if row_max is not None:
-                row_max.fill_(-math.inf)
-        if out.numel() and operands.key.shape[2]:
-            call = self.begin(operands, {"out": out})
+            for statistic in (lse, row_max):
+                if statistic is not None:
+                    statistic.fill_(-math.inf)
+        elif out.numel():
+            call = self.begin(operands, {"out": out}, sequences, recorder)
             if self.is_decode(operands):
-                self._decode(call, (out, lse, row_max))
-                return Results(out, lse, row_max)
+                self._decode(call, outputs)
+                return Results(*outputs)
             schedule = self.schedule("forward" if self.is_dense or self.reads_tiles else "forward_sparse")
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
             stream = functools.partial(streamed, config, schedule.tile_kv)
-            attention_forward[(query.shape[0] * query.shape[1] * visits.tasks,)](
+            recorder.launch(
+                attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
-                self.strides(call), self.size(call, query.shape[1], visits.tasks), visits.spans, visits.table,
+                call.strides, self.size(call, rows[1], visits.tasks), visits.spans, visits.table,
                 call.numbers, call.environment, config, call.functions.score, call.functions.mask, num_warps=schedule.warps,
             )  # fmt: skip
-        return Results(out, lse, row_max)
+        return Results(*outputs)
+
+    def _read(self, operands: Operands) -> tuple[Tensor, ...]:
+        """The captured tensors whose values decide which tiles are visited."""
+        return tuple(operands.captures[slot] for slot in self.mask_slots)
+
+    def _key(self, operands: Operands, inputs: Sequence[Tensor | None], sequences: Sequences) -> tuple[object, ...] | None:
+        """What determines a pass but for its addresses; None where it must be worked out each time."""
+        query, key, value = operands.query, operands.key, operands.value
+        if operands.blocks is not None or not sequences.stays or not may_replay(query):
+            return None
+        address, geometry = 0, []
+        for tensor in inputs:
+            if tensor is None:
+                geometry.append(None)
+            else:
+                address |= tensor.data_ptr()
+                geometry += (tensor.shape, tensor.stride())
+        if address & 15:
+            return None
+        if operands.captures:
+            read = self._read(operands)
+            if any(t.is_inference() for t in read) or len({id(t) for t in inputs}) < len(inputs):
+                return None
+            geometry += [(id(t), t._version) for t in read]
+        return (
+            self, query.get_device(), stream_of(query), query is key, key is value, query is value, operands.scale, operands.dropout_p,
+            operands.ints, operands.floats, operands.max_q, operands.max_kv, *geometry,
+        )  # fmt: skip
 
     def is_decode(self, operands: Operands) -> bool:
         """Few rows for each group of heads, and many keys; one table of visits for the whole group."""
@@ -132,70 +190,86 @@ class TritonKernel:
         stream = functools.partial(streamed, config, schedule.tile_kv)
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if self.plan.target.arch else min(3, tiles)
-        partial = query.new_empty((groups * splits, rows, self.dims[1]), dtype=torch.float32)
-        most, total = (query.new_empty((groups * splits, rows), dtype=torch.float32) for _ in range(2))
-        size, strides = self.size(call, query.shape[1], visits.tasks), self.strides(call)
-        attention_decode[(groups * splits,)](
-            query, stream(key), stream(call.operands.value), partial, most, total, strides, size, visits.table,
+        programs, width = groups * splits, self.dims[1]
+        partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
+        most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
+        size = self.size(call, query.shape[1], visits.tasks)
+        call.recorder.launch(
+            attention_decode, (programs,),
+            query, stream(key), stream(call.operands.value), partial, most, total, call.strides, size, visits.table,
             call.numbers, call.environment, config, encode(splits), call.functions.score, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
         columns = min(32, self.dims[1])
-        combine_splits[(query.shape[0] * query.shape[1] * query.shape[2], self.dims[1] // columns)](
-            partial, most, total, *outputs, strides, size, call.numbers, config, encode(splits), 64, columns, num_warps=4
-        )
+        call.recorder.launch(
+            combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], self.dims[1] // columns),
+            partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), 64, columns, num_warps=4,
+        )  # fmt: skip
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
-        p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        fresh = torch.zeros_like if operands.cu_q is not None or 0 in (query.numel(), key.numel(), value.numel()) else torch.empty_like
-        wanted = (p.query_grad, p.key_grad, p.value_grad)
-        dq, dk, dv = (
-            fresh(t, memory_format=torch.contiguous_format) if on else None for t, on in zip((query, key, value), wanted, strict=True)
-        )
-        if query.numel() and value.numel() and p.needs_backward:
-            dout = cotangents.out
-            call = self.begin(
-                operands, {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None}
-            )
-            rows = self._prepare(call, results, cotangents)
-            if dq is not None:
-                self._query_gradient(call, dout, rows, dq)
-            for kind, grads in self._key_passes(dk, dv):
-                self._key_gradient(call, kind, (dout, *rows), grads)
-            if any(p.capture_grads):
-                return Gradients(dq, dk, dv, capture_gradients(self, call, (dout, *rows), cotangents.lse))
-        empty = tuple(torch.zeros_like(t) if on else None for t, on in zip(operands.captures, p.capture_grads, strict=False))
-        return Gradients(dq, dk, dv, empty or tuple(None for _ in operands.captures))
+        if is_elsewhere(operands.query):
+            with torch.cuda.device(operands.query.device):
+                return self.backward(operands, results, cotangents)
+        dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
+        given = _Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
+        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
+        sequences = sequences_of(operands)
+        learns = any(self.problem.capture_grads)
+        key = None if learns else self._key(operands, inputs, sequences)
+        found = None if key is None else sequences.recordings.find(key)
+        if found is not None:
+            return self._gradients(operands, found.run(inputs))
+        recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
+        made, captures = self._backward(operands, given, sequences, recorder)
+        if key is not None:
+            sequences.recordings.add(key, self._read(operands), recorder.recording())
+        return self._gradients(operands, made, captures)
 
-    def _prepare(self, call: Pass, results: Results, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
-        lse2, delta = torch.empty_like(results.lse), torch.empty_like(results.lse)
+    def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
+        """Gradients of the first tensors that a backward pass makes: dq, dk and dv, those that were asked for."""
+        p, rest = self.problem, iter(made)
+        dq, dk, dv = (next(rest) if on else None for on in (p.query_grad, p.key_grad, p.value_grad))
+        return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
+
+    def _backward(
+        self, operands: Operands, given: _Given, sequences: Sequences, recorder: Recorder
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        p, query, key, value = self.problem, operands.query, operands.key, operands.value
+        wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
+        grads = {name: recorder.empty(t.shape, _contiguous(t.shape), t.dtype, t) for name, (t, on) in wanted.items() if on}
+        call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        rows = tuple(recorder.empty(given.lse.shape, given.lse.stride(), torch.float32, given.lse) for _ in range(2))
+        dq, dk, dv = (grads.get(name) for name in wanted)
+        if dq is not None:
+            self._query_gradient(call, given, (rows[0], rows[1]), dq)
+        else:
+            self._prepare(call, given, (rows[0], rows[1]))
+        for kind, pair in self._key_passes(dk, dv):
+            self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
+        if not any(p.capture_grads):
+            return list(grads.values()), ()
+        return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse)
+
+    def _prepare(self, call: Pass, given: _Given, rows: tuple[Tensor, Tensor]) -> None:
+        """The rows' logsumexp in base 2 and delta, which the kernel of dq finds where it runs."""
         tile = 16 if self.plan.target.arch == 0 else 128 if self.dims[1] <= 128 else 32
         config = self.config(call, Schedule(tile, tile, 4, 1), None)
-        batch, heads, length = results.lse.shape
-        dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
-            results.out,
-            cotangents.out,
-            results.lse.contiguous(),
-            dlse,
-            lse2,
-            delta,
-            self.strides(call),
-            self.size(call, heads, 1),
-            config,
-            num_warps=4,
-        )
-        return lse2, delta
+        batch, heads, length = given.lse.shape
+        call.recorder.launch(
+            prepare_rows, (batch * heads * triton.cdiv(length, tile),),
+            given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.size(call, heads, 1), config, num_warps=4,
+        )  # fmt: skip
 
-    def _query_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+    def _query_gradient(self, call: Pass, given: _Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         schedule, operands = self.schedule("query_gradient"), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv)
         heads = operands.query.shape[1]
-        attention_query_gradient[(operands.query.shape[0] * heads * visits.tasks,)](
-            operands.query, stream(operands.key), stream(operands.value), dout, *rows, dq,
-            self.strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+        call.recorder.launch(
+            attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
+            operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
+            call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
 
@@ -216,21 +290,25 @@ class TritonKernel:
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_q)
         heads = operands.key.shape[1]
-        attention_key_gradient[(operands.key.shape[0] * heads * visits.tasks,)](
+        call.recorder.launch(
+            attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
-            self.strides(call), self.size(call, heads, visits.tasks), visits.spans, visits.table,
+            call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
 
-    def begin(self, operands: Operands, extra: dict[str, Tensor]) -> Pass:
-        """What the kernels of one call share."""
+    def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
+        """What the kernels of one call share; `extra` are the tensors with strides besides query, key and value."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
         unit = 8 if all(map(is_aligned, tensors.values())) else 1
         lies = lies_of(operands.captures)
         sizes, strides = environment_numbers(operands.captures, lies)
         p = operands.dropout_p
+        encoded = {name: encode_strides(t, unit) for name, t in tensors.items()}
+        recorder.keep((sequences.q_start, sequences.q_length, sequences.kv_start, sequences.kv_length))
         return Pass(
             operands=operands,
+            recorder=recorder,
             functions=functions_of(self.variant, lies, half=is_half(self.problem.dtype)),
             environment=Environment(
                 tuple(map(encode, operands.ints)),
@@ -240,20 +318,18 @@ class TritonKernel:
                 tuple(map(encode, strides)),
             ),
             numbers=Numbers(abs(operands.scale), encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
-            sequences=sequences_of(operands),
-            tensors=tensors,
+            sequences=sequences,
+            strides=Tensors(*(encoded.get(name, encoded["q"]) for name in Tensors._fields)),
             unit=unit,
             is_wide=any(stride * 512 >= 2**31 for t in tensors.values() for stride in t.stride()[2:]),
             is_plain=self.variant.score.op == "var" and abs(operands.scale) > 1e-30,
+            takes_descriptors=unit == 8 and all(map(takes_descriptor, tensors.values())),
         )
 
     def config(self, call: Pass, schedule: Schedule, visits: Visits | None) -> Config:
         """The compile-time side of a launch."""
         p = self.problem
-        streams = (
-            (call.operands.key, call.operands.value) if schedule.tile_q >= schedule.tile_kv else (call.operands.query, call.operands.key)
-        )
-        descriptors = schedule.descriptors and call.unit == 8 and all(takes_descriptor(t) for t in (*streams, *call.tensors.values()))
+        descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _config(
             (
@@ -265,12 +341,13 @@ class TritonKernel:
 
     def strides(self, call: Pass) -> Tensors:
         """Strides of a call's tensors."""
-        query = call.operands.query
-        return Tensors(*(encode_strides(call.tensors.get(name, query), call.unit) for name in Tensors._fields))
+        return call.strides
 
     def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
         """Which tiles each task of a kernel visits."""
-        return visits_of(self, call, schedule, side)
+        found = visits_of(self, call, schedule, side)
+        call.recorder.keep((found.spans.tasks, found.table.counts, found.table.lists))
+        return found
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:
         """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
@@ -281,6 +358,24 @@ class TritonKernel:
 Kernel = TritonKernel
 _PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor is on another device than the current one, which Triton launches on."""
+    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    b, h, s, d = shape
+    return (h * s * d, s * d, d, 1)
+
+
+def _outputs(recorder: Recorder, query: Tensor, width: int, *, row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
+    b, h, s, _ = query.shape
+    out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
+    lse, *most = (recorder.empty((b, h, s), (h * s, s, 1), torch.float32, query) for _ in range(1 + row_max))
+    return out, lse, most[0] if most else None
 
 
 @functools.lru_cache(maxsize=4096)
