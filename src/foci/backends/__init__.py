@@ -13,6 +13,7 @@ from foci.backends.contract import Backend
 __all__ = ["load", "names", "register", "unregister"]
 
 _MODULES: Final[dict[str, str]] = {
+    "hopper": "foci.backends.hopper",
     "triton": "foci.backends.triton",
     "aten": "foci.backends.aten",
     "cpu": "foci.backends.cpu",

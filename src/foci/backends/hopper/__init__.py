@@ -1,0 +1,68 @@
+"""Any variant at the full rate of NVIDIA Hopper GPUs, written in Gluon: TMA, wgmma, specialised warps.
+
+Triton, of which Gluon is a part, is imported when the first plan is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from foci.backends.contract import Kernel, Plan
+from foci.problem import Layout, Problem, Target
+
+__all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
+
+VERSIONS: Final = ("3.6",)
+"""Releases of Triton whose Gluon the kernels are written for."""
+
+_FLOPS: Final = 6e14
+_LAUNCH: Final = 3e-5
+
+
+class HopperBackend:
+    """Fused attention by warpgroup products, for sm_90."""
+
+    name = "hopper"
+
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        """Why not, or None."""
+        if target.device != "cuda" or target.arch != 90:
+            return "needs an NVIDIA GPU of compute capability 9.0"
+        if "triton" not in target.features:
+            return "needs Triton, which is not installed"
+        if not any(f"triton-{version}" in target.features for version in VERSIONS):
+            return f"is written for the Gluon of Triton {', '.join(VERSIONS)}; another version is installed"
+        return self._reject_problem(problem)
+
+    def _reject_problem(self, problem: Problem) -> str | None:
+        outputs, formula = problem.formula.outputs, problem.formula
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"computes in float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+        if max(problem.head_dim, problem.value_dim) > 256:
+            return f"head dims go to 256; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
+        if problem.head_dim % 8 or problem.value_dim % 8:
+            return f"rows must be multiples of 16 bytes; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
+        if outputs.weights or outputs.column_sums:
+            return "does not return weights or their column sums"
+        if problem.needs_backward:
+            return "has no backward yet"
+        if formula.block_size is not None and formula.layout is Layout.JAGGED:
+            return "block masks are for the dense layout"
+        if formula.block_size is not None and any(size % 128 for size in formula.block_size):
+            return f"block sizes must be multiples of 128, not {formula.block_size}"
+        return None
+
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """Launches and flops at the rate such kernels reach."""
+        return _LAUNCH + problem.flops * (3.5 if problem.needs_backward else 1.0) / _FLOPS
+
+    def compile(self, plan: Plan, /) -> Kernel:
+        """Kernels of a plan. Each is compiled when it is first launched."""
+        from foci.backends.hopper.kernel import HopperKernel
+
+        return HopperKernel(plan)
+
+
+BACKEND = HopperBackend()

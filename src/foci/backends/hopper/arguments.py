@@ -1,0 +1,34 @@
+"""What a kernel is compiled for. All else that kernels receive is as `foci.backends.triton.arguments` has it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Config"]
+
+
+class Config(NamedTuple):
+    """Each field a `tl.constexpr`.
+
+    CONSUMERS: warpgroups of 64 rows each. OVERLAPPED: each computes softmax while its products run. TILE_Q: rows of a
+    program; TILE_KV: keys of a tile. STAGES: tiles of keys, and of values, in flight. D, DV: head dims; D_PAD, DV_PAD: the
+    same, padded to a power of two. MODE: which tiles are visited: "all", "causal", "ranges" or "lists" (see
+    `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the scale
+    positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
+    whatever the mask says.
+    """
+
+    CONSUMERS: Any
+    OVERLAPPED: Any
+    TILE_Q: Any
+    TILE_KV: Any
+    STAGES: Any
+    D: Any
+    D_PAD: Any
+    DV: Any
+    DV_PAD: Any
+    MODE: Any
+    JAGGED: Any
+    PLAIN: Any
+    DROPOUT: Any
+    BLOCKS: Any

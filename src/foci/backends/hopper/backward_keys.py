@@ -1,0 +1,236 @@
+# mypy: ignore-errors
+"""dk and dv of a tile of keys: two warpgroups of 64 keys each, and one warp that brings tiles of queries by TMA.
+
+Scores are held turned, keys as rows, so that the weights and the score's gradient are the first operand of the products
+that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
+"""
+
+from foci.backends.hopper.backward_tiles import keep_places, score_gradient, weights_of
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.layouts import operand, product, shared
+from foci.backends.hopper.tiles import copy_in, copy_out
+from foci.backends.triton.tiles import number, place, sequence, start_of, visited, visits
+
+
+@gluon.jit
+def key_runs(table, b, h, task, first, q_len, kv_len, c):
+    """(row, (first, before, gap, tiles) of whole tiles of queries, the same of masked ones) that a tile of keys visits."""
+    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, q_len, c, c.TILE_Q)
+    if first + c.TILE_KV > kv_len:
+        # keys that are not there must not be looked up: every tile is an edge
+        part_first = part_first if c.MODE == "ranges" else full_first
+        part += full
+        full = full * 0
+        gap = gap * 0
+    return line, (full_first, full * 0, full * 0, full), (part_first, before, gap, part)
+
+
+@gluon.jit
+def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.constexpr):
+    """Producer: the tiles of one run of one head, each into the next stage; returns how many stages were used so far."""
+    q, do, lse, delta = sources
+    q_tiles, do_tiles, lse_rows, delta_rows = buffers
+    q_full, do_full, empty = bars
+    h, memory_b, head, q_start, q_len = at
+    first, before, gap, count = run
+    for i in range(0, count):
+        here = start_of(visited(table, line, i, first, before, gap, c), c, c.TILE_Q)
+        stage = n % c.STAGES
+        mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+        ready = q_full.index(stage)
+        mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
+        copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
+        tma.async_copy_global_to_shared(lse, [head + here], ready, lse_rows.index(stage))
+        ready = do_full.index(stage)
+        mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
+        copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(stage), c.JAGGED)
+        if KEY:
+            tma.async_copy_global_to_shared(delta, [head + here], ready, delta_rows.index(stage))
+        n += 1
+    return n
+
+
+@gluon.jit
+def key_producer(sources, stationary, buffers, bars, task, spans, size, table, c, KEY: gl.constexpr):
+    """One warp: keys and values once, then the queries of each head that shares them."""
+    q, do, lse, delta, k, v = sources
+    k_tiles, v_tiles = stationary
+    kv_full, q_full, do_full, empty = bars
+    b, memory_b, kv_h, tile, index, live = task
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_KV
+    mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
+    for half in gl.static_range(2):
+        own = first + half * (c.TILE_KV // 2)
+        copy_in(k, memory_b, kv_h, own, kv_start, kv_len, kv_full, k_tiles.index(half), c.JAGGED)
+        if KEY:
+            copy_in(v, memory_b, kv_h, own, kv_start, kv_len, kv_full, v_tiles.index(half), c.JAGGED)
+    n = 0
+    group = number(size.group)
+    for member in range(0, group):
+        h = kv_h * group + member
+        head = (memory_b * number(size.heads) * group + h) * number(size.rows) + q_start
+        line, whole, masked = key_runs(table, b, h, index, first, q_len, kv_len, c)
+        at = (h, memory_b, head, q_start, q_len)
+        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty), at, whole, line, n, table, c, KEY)
+        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked, line, n, table, c, KEY)
+
+
+@gluon.jit
+def fold_queries(
+    sums, tiles, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
+    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+):  # fmt: skip
+    """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys."""
+    S: gl.constexpr = product(c.TILE_Q)
+    dk, dv = sums
+    k, v = tiles
+    q_tiles, do_tiles, lse_rows, delta_rows = buffers
+    q_full, do_full, empty = bars
+    b, h, kv_idx, q_len, kv_len = at
+    first, before, gap, count = run
+    MASK: gl.constexpr = MASKED and c.MODE != "all"
+    zero = gl.zeros([c.TILE_KV // 2, c.TILE_Q], gl.float32, S)
+    for i in range(0, count):
+        tile = visited(table, line, i, first, before, gap, c)
+        stage = n % c.STAGES
+        phase = (n // c.STAGES) & 1
+        queries = q_tiles.index(stage)
+        douts = do_tiles.index(stage)
+        mbarrier.wait(q_full.index(stage), phase)
+        s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(do_full.index(stage), phase)
+        if KEY:
+            dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1 if KEY else 0, deps=[s])
+        q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
+        lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        if c.DROPOUT:
+            keep = keep_places(numbers, b, h, q_idx, kv_idx)
+        if VALUE:
+            dropped = p
+            if c.DROPOUT:
+                dropped = gl.where(keep, p * numbers.keep_factor, 0.0)
+            dropped = gl.convert_layout(dropped.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True)
+            dv = warpgroup_mma(dropped, douts, dv, is_async=True)
+        if KEY:
+            dp = warpgroup_mma_wait(1 if VALUE else 0, deps=[dp])
+            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            if c.DROPOUT:
+                dp = gl.where(keep, dp * numbers.keep_factor, 0.0)
+            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
+            ds = gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True)
+            dk = warpgroup_mma(ds, queries, dk, is_async=True)
+        if KEY and VALUE:
+            dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        elif KEY:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        else:
+            dv = warpgroup_mma_wait(0, deps=[dv])
+        fence_async_shared()
+        mbarrier.arrive(empty.index(stage), count=1)
+        n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def key_consumer(
+    half: gl.constexpr, stationary, buffers, bars, outputs, task, spans, size, table, numbers, scale, env, c,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
+    S: gl.constexpr = product(c.TILE_Q)
+    ROWS: gl.constexpr = c.TILE_KV // 2
+    dk_out, dv_out = outputs
+    k_tiles, v_tiles = stationary
+    kv_full, q_full, do_full, empty = bars
+    b, memory_b, kv_h, tile, index, live = task
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_KV
+    own = first + half * ROWS
+    k = k_tiles.index(half)
+    v = v_tiles.index(half)
+    kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
+    dk = 0.0
+    dv = 0.0
+    if KEY:
+        dk = gl.zeros([ROWS, c.D_PAD], gl.float32, product(c.D_PAD))
+    if VALUE:
+        dv = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
+    mbarrier.wait(kv_full, 0)
+    n = 0
+    group = number(size.group)
+    for member in range(0, group):
+        h = kv_h * group + member
+        line, whole, masked = key_runs(table, b, h, index, first, q_len, kv_len, c)
+        aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
+        at = (b, h, kv_idx, q_len, kv_len)
+        dk, dv, n = fold_queries(
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, numbers, env, aux, c,
+            both, mask, False, KEY, VALUE,
+        )  # fmt: skip
+        dk, dv, n = fold_queries(
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, numbers, env, aux, c,
+            both, mask, True, KEY, VALUE,
+        )  # fmt: skip
+    # the tiles of keys and values are read no more, each half by its own warpgroup alone
+    if KEY:
+        k.store((dk * scale).to(k.dtype))
+        fence_async_shared()
+        if live:
+            copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, c.JAGGED)
+    if VALUE:
+        v.store(dv.to(v.dtype))
+        fence_async_shared()
+        if live:
+            copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention_key_gradient(
+    q, k, v, do, lse, delta, dk, dv, size, spans, table, numbers, scale, env, c,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors."""
+    b, kv_h, index = place(size, spans, c, number(size.tasks), False)
+    memory_b = b
+    tile = index
+    live = index >= 0
+    if c.JAGGED:
+        b = gl.load(spans.tasks + 2 * index)
+        tile = gl.load(spans.tasks + 2 * index + 1)
+        live = b >= 0
+        b = gl.maximum(b, 0)
+    DTYPE: gl.constexpr = q.dtype
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.D_PAD], shared(c.TILE_KV // 2, c.D_PAD))
+    v_tiles = k_tiles
+    if KEY or c.DV_PAD != c.D_PAD:
+        v_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.DV_PAD], shared(c.TILE_KV // 2, c.DV_PAD))
+    q_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
+    do_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
+    lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for stage in gl.static_range(c.STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
+    bars = (kv_full, q_full, do_full, empty)
+    task = (b, memory_b, kv_h, tile, index, live)
+    gl.warp_specialize(
+        [
+            (key_consumer, (0, (k_tiles, v_tiles), buffers, bars, (dk, dv), task, spans, size, table, numbers, scale, env, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (1, (k_tiles, v_tiles), buffers, bars, (dk, dv), task, spans, size, table, numbers, scale, env, c, pre, both, mask, KEY, VALUE)),
+            (key_producer, ((q, do, lse, delta, k, v), (k_tiles, v_tiles), buffers, bars, task, spans, size, table, c, KEY)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+# mypy: ignore-errors
+"""What the two backward kernels share: weights and their gradient in a tile, and which tiles are visited how.
+
+With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delta = sum_j p dp = sum(out * do) - dlse
+(Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.
+"""
+
+import triton.language as tl
+
+from foci.backends.hopper.interface import gl, gluon
+from foci.backends.triton.tiles import FORCED, LOG2E, number
+
+
+@gluon.jit
+def keep_places(numbers, b, h, q_idx, kv_idx):
+    """Which weights dropout keeps, at places that broadcast together: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
+    seed = gl.load(numbers.seed)
+    q = q_idx + kv_idx * 0
+    kv = kv_idx + q_idx * 0
+    w0, w1, w2, w3 = tl.philox(seed, kv >> 2, q, q * 0 + h, q * 0 + b, 7)
+    lane = kv & 3
+    word = gl.where(lane < 2, gl.where(lane == 0, w0, w1), gl.where(lane == 2, w2, w3))
+    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
+    return word.to(gl.uint32, bitcast=True) >= threshold
+
+
+@gluon.jit
+def weights_of(raw, lse2, where, scale, env, aux, c, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, EDGE: gl.constexpr):
+    """(weights, slope of the score function) of a tile of products without their scale.
+
+    `where` is (b, h, q_idx, kv_idx, q_len, kv_len, tile). MASKED: the mask is asked; EDGE: some places may not exist.
+    """
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
+    inside = (q_idx < q_len) & (kv_idx < kv_len)
+    if EDGE:
+        q_idx = gl.minimum(q_idx, q_len - 1)
+        kv_idx = gl.minimum(kv_idx, kv_len - 1)
+    if c.PLAIN:
+        slope = 1.0
+        p = gl.exp2(raw * (scale * LOG2E) - lse2)
+    else:
+        x, slope = both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        p = gl.exp2(x * LOG2E - lse2)
+    if MASKED:
+        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
+        if EDGE:
+            keep = keep & inside
+        p = gl.where(keep, p, 0.0)
+    elif EDGE:
+        p = gl.where(inside, p, 0.0)
+    return p, slope
+
+
+@gluon.jit
+def score_gradient(p, dp, delta, slope, c, CLEAN: gl.constexpr):
+    """Gradient of the scaled product; CLEAN where a masked place may hold an infinite slope."""
+    ds = p * (dp - delta)
+    if not c.PLAIN:
+        ds = ds * slope
+        if CLEAN:
+            ds = gl.where(p == 0.0, 0.0, ds)
+    return ds

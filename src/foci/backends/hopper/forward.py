@@ -1,0 +1,240 @@
+# mypy: ignore-errors
+"""Forward: a producer warp copies tiles, consumer warpgroups of 64 rows each multiply them and keep an online softmax.
+
+Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024); Milakov and Gimelshein, "Online normalizer
+calculation for softmax" (2018). Exponentials are in base 2. Each stage of keys and of values has one barrier for "filled" and
+one for "free".
+
+Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
+the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).
+"""
+
+from foci.backends.hopper.interface import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from foci.backends.hopper.layouts import operand, product, shared
+from foci.backends.hopper.tiles import copy_in, copy_out, find, run_of, step
+from foci.backends.triton.tiles import FORCED, LN2, LOG2E, number, sequence, start_of
+
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def scores_of(raw, at, tile, numbers, env, c, aux, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+    """Scores of a tile of products, -inf where masked. When the score is plain they lack the factor `scale`."""
+    b, h, q_idx, q_len, kv_len = at
+    x = raw
+    kv_idx = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+    inside = kv_idx < kv_len
+    if MASKED:
+        kv_idx = gl.minimum(kv_idx, kv_len - 1)
+    if not c.PLAIN:
+        x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+    if MASKED:
+        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
+        x = gl.where(keep & inside, x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def fold_softmax(x, most, total, factor):
+    """(weights of a tile, factor of what was summed before, new maximum, new total)."""
+    higher = gl.maximum(most, gl.max(x, 1))
+    shift = gl.where(higher == float("-inf"), 0.0, higher) * factor
+    p = gl.exp2(x * factor - shift[:, None])
+    alpha = gl.exp2(most * factor - shift)
+    return p, alpha, higher, total * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def as_factor(p, dtype: gl.constexpr, c):
+    """Weights as the left factor of a product, in the registers where they are."""
+    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def fold_in_turn(acc, most, total, q, at, bars, run, low, high, table, numbers, env, c, aux, factor, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+    """Folds the tiles low .. high, one step after the other."""
+    keys, values, k_full, k_free, v_full, v_free = bars
+    for i in range(low, high):
+        stage = i % c.STAGES
+        phase = (i // c.STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+        raw = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        raw = warpgroup_mma_wait(0, deps=[raw])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        x = scores_of(raw, at, step(table, run, i, c), numbers, env, c, aux, score, mask, MASKED)
+        p, alpha, most, total = fold_softmax(x, most, total, factor)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
+        mbarrier.wait(v_full.index(stage), phase)
+        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_free.index(stage), count=1)
+    return acc, most, total
+
+
+@gluon.jit
+def fold_overlapped(acc, p, most, total, q, at, bars, run, low, high, table, numbers, env, c, aux, factor, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+    """Folds the tiles low .. high, each one's scores before the values of the tile before it, whose weights are `p`."""
+    keys, values, k_full, k_free, v_full, v_free = bars
+    for i in range(low, high):
+        stage = i % c.STAGES
+        before = (i - 1) % c.STAGES
+        mbarrier.wait(k_full.index(stage), (i // c.STAGES) & 1)
+        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+        raw = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), ((i - 1) // c.STAGES) & 1)
+        acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
+        raw = warpgroup_mma_wait(1, deps=[raw])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        x = scores_of(raw, at, step(table, run, i, c), numbers, env, c, aux, score, mask, MASKED)
+        weights, alpha, most, total = fold_softmax(x, most, total, factor)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_free.index(before), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
+        p = as_factor(weights, keys.dtype, c)
+    return acc, p, most, total
+
+
+@gluon.jit
+def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, ME: gl.constexpr):  # fmt: skip
+    """One consumer: 64 rows of the program's tile."""
+    b, memory_b, h, task, tile = place
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    run = run_of(table, b, h, task, tile * c.TILE_Q, q_len, kv_len, c)
+    full, part = run[2], run[6]
+    first = tile * c.TILE_Q + ME * ROWS
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
+    q_idx = gl.minimum(rows, q_len - 1)[:, None]
+    scale = numbers.scale
+    aux = pre(b, h, q_idx, q_len, kv_len, scale, env)
+    factor = LOG2E
+    if c.PLAIN:
+        factor = scale * LOG2E
+    at = (b, h, q_idx, q_len, kv_len)
+    acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
+    most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
+    q = q_buffers.index(ME)
+    mbarrier.wait(q_full.index(ME), 0)
+    if c.OVERLAPPED:
+        if full + part > 0:
+            keys, values, k_full, k_free, v_full, v_free = bars
+            mbarrier.wait(k_full.index(0), 0)
+            zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+            raw = warpgroup_mma(q, keys.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+            raw = warpgroup_mma_wait(0, deps=[raw])
+            mbarrier.arrive(k_free.index(0), count=1)
+            # a tile may always be treated as a partial one
+            x = scores_of(raw, at, step(table, run, 0, c), numbers, env, c, aux, score, mask, True)
+            weights, alpha, most, total = fold_softmax(x, most, total, factor)
+            p = as_factor(weights, keys.dtype, c)
+            acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, 1, part, table, numbers, env, c, aux, factor, score, mask, True)  # fmt: skip
+            acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, gl.maximum(part, 1), full + part, table, numbers, env, c, aux, factor, score, mask, False)  # fmt: skip
+            last = full + part - 1
+            mbarrier.wait(v_full.index(last % c.STAGES), (last // c.STAGES) & 1)
+            acc = warpgroup_mma(p, values.index(last % c.STAGES), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+    else:
+        acc, most, total = fold_in_turn(acc, most, total, q, at, bars, run, 0, part, table, numbers, env, c, aux, factor, score, mask, True)
+        acc, most, total = fold_in_turn(acc, most, total, q, at, bars, run, part, full + part, table, numbers, env, c, aux, factor, score, mask, False)  # fmt: skip
+    head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
+    natural = most * (factor * LN2)
+    gl.store(lse + head + rows, gl.where(total == 0.0, float("-inf"), natural + gl.log(total)), mask=rows < q_len)
+    if row_max is not None:
+        gl.store(row_max + head + rows, gl.where(total == 0.0, float("-inf"), natural), mask=rows < q_len)
+    weight = gl.where(total == 0.0, 0.0, 1.0 / total)
+    acc = acc * gl.convert_layout(weight, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
+    buffer = out_buffers.index(ME)
+    buffer.store(acc.to(out.dtype))
+    fence_async_shared()
+    copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def produce(q, k, v, q_buffers, q_full, bars, place, spans, size, table, c):
+    """The producer: the rows of all consumers, then keys and values tile by tile."""
+    b, memory_b, h, task, tile = place
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    keys, values, k_full, k_free, v_full, v_free = bars
+    first = tile * c.TILE_Q
+    for n in gl.static_range(c.CONSUMERS):
+        mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
+        copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_buffers.index(n), c.JAGGED)
+    kv_h = h // number(size.group)
+    run = run_of(table, b, h, task, first, q_len, kv_len, c)
+    for i in range(run[2] + run[6]):
+        here = start_of(step(table, run, i, c), c, c.TILE_KV)
+        stage = i % c.STAGES
+        phase = ((i // c.STAGES) & 1) ^ 1
+        mbarrier.wait(k_free.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
+        copy_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), keys.index(stage), c.JAGGED)
+        mbarrier.wait(v_free.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
+        copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), values.index(stage), c.JAGGED)
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """n barriers, each for so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(made.index(i), count=count)
+    return made
+
+
+@gluon.jit
+def attention_forward(q, k, v, out, lse, row_max, size, spans, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr):  # fmt: skip
+    """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
+    place = find(size, spans, c)
+    if place[0] < 0:
+        return
+    q_buffers = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
+    keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
+    values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
+    # a consumer writes its rows of the result where its queries were
+    out_buffers = q_buffers
+    if c.DV_PAD != c.D_PAD:
+        out_buffers = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
+    q_full = barriers(c.CONSUMERS, 1)
+    bars = (
+        keys,
+        values,
+        barriers(c.STAGES, 1),
+        barriers(c.STAGES, c.CONSUMERS),
+        barriers(c.STAGES, 1),
+        barriers(c.STAGES, c.CONSUMERS),
+    )
+    fence_async_shared()
+    if c.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre, score, mask, 0)),
+                (consume, (q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre, score, mask, 1)),
+                (produce, (q, k, v, q_buffers, q_full, bars, place, spans, size, table, c)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre, score, mask, 0)),
+                (consume, (q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre, score, mask, 1)),
+                (consume, (q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre, score, mask, 2)),
+                (produce, (q, k, v, q_buffers, q_full, bars, place, spans, size, table, c)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

@@ -1,0 +1,73 @@
+# mypy: ignore-errors
+"""What every kernel does with tiles: where they lie, which are visited, what is masked."""
+
+from foci.backends.hopper.interface import gl, gluon, tma
+from foci.backends.triton.tiles import FORCED, number, place, sequence, visited, visits
+
+__all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step"]
+
+FAR = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.constexpr):
+    """Begins to copy the tile at `row` of a sequence into a [rows, width] buffer; rows beyond the sequence are zeros."""
+    rows: gl.constexpr = buffer.shape[0]
+    width: gl.constexpr = buffer.shape[1]
+    if JAGGED:
+        tma.async_copy_global_to_shared(
+            source, [FAR, start + length, h, FAR - length + row, 0], barrier, buffer.reshape([1, 1, 1, rows, width])
+        )
+    else:
+        tma.async_copy_global_to_shared(source, [b, h, row, 0], barrier, buffer.reshape([1, 1, rows, width]))
+
+
+@gluon.jit
+def copy_out(target, b, h, row, start, length, buffer, JAGGED: gl.constexpr):
+    """Begins to copy a [rows, width] buffer to `row` of a sequence; rows beyond the sequence are not written."""
+    rows: gl.constexpr = buffer.shape[0]
+    width: gl.constexpr = buffer.shape[1]
+    if JAGGED:
+        tma.async_copy_shared_to_global(target, [FAR, start + length, h, FAR - length + row, 0], buffer.reshape([1, 1, 1, rows, width]))
+    else:
+        tma.async_copy_shared_to_global(target, [b, h, row, 0], buffer.reshape([1, 1, rows, width]))
+
+
+@gluon.jit
+def find(size, spans, c):
+    """(b that functions are told, batch entry in memory, head, task, tile) of this program; b < 0 for a spare one."""
+    memory_b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
+    b = memory_b
+    tile = task
+    if c.JAGGED:
+        b = gl.load(spans.tasks + 2 * task)
+        tile = gl.load(spans.tasks + 2 * task + 1)
+    return b, memory_b, h, task, tile
+
+
+@gluon.jit
+def run_of(table, b, h, task, first, q_len, kv_len, c):
+    """Tiles of keys for the rows from `first`: (row of the lists, first full, full, first partial, before, gap, partial)."""
+    if c.MODE == "causal":
+        full = gl.minimum(first + 1, kv_len) // c.TILE_KV
+        last = gl.minimum(gl.minimum(first + c.TILE_Q, q_len), kv_len)
+        part = (last + c.TILE_KV - 1) // c.TILE_KV - full
+        return task, full * 0, full, full, part, full * 0, part
+    else:
+        return visits(table, b, h, task, kv_len, c, c.TILE_KV)
+
+
+@gluon.jit
+def step(table, run, i, c):
+    """The i-th tile that a program visits: partial ones first, then full ones, each from the last to the first."""
+    row, full_first, full, part_first, before, gap, part = run
+    if c.MODE == "lists":
+        if i < part:
+            at = part_first + i
+        else:
+            at = full_first + i - part
+        return visited(table, row, at, at * 0, before, gap, c)
+    else:
+        back = part - 1 - i
+        tile = part_first + back + gl.where(back >= before, gap, 0)
+        return gl.where(i < part, tile, full_first + full - 1 - (i - part))
