@@ -23,7 +23,7 @@ from foci.problem import Outputs, Results
 
 __all__ = ["run_captured"]
 
-_TENSORS: Final = ("blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths")
+_TENSORS: Final = ("blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths", "page_table")
 _OUTPUTS: Final = tuple(field.name for field in dataclasses.fields(Outputs))
 
 
@@ -90,7 +90,8 @@ def run_captured(
 ) -> Results:  # fmt: skip
     """`foci.dispatch.run` as Dynamo traces it. The backends allowed are a constant of the graph, which Dynamo guards."""
     query, key, value = tensors
-    given = [t for t in (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths) if t is not None]
+    optional = (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths, extras.page_table)
+    given = [t for t in optional if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
     outputs = extras.outputs
     options = {
@@ -102,6 +103,7 @@ def run_captured(
         "restricted": allowed is not None, "allowed": ",".join(allowed or ()),
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,
+        "page_table": extras.page_table is not None,
     }  # fmt: skip
     out, lse, row_max, column_sums, weights = _attention(
         query, key, value, _unchanged if score is None else score, (*given, _everywhere if mask is None else mask),

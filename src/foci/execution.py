@@ -39,7 +39,7 @@ def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
         kv_heads=key.shape[1],
         batch=bucket(operands.cu_q.shape[0] - 1 if jagged and operands.cu_q is not None else query.shape[0]),
         q_len=bucket(operands.max_q if jagged else query.shape[2]),
-        kv_len=bucket(operands.max_kv if jagged else key.shape[2]),
+        kv_len=bucket(key.shape[2] if formula.layout is Layout.DENSE else operands.max_kv),
         query_grad=needs[0],
         key_grad=needs[1],
         value_grad=needs[2],
@@ -56,7 +56,7 @@ def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed)
 def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> tuple[Decision, Kernel]:
     query, key, value = operands.query, operands.key, operands.value
     if operands.cu_q is None:
-        sizes = (query.shape[0], query.shape[2], key.shape[2])
+        sizes = (query.shape[0], query.shape[2], key.shape[2] if operands.page_table is None else operands.max_kv)
     else:
         sizes = (operands.cu_q.shape[0] - 1, operands.max_q, operands.max_kv)
     signature = (
@@ -148,13 +148,14 @@ def _empty_results(formula: Formula, operands: Operands) -> Results:
     """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum (SDPA-06, SDPA-13)."""
     query, key = operands.query, operands.key
     rows = query.shape[:3]
+    kv_len = key.shape[2] if operands.page_table is None else operands.max_kv
     acc = accumulation_dtype(query.dtype)
     lse = query.new_full(rows, -torch.inf, dtype=acc)
     return Results(
         out=empty_out(query, operands.value).zero_(),
         lse=lse,
         row_max=torch.full_like(lse, -torch.inf) if formula.outputs.row_max else None,
-        column_sums=query.new_zeros((query.shape[0], query.shape[1], key.shape[2]), dtype=acc) if formula.outputs.column_sums else None,
+        column_sums=query.new_zeros((query.shape[0], query.shape[1], kv_len), dtype=acc) if formula.outputs.column_sums else None,
         weights=query.new_zeros((*rows, key.shape[2])) if formula.outputs.weights else None,
     )
 

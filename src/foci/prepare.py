@@ -40,6 +40,7 @@ class Extras:
     cu_kv: Tensor | None = None
     q_lengths: Tensor | None = None
     kv_lengths: Tensor | None = None
+    page_table: Tensor | None = None
     max_q: int = 0
     max_kv: int = 0
     honour_sdp_flags: bool = False
@@ -53,7 +54,8 @@ def prepare(
     """Checks the arguments and states the problem.
 
     Args:
-        tensors: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv]; [1, H, T, D] when jagged.
+        tensors: query [B, Hq, Sq, D], key [B, Hkv, Skv, D], value [B, Hkv, Skv, Dv]; [1, H, T, D] when jagged; key and
+            value [pages, Hkv, page size, D] when paged.
         score, mask: the user's functions.
         extras: the rest.
 
@@ -63,20 +65,26 @@ def prepare(
     """
     query, key, value = _autocast(*tensors)
     _check_tensors(query, key, value)
-    query, key, value = _broadcast_batch(query, key, value)
+    if extras.page_table is None:
+        query, key, value = _broadcast_batch(query, key, value)
     dropout_p = _checked_dropout(extras.dropout_p)
     bound = bind(score, mask, query.device)
     _check_captures(bound, query, key, extras)
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
-    jagged = extras.cu_q is not None
-    formula = _formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, extras.outputs, extras.block_size, dropout=dropout_p > 0)
+    formula = _formula(bound.variant, _layout(extras), extras.outputs, extras.block_size, dropout=dropout_p > 0)
     operands = Operands(
         query, key, value, bound.captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,
         seed=_draw_seed(query.device) if dropout_p > 0 else None, blocks=extras.blocks, cu_q=extras.cu_q, cu_kv=extras.cu_kv,
-        q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, max_q=extras.max_q, max_kv=extras.max_kv,
+        q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, page_table=extras.page_table, max_q=extras.max_q, max_kv=extras.max_kv,
     )  # fmt: skip
     return formula, operands
+
+
+def _layout(extras: Extras) -> Layout:
+    if extras.page_table is not None:
+        return Layout.PAGED
+    return Layout.DENSE if extras.cu_q is None else Layout.JAGGED
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,7 +187,9 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
         if tensor.device != query.device:
             raise ValueError(f"captured tensor {slot}, {describe(tensor)}, must be on the query's device, {query.device}")
     if extras.cu_q is None:
-        lengths = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2], "kv_idx": key.shape[2]}
+        lengths = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2]}
+        if extras.page_table is None:
+            lengths["kv_idx"] = key.shape[2]
     else:
         lengths = {"b": extras.cu_q.shape[0] - 1, "h": query.shape[1]}
         if extras.exact_lengths:

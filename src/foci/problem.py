@@ -31,11 +31,13 @@ class Layout(Enum):
     """Where a row's keys lie.
 
     DENSE: query [B, Hq, Sq, D]. JAGGED: sequences packed along one token dimension, query [1, Hq, T, D], with
-    cumulative lengths beside it.
+    cumulative lengths beside it. PAGED: query as in DENSE; keys and values lie in pages of a pool, in the order that a
+    page table gives for each batch entry.
     """
 
     DENSE = "dense"
     JAGGED = "jagged"
+    PAGED = "paged"
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Problem:
         dtype: of query, key and value.
         head_dim, value_dim: D and Dv, exact.
         q_heads, kv_heads: Hq and Hkv, exact.
-        batch: bucket of B (dense) or of the number of sequences (jagged).
-        q_len, kv_len: buckets of Sq and Skv (dense), of the longest sequence (jagged).
+        batch: bucket of B (dense, paged) or of the number of sequences (jagged).
+        q_len, kv_len: buckets of Sq and Skv (dense), of the longest sequence (jagged), of Sq and the longest row (paged).
         query_grad, key_grad, value_grad: which gradients will be asked for.
         capture_grads: the same for each captured tensor.
         deterministic: gradients must be bitwise repeatable.
@@ -172,8 +174,8 @@ class Operands:
 
     Attributes:
         query: [B, Hq, Sq, D], or [1, Hq, Tq, D] jagged; any strides.
-        key: [B, Hkv, Skv, D], or [1, Hkv, Tkv, D].
-        value: [B, Hkv, Skv, Dv], or [1, Hkv, Tkv, Dv].
+        key: [B, Hkv, Skv, D], or [1, Hkv, Tkv, D], or paged [pages, Hkv, page size, D].
+        value: [B, Hkv, Skv, Dv], or [1, Hkv, Tkv, Dv], or paged [pages, Hkv, page size, Dv].
         captures: the captured tensors, by slot.
         ints, floats: the run-time numbers, by slot of `param`.
         scale: multiplies the products before the score function.
@@ -182,8 +184,9 @@ class Operands:
         blocks: int8 [B or 1, Hq or 1, ceil(Sq / block_q), ceil(Skv / block_kv)] of `foci.blocks` classes, when the
             caller gave a block mask.
         cu_q, cu_kv: int64 or int32 [sequences + 1], jagged only.
-        q_lengths, kv_lengths: [sequences], jagged only, when sequences do not fill their span.
-        max_q, max_kv: longest sequence, jagged only.
+        q_lengths, kv_lengths: [sequences], jagged, when sequences do not fill their span; paged: [B] keys of each row.
+        page_table: int64 or int32 [B, pages of a row], paged only: the page of the pool that holds keys n * page size and on.
+        max_q, max_kv: longest sequence, jagged; max_kv, paged, bounds the rows.
     """
 
     query: Tensor
@@ -200,6 +203,7 @@ class Operands:
     cu_kv: Tensor | None = None
     q_lengths: Tensor | None = None
     kv_lengths: Tensor | None = None
+    page_table: Tensor | None = None
     max_q: int = 0
     max_kv: int = 0
 
@@ -212,7 +216,7 @@ class Results:
         out: [B, Hq, Sq, Dv] in the query's dtype, laid out in memory as [B, Sq, Hq, Dv].
         lse: [B, Hq, Sq] acc, natural logarithm, -inf for a row with nothing to attend to.
         row_max: [B, Hq, Sq] acc, largest score of the row, or None when not asked for.
-        column_sums: [B, Hq, Skv] acc, weights summed over queries, before dropout, or None.
+        column_sums: [B, Hq, Skv] acc ([B, Hq, max_kv] paged), weights summed over queries, before dropout, or None.
         weights: [B, Hq, Sq, Skv] in the query's dtype, softmaxed, before dropout, or None (dense layout only).
     """
 

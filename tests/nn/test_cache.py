@@ -144,3 +144,26 @@ def test_generation_does_not_compile_anew():  # FLEX-10
         for _ in range(20):
             model(rand(1, 1, E), cache=cache)
     assert cache_sizes()["variants"] == before
+
+
+def test_pages_are_read_where_they_lie():  # FLEX-14
+    model, x = encoder(), rand(B, N, E)
+    cache = foci.nn.KVCache(2, N, page_size=4)
+    with foci.observe() as log:
+        model(x[:, :9], cache=cache)
+        model(x[:, 9:10], cache=cache)
+    assert {call.problem.formula.layout.value for call in log.calls} == {"paged"}
+
+
+@pytest.mark.parametrize("page_size", KINDS)
+def test_weights_and_own_keys_beside_a_cache(page_size):  # MOD-02
+    torch.manual_seed(0)
+    module = foci.nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True, add_zero_attn=True, dtype=torch.float64)
+    x = rand(B, N, E)
+    cache = foci.nn.KVCache(1, N, page_size=page_size)[0]
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
+    whole_out, whole_weights = module(x, x, x, attn_mask=causal)
+    module(x[:, :7], x[:, :7], x[:, :7], cache=cache)
+    out, weights = module(x[:, 7:], x[:, 7:], x[:, 7:], cache=cache)
+    torch.testing.assert_close(out, whole_out[:, 7:])
+    torch.testing.assert_close(weights, whole_weights[:, 7:])

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
+from foci.backends.paging import Gathered, jagged_plan
 from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences
 from foci.blocks import FULL, PARTIAL
 from foci.dropout import keep
@@ -129,8 +130,8 @@ class _Reference:
     name = "reference"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        if problem.formula.outputs.weights and problem.formula.layout is Layout.JAGGED:
-            return "the weights of a jagged call have no rectangular shape; take the dense layout"
+        if problem.formula.outputs.weights and problem.formula.layout is not Layout.DENSE:
+            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
@@ -145,7 +146,9 @@ class _Reference:
         seconds = 1e-3 + problem.flops / flops + 20 * pairs * problem.dtype.itemsize / passes
         return 3 * seconds if problem.needs_backward else seconds
 
-    def compile(self, plan: Plan, /) -> _Kernel:
+    def compile(self, plan: Plan, /) -> Kernel:
+        if plan.problem.formula.layout is Layout.PAGED:
+            return Gathered(plan, _Kernel(jagged_plan(plan).problem))
         return _Kernel(plan.problem)
 
 

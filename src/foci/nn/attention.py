@@ -232,7 +232,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Output [B, L, E], and the auxiliary outputs."""
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         q, k, v, stored = self._heads(inputs, padding, order, cache)
-        functions = self._own()
+        functions, extra = self._own(), self._extra_keys()
+        pages = None if stored is None else stored.pages
+        if stored is not None and (attn_mask is not None or extra is not None or (asked is not None and asked.weights)):
+            k, v = stored.in_one_piece()  # matrices, weights and keys of the module's own are made for one length
+            pages = None
         if stored is not None:
             place = masking.cached_place(stored)
             functions = masking.placed(functions.and_(masking.CAUSAL), place, masking.itself)
@@ -245,15 +249,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif attn_mask is not None:
             lengths = (q.shape[2], k.shape[2])
             functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=q.shape[0], heads=self.num_heads)))
-        extra = self._extra_keys()
         if extra is not None:
             count = extra[0].shape[0]
             more = (e.to(k.dtype).transpose(0, 1).expand(k.shape[0], -1, -1, -1) for e in extra)
             k, v = (torch.cat((t, e), dim=2) for t, e in zip((k, v), more, strict=True))
             functions = masking.with_extra_keys(functions, count)
-        found = foci.attention(
-            q, k, v, mask=functions.mask, score=functions.score, dropout_p=self.dropout if self.training else 0.0, return_aux=asked
-        )
+        options: Any = {"mask": functions.mask, "score": functions.score, "dropout_p": self.dropout if self.training else 0.0}
+        if pages is None:
+            found = foci.attention(q, k, v, return_aux=asked, **options)
+        else:
+            found = foci.paged_attention(q, k, v, pages.table, pages.lengths, max_kv=pages.longest, return_aux=asked, **options)
         out, aux = found if asked is not None else (found, None)
         return self.out_proj(out.transpose(1, 2).flatten(2)), aux
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache", "LayerCache", "Memory", "Stored"]
+__all__ = ["KVCache", "LayerCache", "Memory", "Pages", "Stored"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +16,7 @@ class Stored:
     """What a layer attends to after `LayerCache.append`.
 
     Attributes:
-        key, value: [B, Hkv, S, D], the new tokens included.
+        key, value: [B, Hkv, S, D], the new tokens included; with `pages`, pools [pages, Hkv, page size, D].
         start: number of tokens before the new ones, where it is the same in every row.
         positions: int64 [B, n], position of each new token; None where that is `start` plus its index.
     """
@@ -25,6 +25,34 @@ class Stored:
     value: Tensor
     start: int
     positions: Tensor | None
+    pages: Pages | None = None
+
+    def in_one_piece(self) -> tuple[Tensor, Tensor]:
+        """Key and value as [B, Hkv, S, D]."""
+        if self.pages is None:
+            return self.key, self.value
+        return self.pages.gather(self.key), self.pages.gather(self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """Where a row's tokens lie in a pool.
+
+    Attributes:
+        table: int64 [B, pages of a row].
+        lengths: int64 [B], tokens of each row.
+        longest: a bound of them.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    longest: int
+
+    def gather(self, pool: Tensor) -> Tensor:
+        """[B, Hkv, longest, D]."""
+        count = -(-self.longest // pool.shape[2])
+        pages = pool[self.table[:, :count]]  # [B, count, Hkv, page size, D]
+        return pages.transpose(1, 2).flatten(2, 3)[:, :, : self.longest]
 
 
 @dataclass(eq=False)
@@ -47,7 +75,11 @@ class _Buffer(Protocol):
         ...
 
     def read(self, stop: int) -> Tensor:
-        """[B, Hkv, stop, D]."""
+        """[B, Hkv, stop, D], or the whole pool of pages."""
+        ...
+
+    def pages(self, stop: int, counts: Tensor | None) -> Pages | None:
+        """Where in the pool the tokens before `stop`, or the first `counts` [B] of each row, lie."""
         ...
 
     def select(self, rows: Tensor) -> None:
@@ -71,6 +103,9 @@ class _Static:
 
     def read(self, stop: int) -> Tensor:
         return self.data[:, :, :stop]
+
+    def pages(self, stop: int, counts: Tensor | None) -> Pages | None:
+        return None
 
     def select(self, rows: Tensor) -> None:
         self.data = self.data.index_select(0, rows)
@@ -97,9 +132,11 @@ class _Paged:
         self.pool[pages, :, known % self.page_size] = new.transpose(1, 2)
 
     def read(self, stop: int) -> Tensor:
-        count = -(-stop // self.page_size)
-        pages = self.pool[self.table[:, :count]]  # [B, count, Hkv, page_size, D]
-        return pages.transpose(1, 2).flatten(2, 3)[:, :, :stop]
+        return self.pool
+
+    def pages(self, stop: int, counts: Tensor | None) -> Pages | None:
+        lengths = torch.full((self.table.shape[0],), stop, device=self.table.device) if counts is None else counts
+        return Pages(self.table, lengths, stop)
 
     def select(self, rows: Tensor) -> None:
         # rows may be chosen twice, and then write apart from each other: every row gets pages of its own
@@ -172,7 +209,8 @@ class LayerCache:
                 self.counts = counts + keep.sum(1)
                 positions = positions.clamp_min(0)
         self.longest = stop
-        return Stored(buffers[0].read(stop), buffers[1].read(stop), start, positions)
+        # keys and values grow by the same pages: one table serves both
+        return Stored(buffers[0].read(stop), buffers[1].read(stop), start, positions, buffers[0].pages(stop, self.counts))
 
     def select(self, rows: Tensor) -> None:
         """Keeps these rows of the batch, in this order."""
@@ -203,8 +241,7 @@ class KVCache:
     different lengths: a padding mask, on any side, leaves tokens out. No gradient flows through a cache.
 
     Static, it is one tensor of `max_length` for each layer, and attention reads it in place. Paged (Kwon et al., 2023), it
-    grows by pages of `page_size` tokens; attention has no paged kernel here, so the pages of a call are gathered into one
-    tensor first: memory at rest is saved, traffic is not.
+    grows by pages of `page_size` tokens, which attention reads through a page table (`foci.paged_attention`).
 
     Args:
         num_layers: layers of the model.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.execution import Allowed, Needs, as_written
-from foci.problem import Cotangents, Formula, Gradients, Operands, Results
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results
 from foci.problem import Outputs as Asked
 
 __all__ = [
@@ -28,15 +28,19 @@ __all__ = [
 ]
 
 Flat: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths")
+OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths", "page_table")
 NO_NEEDS: Final[tuple[bool, bool, bool]] = (False, False, False)
 
 
 def formula_kernel(formula: Formula, operands: Operands) -> Results:
     """The formula in plain differentiable torch operations: forward-mode AD and second derivatives go through it."""
     from foci.backends.blocked import differentiable
+    from foci.backends.paging import gathered, paged_results
     from foci.backends.reference import formula as plain
 
+    if formula.layout is Layout.PAGED:
+        one, jagged = gathered(operands, formula)
+        return paged_results(formula_kernel(jagged, one), operands)
     if torch._guards.detect_fake_mode([operands.query]) is not None:
         return plain(operands, formula)  # a graph is made: there are no values to find tiles by, and sizes may be symbols
     with as_written(operands.query):

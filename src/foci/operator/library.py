@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,12 +17,17 @@ from foci.execution import Allowed, Needs, run_backward, run_forward
 from foci.operator.arguments import NO_NEEDS, OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, outputs_of, unflatten
 from foci.problem import Cotangents, Formula, Layout, Operands, Results, accumulation_dtype, empty_out
 
+_OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
+"""Where the optional tensors are among the arguments of the operator."""
+_BEHIND: Final = slice(11, 11 + len(OPTIONAL))
+"""The same for the backward operator."""
+
 
 @torch.library.custom_op("foci::attention", mutates_args=())
 def _attention_op(
     query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int], floats: Sequence[float], scale: float,
-    dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
+    cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, page_table: Tensor | None, ints: Sequence[int],
+    floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     args = list(locals().values())
     plan_formula, operands, names = unflatten(args)
@@ -45,6 +50,7 @@ def _attention_fake(*args: Any) -> Flat:
     formula, operands, _ = unflatten(args)
     query, key = operands.query, operands.key
     rows, asked, acc = query.shape[:3], formula.outputs, accumulation_dtype(query.dtype)
+    kv_len = key.shape[2] if formula.layout is not Layout.PAGED else operands.max_kv
 
     def maybe(wanted: bool, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return query.new_empty(tuple(shape) if wanted else (0,), dtype=dtype if wanted else query.dtype)
@@ -53,7 +59,7 @@ def _attention_fake(*args: Any) -> Flat:
         empty_out(query, operands.value),
         query.new_empty(tuple(rows), dtype=acc),
         maybe(asked.row_max, rows, acc),
-        maybe(asked.column_sums, (query.shape[0], query.shape[1], key.shape[2]), acc),
+        maybe(asked.column_sums, (query.shape[0], query.shape[1], kv_len), acc),
         maybe(asked.weights, (*rows, key.shape[2]), query.dtype),
     )
 
@@ -61,9 +67,9 @@ def _attention_fake(*args: Any) -> Flat:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
     ctx.set_materialize_grads(False)
     ctx.captured = len(inputs[3])
-    ctx.present = [x is not None for x in inputs[4:10]]
-    ctx.numbers = inputs[10:]
-    ctx.save_for_backward(*inputs[:3], *inputs[3], *(x for x in inputs[4:10] if x is not None), output[0], output[1])
+    ctx.present = [x is not None for x in inputs[_OPTIONAL]]
+    ctx.numbers = inputs[_OPTIONAL.stop :]
+    ctx.save_for_backward(*inputs[:3], *inputs[3], *(x for x in inputs[_OPTIONAL] if x is not None), output[0], output[1])
 
 
 def _restore(ctx: Any) -> tuple[Formula, Operands, Allowed, Tensor, Tensor]:
@@ -95,8 +101,8 @@ _attention_op.register_autograd(_backward, setup_context=_setup)
 def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
     needs: str, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None,
-    cu_q: Tensor | None, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, ints: Sequence[int],
-    floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
+    cu_q: Tensor | None, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, page_table: Tensor | None,
+    ints: Sequence[int], floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
 ) -> list[Tensor]:  # fmt: skip
     args = list(locals().values())[7:]
     plan_formula, operands, names = unflatten(args)
@@ -118,9 +124,9 @@ def _setup_double(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
     ctx.needs = inputs[6]
     ctx.cotangents = [x is not None for x in inputs[1:4]]
     ctx.captured = len(inputs[10])
-    ctx.present = [x is not None for x in inputs[11:17]]
-    ctx.numbers = inputs[17:]
-    optional = (x for x in (*inputs[11:17], *inputs[1:4]) if x is not None)
+    ctx.present = [x is not None for x in inputs[_BEHIND]]
+    ctx.numbers = inputs[_BEHIND.stop :]
+    optional = (x for x in (*inputs[_BEHIND], *inputs[1:4]) if x is not None)
     ctx.save_for_backward(*inputs[7:10], *inputs[10], *optional, inputs[0], inputs[5])
 
 
@@ -183,7 +189,7 @@ def _unbatched(args: Sequence[Any], in_dims: Sequence[Any], n: int) -> list[Any]
 
 def _fold(args: Sequence[Any], in_dims: Sequence[Any], size: int) -> tuple[Any, Any] | None:
     """Batching by a larger B, where nothing in the call knows the batch index or a batch of its own."""
-    formula = Formula.parse(args[16])
+    formula = Formula.parse(args[_OPTIONAL.stop + 6])
     reads_batch = "b" in formula.variant.score.variables() | formula.variant.mask.variables()
     captures_batched = any(d is not None for d in in_dims[3]) if isinstance(in_dims[3], (list, tuple)) else in_dims[3] is not None
     if reads_batch or captures_batched or formula.dropout or formula.layout is not Layout.DENSE or args[5] is not None:

@@ -14,7 +14,8 @@ from foci.backends.blocked.backward import backward
 from foci.backends.blocked.differentiable import differentiable
 from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.causal import is_causal
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
+from foci.backends.paging import Gathered, jagged_plan
 from foci.ir.expr import const
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
 
@@ -39,8 +40,8 @@ class _Blocked:
     name = "blocked"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        if problem.formula.outputs.weights and problem.formula.layout is Layout.JAGGED:
-            return "the weights of a jagged call have no rectangular shape; take the dense layout"
+        if problem.formula.outputs.weights and problem.formula.layout is not Layout.DENSE:
+            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
@@ -54,7 +55,9 @@ class _Blocked:
         seconds = flops / (rate / 2 if problem.dtype is torch.float64 else rate)
         return overhead + seconds + (5 * overhead + 2.5 * seconds if problem.needs_backward else 0.0)
 
-    def compile(self, plan: Plan, /) -> _Kernel:
+    def compile(self, plan: Plan, /) -> Kernel:
+        if plan.problem.formula.layout is Layout.PAGED:
+            return Gathered(plan, self.compile(jagged_plan(plan)))
         formula = plan.problem.formula
         simple = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
         return _Kernel(plan.problem, formula == simple and formula.variant.mask is not const(False))

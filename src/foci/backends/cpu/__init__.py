@@ -9,13 +9,14 @@ from typing import Final
 
 import torch
 
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
 from foci.backends.cpu.source import forward_source
+from foci.backends.paging import Gathered, jagged_plan
 from foci.ir.emit import UnsupportedOperation
-from foci.problem import Problem, Target
+from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "backend_info"]
 
@@ -53,7 +54,9 @@ class _Cpu:
         flops = problem.flops * (1.0 if problem.variant.mask.op == "const" else 0.5)
         return _LAUNCH + flops / forward + (2 * _LAUNCH + 2.5 * flops / backward if problem.needs_backward else 0.0)
 
-    def compile(self, plan: Plan, /) -> CpuKernel:
+    def compile(self, plan: Plan, /) -> Kernel:
+        if plan.problem.formula.layout is Layout.PAGED:
+            return Gathered(plan, CpuKernel(jagged_plan(plan)))
         return CpuKernel(plan)
 
 

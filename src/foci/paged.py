@@ -1,0 +1,104 @@
+"""Attention over keys and values that lie in pages of a pool, as a server keeps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.api import AuxOutput, AuxRequest
+from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
+from foci.dispatch import run
+from foci.prepare import Extras, check_is_tensor, describe
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    max_kv: int | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`foci.attention` over a paged cache (Kwon et al., "PagedAttention", 2023): row b attends to its own pages, in order.
+
+    Key n of row b lies in page `page_table[b, n // page_size]` at place `n % page_size`. Functions are told the index n
+    within the row, and `foci.kv_len()` is the row's own length: `masks.causal_lower_right()` is the mask of decoding.
+
+    Args:
+        query: [B, Hq, Sq, D], float16, bfloat16, float32 or float64.
+        key: [pages, Hkv, page_size, D], the pool; Hq a multiple of Hkv. Any strides.
+        value: [pages, Hkv, page_size, Dv].
+        page_table: int32 or int64 [B, pages of a row]; entries behind a row's last page are never used.
+        kv_lengths: int32 or int64 [B], keys of each row.
+        max_kv: a bound of `kv_lengths`; by default all that the table holds. It is never read from the device.
+        mask: a `foci.Mask` or a function (b, h, q_idx, kv_idx) -> bool.
+        score, sink, scale, dropout_p: as in `foci.attention`.
+        return_aux: auxiliary outputs to return besides; `column_sums` are [B, Hq, max_kv], `weights` are not to be had.
+
+    Returns:
+        [B, Hq, Sq, Dv] in the query's dtype; with `return_aux`, that and an `AuxOutput`. Query, captured tensors and sink
+        get gradients; pages do not.
+
+    Raises:
+        TypeError: for an argument of a wrong type or dtype.
+        ValueError: for a wrong shape, device or value, or pages that require grad.
+        NoViableBackend: if no backend accepts; the message has each one's reason.
+
+    Example:
+        >>> import foci, torch
+        >>> pool = torch.randn(2, 10, 4, 16, 32)  # keys and values: 10 pages of 16 tokens, 4 heads
+        >>> table = torch.tensor([[3, 1, 7], [9, 2, 0]])
+        >>> query = torch.randn(2, 8, 1, 32)
+        >>> mask = foci.masks.causal_lower_right()
+        >>> foci.paged_attention(query, pool[0], pool[1], table, torch.tensor([41, 20]), mask=mask).shape
+        torch.Size([2, 8, 1, 32])
+    """
+    check_is_tensor(query=query, key=key, value=value, page_table=page_table, kv_lengths=kv_lengths)
+    _check_pages(query, key, value, page_table, kv_lengths)
+    if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
+        raise TypeError(f"mask must be a foci.Mask or a function: rows have lengths of their own; got {type(mask).__name__}")
+    room = page_table.shape[1] * key.shape[2]
+    if max_kv is not None and not 0 <= max_kv <= room:
+        raise ValueError(f"max_kv must be from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}")
+    outputs = checked_outputs(return_aux, sink)
+    if outputs.weights:
+        raise ValueError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
+    extras = Extras(
+        outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
+        sink=checked_sink(sink, query, outputs), exact_lengths=False,
+    )  # fmt: skip
+    results = run((query, key, value), score_parts(score, None), mask_parts(mask, query, key)[0], extras)
+    if return_aux is None:
+        return results.out
+    return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums)
+
+
+def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:
+    for name, tensor, dims in (("page_table", page_table, 2), ("kv_lengths", kv_lengths, 1)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64; got {describe(tensor)}")
+        if tensor.dim() != dims or tensor.shape[0] != query.shape[0]:
+            wanted = "[batch, pages of a row]" if dims == 2 else "[batch]"
+            raise ValueError(f"{name} must be {wanted} for a batch of {query.shape[0]}; got {describe(tensor)}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
+    for name, pool in (("key", key), ("value", value)):
+        if pool.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [pages, heads, page size, head dim]; got {describe(pool)}")
+        if pool.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad: pages take no gradient; detach them, or gather them into a dense tensor")
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(f"key and value must have one number of pages; got {key.shape[0]} and {value.shape[0]}")
+    if key.shape[2] == 0:
+        raise ValueError(f"a page must hold at least one token; got key {describe(key)}")
