@@ -21,11 +21,13 @@ import triton
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.backends.triton.kernel import TritonKernel
+from foci.backends.triton.kernel import Given, TritonKernel
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import LIMITS, Schedule, shared_bytes
+from foci.backends.triton.sparsity import sequences_of
 from foci.binding import bind
 from foci.planner import target_of
-from foci.problem import Cotangents, Formula, Operands, Outputs, Problem
+from foci.problem import Formula, Operands, Outputs, Problem
 
 S = Schedule
 CANDIDATES = {
@@ -92,10 +94,13 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]
-    call = kernel.begin(operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]})
-    rows = kernel._prepare(call, results, Cotangents(dout))
+    recorder, sequences = Recorder((), None), sequences_of(operands)
+    call = kernel.begin(operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, recorder)
+    given = Given(results.out, results.lse, dout, None)
+    rows = (torch.empty_like(results.lse), torch.empty_like(results.lse))
+    kernel._prepare(call, given, rows)
     if kind == "query_gradient":
-        return lambda: kernel._query_gradient(call, dout, rows, grads[0])
+        return lambda: kernel._query_gradient(call, given, rows, grads[0])
     wanted = (None if kind == "value_gradient_alone" else grads[1], None if kind == "key_gradient_alone" else grads[2])
     return lambda: kernel._key_gradient(call, kind, (dout, *rows), wanted)
 

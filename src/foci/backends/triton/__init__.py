@@ -51,7 +51,7 @@ class TritonBackend:
             return "does not return weights or their column sums"
         if problem.formula.block_size is not None and any(size % 16 for size in problem.formula.block_size):
             return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
-        if problem.formula.block_size is not None and problem.formula.layout is Layout.JAGGED:
+        if problem.formula.block_size is not None and problem.formula.layout is not Layout.DENSE:
             return "block masks are for the dense layout"
         if any(problem.capture_grads) and problem.formula.block_size is not None:
             return "does not compute gradients of captured tensors under a block mask"
@@ -84,7 +84,10 @@ class TritonBackend:
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched."""
         from foci.backends.triton.kernel import TritonKernel
+        from foci.backends.triton.paged import PagedKernel
 
+        if plan.problem.formula.layout is Layout.PAGED:
+            return PagedKernel(plan)
         return TritonKernel(plan)
 
 

@@ -71,13 +71,15 @@ class Size(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 2] of (sequence, tile), -1 for none."""
+    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 2] of (sequence, tile), or (-1, n) for the
+    n-th spare task; `sequences` is their encoded number."""
 
     tasks: Tensor | None
     q_start: Tensor | None
     q_length: Tensor | None
     kv_start: Tensor | None
     kv_length: Tensor | None
+    sequences: int
 
 
 class Table(NamedTuple):

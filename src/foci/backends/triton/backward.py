@@ -11,6 +11,7 @@ import triton.language as tl
 from foci.backends.triton.tiles import (
     FORCED,
     LOG2E,
+    clear_gaps,
     keep_tile,
     load_tile,
     number,
@@ -26,33 +27,34 @@ from foci.backends.triton.tiles import (
 
 
 @triton.jit
+def rows_of(o, do, lse, dlse, lse2, delta, at, inside):
+    """(lse in base 2, delta) of a tile of rows, which are kept in `lse2` and `delta`; +inf for rows without keys, so that their
+    weights come out 0."""
+    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        d -= tl.load(dlse + at, mask=inside, other=0.0)
+    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
+    base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+    tl.store(lse2 + at, base2, mask=inside)
+    tl.store(delta + at, d, mask=inside)
+    return base2, d
+
+
+@triton.jit
 def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
-    """delta, and lse in base 2 with +inf for rows without keys, so that their weights come out 0."""
+    """`rows_of` alone, for a backward pass without dq."""
     tiles = tl.cdiv(number(size.rows), c.TILE_Q)
     bh = tl.program_id(0) // tiles
     first = (tl.program_id(0) - bh * tiles) * c.TILE_Q
     b = bh // number(size.heads)
     h = bh - b * number(size.heads)
     limit = number(size.rows) - first
-    o = load_tile(
-        rows_pointer(out, strides.out, b, h, first, c),
-        tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD),
-        limit,
-        True,
-        c.TILE_Q,
-        c.DV,
-        c.DV_PAD,
-    )
+    offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
+    o = load_tile(rows_pointer(out, strides.out, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
     do = load_tile(rows_pointer(dout, strides.dout, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = bh.to(tl.int64) * number(size.rows) + first + tl.arange(0, c.TILE_Q)
-    inside = tl.arange(0, c.TILE_Q) < limit
-    if dlse is not None:
-        d -= tl.load(dlse + at, mask=inside, other=0.0)
-    natural = tl.load(lse + at, mask=inside, other=0.0)
-    tl.store(lse2 + at, tl.where(natural == float("-inf"), float("inf"), natural * LOG2E), mask=inside)
-    tl.store(delta + at, d, mask=inside)
+    rows_of(o, do, lse, dlse, lse2, delta, at, tl.arange(0, c.TILE_Q) < limit)
 
 
 @triton.jit
@@ -136,9 +138,27 @@ def fold_query_gradient(
 
 @triton.jit
 def attention_query_gradient(
-    q, k, v, do, lse2, delta, dq, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
+    q,
+    k,
+    v,
+    out,
+    do,
+    lse,
+    dlse,
+    lse2,
+    delta,
+    dq,
+    strides,
+    size,
+    spans,
+    table,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
 ):
-    """dq of one tile of queries."""
+    """dq of one tile of queries, and what the other kernels need to know of its rows."""
     b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
     memory_b = b
     tile = task
@@ -146,6 +166,8 @@ def attention_query_gradient(
         b = tl.load(spans.tasks + 2 * task)
         tile = tl.load(spans.tasks + 2 * task + 1)
         if b < 0:
+            if tile == 0:
+                clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
             return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -159,8 +181,9 @@ def attention_query_gradient(
     douts = load_tile(rows_pointer(do, strides.dout, memory_b, h, q_start + first, c), do_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     rows = first + tl.arange(0, c.TILE_Q)
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
-    row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
-    row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
+    out_offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
+    outs = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    row_lse, row_delta = rows_of(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
@@ -284,6 +307,12 @@ def attention_key_gradient(
         b = tl.load(spans.tasks + 2 * task)
         tile = tl.load(spans.tasks + 2 * task + 1)
         if b < 0:
+            if tile == 0:
+                columns = number(size.columns)
+                if dk is not None:
+                    clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.D, c.D_PAD)
+                if dv is not None:
+                    clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.DV, c.DV_PAD)
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV

@@ -4,18 +4,83 @@
 Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from foci.backends.triton.forward import scores_of
-from foci.backends.triton.tiles import LN2, LOG2E, keep_tile, number, rows_pointer, start_of, stream_tile, visited, visits
+from foci.backends.triton.tiles import (
+    LN2,
+    LOG2E,
+    keep_tile,
+    load_tile,
+    number,
+    rows_pointer,
+    start_of,
+    stream_tile,
+    tile_offsets,
+    visited,
+    visits,
+)
+
+
+class Pages(NamedTuple):
+    """Where paged keys lie: int32 `lengths` [B] and `table` [B, pages of a row] with its row's encoded stride. `SIZE`: tokens
+    of a page, a `tl.constexpr`."""
+
+    lengths: Any
+    table: Any
+    stride: int
+    SIZE: Any
+
+
+@triton.jit
+def key_tile(source, strides, pages, b, h, first, length, c, DIM: tl.constexpr, COLS: tl.constexpr):
+    """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`."""
+    if pages is None:
+        return stream_tile(source, strides, b, h, b * 0, first, length, c, True, c.TILE_KV, DIM, COLS)
+    row = pages.table + b.to(tl.int64) * number(pages.stride)
+    inside = first + tl.arange(0, c.TILE_KV) < length
+    if pages.SIZE % c.TILE_KV == 0:
+        # a tile lies in one page
+        page = tl.load(row + first // pages.SIZE)
+        if c.DESCRIPTORS:
+            tile = source.load([page, h, first % pages.SIZE, 0]).reshape(c.TILE_KV, COLS)
+            return tl.where(inside[:, None], tile, 0.0)
+        else:
+            pointer = rows_pointer(source, strides, page, h, first % pages.SIZE, c)
+            return load_tile(pointer, tile_offsets(strides, c, c.TILE_KV, COLS), length - first, True, c.TILE_KV, DIM, COLS)
+    else:
+        n = first + tl.arange(0, c.TILE_KV)
+        page = tl.load(row + n // pages.SIZE, mask=inside, other=0)
+        at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
+        d = tl.arange(0, COLS)[None, :]
+        step = 1 if c.UNIT == 8 else number(strides.d)
+        pointer = source + h.to(tl.int64) * (number(strides.h) * c.UNIT) + at[:, None] + d * step
+        return tl.load(pointer, mask=inside[:, None] & (d < DIM), other=0.0)
 
 
 @triton.jit
 def attention_decode(
-    q, k, v, partial, partial_max, partial_total, strides, size, table, numbers, env, c, splits, score: tl.constexpr, mask: tl.constexpr
+    q,
+    k,
+    v,
+    partial,
+    partial_max,
+    partial_total,
+    strides,
+    size,
+    table,
+    numbers,
+    env,
+    c,
+    splits,
+    score: tl.constexpr,
+    mask: tl.constexpr,
+    pages=None,
 ):
-    """Unnormalised results of one group of heads over one split of the keys.
+    """Unnormalised results of one group of heads over one split of the keys; `pages` says where they lie, if not in one piece.
 
     partial: float32 [B, Hkv, splits, TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits, TILE_Q].
     Row r of a tile is query r % Sq of head r // Sq of the group.
@@ -28,6 +93,8 @@ def attention_decode(
     kv_h = bh - b * kv_heads
     q_len = number(size.rows)
     kv_len = number(size.columns)
+    if pages is not None:
+        kv_len = tl.load(pages.lengths + b)
     r = tl.arange(0, c.TILE_Q)
     used = r < number(size.group) * q_len
     inside = tl.where(used, r, 0)
@@ -57,7 +124,7 @@ def attention_decode(
     for i in tl.range(low, high, num_stages=c.STAGES):
         here = start_of(tile, c, c.TILE_KV)
         tile = visited(table, line, i + 1, first, count, count, c)
-        keys = stream_tile(k, strides.k, b, kv_h, b * 0, here, kv_len, c, True, c.TILE_KV, c.D, c.D_PAD)
+        keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, c.D, c.D_PAD)
         qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score, mask, MASKED, True)
@@ -68,7 +135,7 @@ def attention_decode(
         total = total * alpha + tl.sum(p, 1)
         if c.DROPOUT:
             p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
-        values = stream_tile(v, strides.v, b, kv_h, b * 0, here, kv_len, c, True, c.TILE_KV, c.DV, c.DV_PAD)
+        values = key_tile(v, strides.v, pages, b, kv_h, here, kv_len, c, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
         most = higher
     out = pid.to(tl.int64) * c.TILE_Q

@@ -12,6 +12,8 @@ from foci.backends.triton.tiles import (
     FORCED,
     LN2,
     LOG2E,
+    clear_gaps,
+    fill_gaps,
     keep_tile,
     load_tile,
     number,
@@ -119,6 +121,12 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
         b = tl.load(spans.tasks + 2 * task)
         tile = tl.load(spans.tasks + 2 * task + 1)
         if b < 0:
+            if tile == 0:
+                clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.DV, c.DV_PAD)
+                head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows)
+                fill_gaps(lse + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
+                if row_max is not None:
+                    fill_gaps(row_max + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
             return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)

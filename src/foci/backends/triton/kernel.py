@@ -27,7 +27,7 @@ from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results
 
-__all__ = ["Kernel", "Pass", "TritonKernel"]
+__all__ = ["Given", "Kernel", "Pass", "TritonKernel"]
 
 
 class Tensors(NamedTuple):
@@ -60,7 +60,7 @@ class Pass:
     takes_descriptors: bool
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """What a backward pass is given besides the operands: results, and gradients of them."""
 
     out: Tensor
@@ -154,7 +154,8 @@ class TritonKernel:
         query, key, value = operands.query, operands.key, operands.value
         if operands.blocks is not None or not sequences.stays or not may_replay(query):
             return None
-        address, geometry = 0, []
+        address = 0
+        geometry: list[object] = []
         for tensor in inputs:
             if tensor is None:
                 geometry.append(None)
@@ -165,7 +166,8 @@ class TritonKernel:
             return None
         if operands.captures:
             read = self._read(operands)
-            if any(t.is_inference() for t in read) or len({id(t) for t in inputs}) < len(inputs):
+            given = [id(t) for t in inputs if t is not None]
+            if len(set(given)) < len(given) or any(t.is_inference() for t in read):
                 return None
             geometry += [(id(t), t._version) for t in read]
         return (
@@ -211,7 +213,7 @@ class TritonKernel:
             with torch.cuda.device(operands.query.device):
                 return self.backward(operands, results, cotangents)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        given = _Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
+        given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
         sequences = sequences_of(operands)
         learns = any(self.problem.capture_grads)
@@ -232,7 +234,7 @@ class TritonKernel:
         return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
 
     def _backward(
-        self, operands: Operands, given: _Given, sequences: Sequences, recorder: Recorder
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
@@ -250,7 +252,7 @@ class TritonKernel:
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse)
 
-    def _prepare(self, call: Pass, given: _Given, rows: tuple[Tensor, Tensor]) -> None:
+    def _prepare(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor]) -> None:
         """The rows' logsumexp in base 2 and delta, which the kernel of dq finds where it runs."""
         tile = 16 if self.plan.target.arch == 0 else 128 if self.dims[1] <= 128 else 32
         config = self.config(call, Schedule(tile, tile, 4, 1), None)
@@ -260,7 +262,7 @@ class TritonKernel:
             given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.size(call, heads, 1), config, num_warps=4,
         )  # fmt: skip
 
-    def _query_gradient(self, call: Pass, given: _Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+    def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         schedule, operands = self.schedule("query_gradient"), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)

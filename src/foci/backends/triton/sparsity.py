@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foci.backends.triton.arguments import Size, Spans, Table, encode
 from foci.backends.triton.convexity import is_convex
+from foci.backends.triton.recording import Kept, Recording, stream_of
 from foci.backends.triton.schedules import Schedule
 from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles
 from foci.problem import Operands
@@ -22,20 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_of", "visits_of"]
 
-DENSE: Final = Spans(None, None, None, None, None)
+DENSE: Final = Spans(None, None, None, None, None, encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Where jagged sequences lie: int32 starts and lengths on the device; None when dense."""
-
-    q_start: Tensor | None = None
-    q_length: Tensor | None = None
-    kv_start: Tensor | None = None
-    kv_length: Tensor | None = None
-    tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
-    """Tasks by tile, number of tasks and whether they are tiles of queries: see `assign_tasks`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,33 +37,56 @@ class Visits:
     table: Table
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Where jagged sequences lie, and what is kept for as long as they lie so.
+
+    Attributes:
+        q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
+        stays: whether another call may find the offsets as they are.
+        tables: tasks by tile, number of tasks and whether they are tiles of queries (see `assign_tasks`).
+        visits, recordings: what `visits_of` found, and passes that can be run again.
+    """
+
+    q_start: Tensor | None = None
+    q_length: Tensor | None = None
+    kv_start: Tensor | None = None
+    kv_length: Tensor | None = None
+    stays: bool = True
+    tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    visits: Kept[Visits] = field(default_factory=lambda: Kept(32))
+    recordings: Kept[Recording] = field(default_factory=lambda: Kept(256))
+
+
 def sequences_of(operands: Operands) -> Sequences:
     """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
 
-    The layers of a model, and their backward passes, share one set.
+    The layers of a model, and their backward passes, share one set, and what is kept with it.
     """
     cu_q, cu_kv = operands.cu_q, operands.cu_kv
     if cu_q is None or cu_kv is None:
-        return Sequences()
+        return _WHOLE
     read = tuple(t for t in (cu_q, cu_kv, operands.q_lengths, operands.kv_lengths) if t is not None)
     if _changes_unseen(operands.query, read):
-        return _sequences(operands, cu_q, cu_kv)
-    key = (operands.q_lengths is None, *((id(t), t._version) for t in read))
+        return _sequences(operands, cu_q, cu_kv, stays=False)
+    key = (stream_of(operands.query), operands.q_lengths is None, *((id(t), t._version) for t in read))
     found = _sets.get(key)
     if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
         return found[1]
-    made = _sequences(operands, cu_q, cu_kv)
+    made = _sequences(operands, cu_q, cu_kv, stays=True)
     _sets[key] = tuple(map(weakref.ref, read)), made
     if len(_sets) > _SETS:
         _sets.popitem(last=False)
     return made
 
 
-def _sequences(operands: Operands, cu_q: Tensor, cu_kv: Tensor) -> Sequences:
-    q, kv = cu_q.to(torch.int32), cu_kv.to(torch.int32)
+def _sequences(operands: Operands, cu_q: Tensor, cu_kv: Tensor, *, stays: bool) -> Sequences:
+    q = cu_q.to(torch.int32)
+    kv = q if cu_kv is cu_q else cu_kv.to(torch.int32)
     q_length = q.diff() if operands.q_lengths is None else operands.q_lengths.to(torch.int32)
-    kv_length = kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
-    return Sequences(q[:-1].contiguous(), q_length.contiguous(), kv[:-1].contiguous(), kv_length.contiguous())
+    shared = kv is q and operands.kv_lengths is operands.q_lengths
+    kv_length = q_length if shared else kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
+    return Sequences(q[:-1].contiguous(), q_length.contiguous(), kv[:-1].contiguous(), kv_length.contiguous(), stays)
 
 
 def _changes_unseen(query: Tensor, read: tuple[Tensor, ...]) -> bool:
@@ -82,23 +94,10 @@ def _changes_unseen(query: Tensor, read: tuple[Tensor, ...]) -> bool:
     return (query.is_cuda and torch.cuda.is_current_stream_capturing()) or any(t.is_inference() for t in read)
 
 
+_WHOLE: Final = Sequences(visits=Kept(256), recordings=Kept(1024))
+"""Of every dense call."""
 _sets: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
 _SETS: Final = 8
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """Visits, and the captured tensors they were found from: they hold as long as those live unchanged."""
-
-    visits: Visits
-    tensors: tuple[weakref.ref[Tensor], ...]
-
-    def holds(self, tensors: tuple[Tensor, ...]) -> bool:
-        return all(ref() is t for ref, t in zip(self.tensors, tensors, strict=True))
-
-
-_kept: OrderedDict[tuple[object, ...], _Kept] = OrderedDict()
-_KEPT: Final = 256
 
 
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
@@ -107,29 +106,19 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
     the same; but not across the capture of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
     """
-    key = _key(kernel, call, schedule, side)
-    if key is None:
-        return _make(kernel, call, schedule, side)
-    read = tuple(call.operands.captures[slot] for slot in kernel.mask_slots)
-    found = _kept.get(key)
-    if found is not None and found.holds(read):
-        _kept.move_to_end(key)
-        return found.visits
-    made = _make(kernel, call, schedule, side)
-    _kept[key] = _Kept(made, tuple(map(weakref.ref, read)))
-    if len(_kept) > _KEPT:
-        _kept.popitem(last=False)
-    return made
-
-
-def _key(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> tuple[object, ...] | None:
     operands = call.operands
     read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
-    if operands.cu_q is not None or operands.blocks is not None or _changes_unseen(operands.query, read):
-        return None
-    shapes = (operands.query.shape[:3], operands.key.shape[1:3])
-    versions = tuple((id(t), t._version) for t in read)
-    return (kernel.variant.mask, shapes, operands.ints, operands.floats, operands.query.device, schedule, side, versions)
+    if not call.sequences.stays or operands.blocks is not None or _changes_unseen(operands.query, read):
+        return _make(kernel, call, schedule, side)
+    key = (
+        kernel.variant.mask, operands.query.shape[:3], operands.key.shape[1:3], operands.max_q, operands.max_kv, operands.ints,
+        operands.floats, operands.query.device, stream_of(operands.query), schedule, side, *((id(t), t._version) for t in read),
+    )  # fmt: skip
+    found = call.sequences.visits.find(key)
+    if found is None:
+        found = _make(kernel, call, schedule, side)
+        call.sequences.visits.add(key, read, found)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +157,9 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
         count += operands.cu_q.shape[0] - 1
         spans = _assign(call, tile, count, is_by_query=is_by_query)
         width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
+    if operands.page_table is not None:
+        spans = DENSE._replace(kv_length=call.sequences.kv_length)
+        width, batch = triton.cdiv(operands.max_kv, other), operands.query.shape[0]
     return _Tasks(count, width, spans, is_by_query, heads, batch)
 
 
@@ -180,7 +172,7 @@ def _assign(call: Pass, tile: int, count: int, *, is_by_query: bool) -> Spans:
         table = s.tables[tile, count, is_by_query] = torch.empty((count, 2), dtype=torch.int32, device=length.device)
         block = 32
         assign_tasks[(triton.cdiv(length.shape[0], block),)](table, length, encode(length.shape[0]), encode(count), tile, block, 128)
-    return Spans(table, s.q_start, s.q_length, s.kv_start, s.kv_length)
+    return Spans(table, s.q_start, s.q_length, s.kv_start, s.kv_length, encode(length.shape[0]))
 
 
 def _size(call: Pass, tasks: _Tasks) -> Size:

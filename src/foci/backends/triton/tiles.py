@@ -106,8 +106,54 @@ def sequence(spans, size, b, c):
     """(first query, queries, first key, keys) of a batch entry or a sequence."""
     if c.JAGGED:
         return tl.load(spans.q_start + b), tl.load(spans.q_length + b), tl.load(spans.kv_start + b), tl.load(spans.kv_length + b)
+    elif spans.kv_length is not None:
+        return b * 0, number(size.rows), b * 0, tl.load(spans.kv_length + b)
     else:
         return b * 0, number(size.rows), b * 0, number(size.columns)
+
+
+@triton.jit
+def gap(starts, lengths, count, i, rows):
+    """Rows before the i-th sequence and behind the one before it, (first, behind the last); i = count is the gap at the end."""
+    low = tl.load(starts + i - 1, mask=i > 0, other=0) + tl.load(lengths + i - 1, mask=i > 0, other=0)
+    return low, tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
+
+
+@triton.jit
+def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
+    """Rows of the widest of CHUNK gaps from the first one."""
+    i = first + tl.arange(0, CHUNK)
+    low = tl.load(starts + i - 1, mask=(i > 0) & (i <= count), other=0) + tl.load(lengths + i - 1, mask=(i > 0) & (i <= count), other=0)
+    high = tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
+    return tl.max(tl.where(i <= count, high - low, 0), 0)
+
+
+@triton.jit
+def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Zeros in the rows of a head that belong to no sequence: a spare task's work, most often none."""
+    count = number(spans.sequences)
+    offsets = tile_offsets(strides, c, ROWS, COLS)
+    zeros = tl.zeros([ROWS, COLS], target.dtype.element_ty)
+    for chunk in range(0, count + 1, 128):
+        if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
+            for i in range(chunk, tl.minimum(chunk + 128, count + 1)):
+                low, high = gap(starts, lengths, count, i, rows)
+                for first in range(low, high, ROWS):
+                    inside = (tl.arange(0, ROWS)[:, None] < high - first) & (tl.arange(0, COLS)[None, :] < DIM)
+                    tl.store(rows_pointer(target, strides, b, h, low * 0 + first, c) + offsets, zeros, mask=inside)
+
+
+@triton.jit
+def fill_gaps(target, starts, lengths, spans, rows, value, ROWS: tl.constexpr):
+    """The same for one number a row."""
+    count = number(spans.sequences)
+    for chunk in range(0, count + 1, 128):
+        if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
+            for i in range(chunk, tl.minimum(chunk + 128, count + 1)):
+                low, high = gap(starts, lengths, count, i, rows)
+                for first in range(low, high, ROWS):
+                    at = first + tl.arange(0, ROWS)
+                    tl.store(target + at, tl.zeros([ROWS], tl.float32) + value, mask=at < high)
 
 
 @triton.jit

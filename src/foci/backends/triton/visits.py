@@ -49,7 +49,7 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
         q_idx = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)[:, None]
         kv_idx = kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)[None, :]
         inside = (q_idx < q_len) & (kv_idx < kv_len)
-        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.maximum(tl.minimum(kv_idx, kv_len - 1), 0), q_len, kv_len, env)
         attended = tl.sum(tl.sum((inside & keep).to(tl.int32), 1), 0)
         there = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
         known = tl.where(attended == 0, EMPTY, tl.where(attended == there, FULL, PARTIAL))
@@ -118,7 +118,7 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
 
 @triton.jit
 def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Tasks of a jagged call, tiles of the longest sequences first; (sequence, tile), or (-1, 0) for the spare ones.
+    """Tasks of a jagged call, tiles of the longest sequences first; (sequence, tile), or (-1, n) for the n-th spare one.
 
     Each program places BLOCK sequences: a sequence comes after those that are longer, or as long and earlier. The last
     program marks the spare tasks.
@@ -146,4 +146,4 @@ def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl
         for start in range(used, number(total), CHUNK):
             spare = start + tl.arange(0, CHUNK)
             tl.store(tasks + 2 * spare, -1, mask=spare < number(total))
-            tl.store(tasks + 2 * spare + 1, 0, mask=spare < number(total))
+            tl.store(tasks + 2 * spare + 1, spare - used, mask=spare < number(total))

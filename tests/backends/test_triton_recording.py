@@ -1,0 +1,238 @@
+"""Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from foci.backends.triton import kernel, sparsity
+
+MODULES = {
+    kernel: (
+        "attention_forward",
+        "prepare_rows",
+        "attention_query_gradient",
+        "attention_key_gradient",
+        "attention_decode",
+        "combine_splits",
+    ),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+}
+
+
+class Compiled:
+    """Stands in for a compiled kernel: notes what its launcher is given."""
+
+    packed_metadata = (4, 1, 0)
+    function = 7
+
+    def __init__(self, name, launched):
+        self.name, self.launched = name, launched
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        assert rest[:3] == (None, None, None)
+        self.launched.append((self.name, (x, y, z), flat(rest[3:])))
+
+
+class Function:
+    """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`."""
+
+    def __init__(self, name, worked_out, launched):
+        self.name, self.worked_out, self.compiled = name, worked_out, Compiled(name, launched)
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(args)))
+            return self.compiled
+
+        return run
+
+
+def flat(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(flat, value))
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, TensorDescriptor):
+        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape)
+    return value
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    worked_out, launched = [], []
+    for module, names in MODULES.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Function(name, worked_out, launched))
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
+    return worked_out, launched
+
+
+def made(operands, variant, **formula):
+    q, k = operands.query, operands.key
+    grads = tuple(False for _ in operands.captures)
+    asked = Problem(
+        Formula(variant, **formula), q.dtype, q.shape[3], q.shape[3], q.shape[1], k.shape[1], q.shape[0], q.shape[2], k.shape[2],
+        True, True, True, grads,
+    )  # fmt: skip
+    return kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+
+
+def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, seed=None):
+    q, k, v = (
+        torch.zeros(1 if offsets is not None else 2, n, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (*lengths, lengths[1])
+    )
+    jagged = {} if offsets is None else {"cu_q": offsets, "cu_kv": offsets, "max_q": 200, "max_kv": 200}
+    return Operands(q, k, v, bound.captures, bound.ints, bound.floats, 0.125, 0.1 if seed is not None else 0.0, seed, **jagged)
+
+
+def addressed(log, tensors):
+    """Launches with the addresses of tensors replaced by their numbers: two passes then compare equal."""
+    numbers = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+
+    def replaced(value):
+        return tuple(map(replaced, value)) if isinstance(value, tuple) else numbers.get(value, value)
+
+    return [replaced(entry) for entry in log]
+
+
+SLOPES = torch.rand(4)
+DOCUMENTS = torch.arange(256) // 50
+VARIANTS = {
+    "plain": (None, None, {}),
+    "causal": (None, masks.causal(), {}),
+    "alibi": (scores.alibi(SLOPES), masks.causal(), {}),
+    "document": (None, foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), {}),
+    "decode": (None, None, {"lengths": (1, 4096)}),
+    "jagged": (None, masks.causal(), {"offsets": torch.tensor([0, 56, 256])}),
+    "dropout": (None, None, {"seed": torch.tensor([1])}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_second_call_launches_what_the_first_worked_out(logs, name):
+    worked_out, launched = logs
+    score, mask, options = VARIANTS[name]
+    bound = bind(score, mask, torch.device("cpu"))
+    layout = Layout.JAGGED if name == "jagged" else Layout.DENSE
+    calls = [operands_of(bound, **options) for _ in range(2)]
+    attention = made(calls[0], bound.variant, layout=layout, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout")
+
+    def both(operands):
+        results = attention.forward(operands)
+        assert results.row_max is not None
+        if name == "decode":
+            return [operands.query, operands.key, operands.value, results.out, results.lse, results.row_max]
+        dout = torch.zeros_like(results.out)
+        gradients = attention.backward(operands, results, Cotangents(dout))
+        tensors = [operands.query, operands.key, operands.value, results.out, results.lse, results.row_max, dout]
+        return [*tensors, gradients.query, gradients.key, gradients.value]
+
+    kept = [both(calls[0])]  # kept, so that no address is used twice
+    count = len(worked_out)
+    kept.append(both(calls[1]))
+    assert len(worked_out) == count
+    tables = ("classify_tiles", "list_tiles", "assign_tasks")
+    first = [entry for entry in worked_out if entry[0] not in tables]
+    assert not any(entry[0] in tables for entry in launched)
+    assert [entry[:2] for entry in launched] == [entry[:2] for entry in first]
+    temporaries = ("attention_decode", "combine_splits", "attention_query_gradient", "attention_key_gradient")
+    for before, after in zip(addressed(first, kept[0]), addressed(launched, kept[1]), strict=True):
+        differing = [at for at, (a, b) in enumerate(zip(before[2], after[2], strict=True)) if a != b]
+        assert before[0] in temporaries or not differing, (before, after)
+        assert all(isinstance(before[2][at], int) for at in differing)
+        assert len(differing) <= 3
+
+
+def test_captured_tensors_are_those_of_the_call(logs):
+    launched = logs[1]
+    tables = [torch.rand(4) for _ in range(2)]
+    bounds = [bind(scores.alibi(table), masks.causal(), torch.device("cpu")) for table in tables]
+    calls = [operands_of(bound) for bound in bounds]
+    attention = made(calls[0], bounds[0].variant)
+    for operands in calls:
+        attention.forward(operands)
+    (name, _, args), *rest = launched
+    assert name == "attention_forward"
+    assert not rest
+    assert any(
+        tables[1].data_ptr() in part[2] for part in args if isinstance(part, tuple) and len(part) == 5 and isinstance(part[2], tuple)
+    )
+
+
+@pytest.mark.parametrize(
+    "change", ["version", "new tensor", "length", "strides", "number", "alignment", "same tensor", "inference", "offsets"]
+)
+def test_what_changes_the_launch_is_worked_out_anew(logs, change):
+    worked_out, launched = logs
+    ids, bound_of = (
+        (torch.arange(256) // 50),
+        lambda ids, n: bind(None, foci.Mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < n)), torch.device("cpu")),
+    )
+    offsets = torch.tensor([0, 56, 256])
+    options = {"offsets": offsets} if change == "offsets" else {}
+    bound = bound_of(ids, 9)
+    operands = operands_of(bound, **options)
+    attention = made(operands, bound.variant, layout=Layout.JAGGED if options else Layout.DENSE)
+    attention.forward(operands)
+    before = len(worked_out)
+    if change == "version":
+        ids.add_(1)
+    elif change == "new tensor":
+        operands = operands_of(bound_of(ids.clone(), 9))
+    elif change == "length":
+        operands = operands_of(bound, lengths=(255, 256))
+    elif change == "strides":
+        operands = Operands(
+            *(t.contiguous() for t in (operands.query, operands.key, operands.value)), bound.captures, bound.ints, (), 0.125
+        )
+    elif change == "number":
+        operands = operands_of(bound_of(ids, 10))
+    elif change == "alignment":
+        loose = torch.zeros(2 * 4 * 256 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 256, 4, 64).transpose(1, 2)
+        operands = Operands(loose, operands.key, operands.value, bound.captures, bound.ints, (), 0.125)
+    elif change == "same tensor":
+        operands = Operands(operands.query, operands.query, operands.query, bound.captures, bound.ints, (), 0.125)
+    elif change == "inference":
+        with torch.inference_mode():
+            ids = torch.arange(256)
+        operands = operands_of(bound_of(ids, 9))
+    elif change == "offsets":
+        offsets[1] = 80
+    attention.forward(operands)
+    assert not launched
+    assert worked_out[before:][-1][0] == "attention_forward"
+
+
+def test_someone_who_watches_launches_sees_them_all(logs):
+    from triton import knobs
+
+    bound = bind(None, None, torch.device("cpu"))
+    operands = operands_of(bound)
+    attention = made(operands, bound.variant)
+    attention.forward(operands)
+
+    def watch(metadata):
+        pass
+
+    knobs.runtime.launch_enter_hook.add(watch)
+    try:
+        attention.forward(operands)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(watch)
+    assert not logs[1]
+    attention.forward(operands)
+    assert len(logs[1]) == 1
