@@ -9,6 +9,8 @@ Overlapped consumers multiply scores of a tile while they finish the one before 
 the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).
 """
 
+import triton.language as tl
+
 from foci.backends.hopper.interface import (
     fence_async_shared,
     gl,
@@ -28,7 +30,7 @@ ROWS = gl.constexpr(64)
 @gluon.jit
 def scores_of(raw, at, tile, numbers, env, c, aux, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked. When the score is plain they lack the factor `scale`."""
-    b, h, q_idx, q_len, kv_len = at
+    b, h, q_idx, q_len, kv_len, first = at
     x = raw
     kv_idx = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
     inside = kv_idx < kv_len
@@ -55,9 +57,28 @@ def fold_softmax(x, most, total, factor):
 
 
 @gluon.jit
-def as_factor(p, dtype: gl.constexpr, c):
-    """Weights as the left factor of a product, in the registers where they are."""
+def as_factor(p, at, tile, numbers, dtype: gl.constexpr, c):
+    """Weights, those that dropout keeps, as the left factor of a product, in the registers where they are."""
+    if c.DROPOUT:
+        p = gl.where(kept(at, start_of(tile, c, c.TILE_KV), numbers, c), p, 0.0)
     return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def kept(at, here, numbers, c):
+    """Which weights dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
+    b, h, q_idx, q_len, kv_len, first = at
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    quads: gl.constexpr = c.TILE_KV // 4
+    row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+    column = (here // 4 + gl.arange(0, quads, gl.SliceLayout(0, layout)))[None, :]
+    column = column + row * 0
+    row = row + column * 0
+    w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
+    words = gl.convert_layout(words, product(c.TILE_KV))
+    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
+    return words.to(gl.uint32, bitcast=True) >= threshold
 
 
 @gluon.jit
@@ -72,11 +93,12 @@ def fold_in_turn(acc, most, total, q, at, bars, run, low, high, table, numbers, 
         raw = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        x = scores_of(raw, at, step(table, run, i, c), numbers, env, c, aux, score, mask, MASKED)
+        tile = step(table, run, i, c)
+        x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, factor)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma(as_factor(p, at, tile, numbers, keys.dtype, c), values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
@@ -96,23 +118,24 @@ def fold_overlapped(acc, p, most, total, q, at, bars, run, low, high, table, num
         acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        x = scores_of(raw, at, step(table, run, i, c), numbers, env, c, aux, score, mask, MASKED)
+        tile = step(table, run, i, c)
+        x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, MASKED)
         weights, alpha, most, total = fold_softmax(x, most, total, factor)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(before), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
-        p = as_factor(weights, keys.dtype, c)
+        p = as_factor(weights, at, tile, numbers, keys.dtype, c)
     return acc, p, most, total
 
 
 @gluon.jit
 def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, ME: gl.constexpr):  # fmt: skip
     """One consumer: 64 rows of the program's tile."""
-    b, memory_b, h, task, tile = place
+    b, memory_b, h, task, block = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    run = run_of(table, b, h, task, tile * c.TILE_Q, q_len, kv_len, c)
+    run = run_of(table, b, h, task, block * c.TILE_Q, q_len, kv_len, c)
     full, part = run[2], run[6]
-    first = tile * c.TILE_Q + ME * ROWS
+    first = block * c.TILE_Q + ME * ROWS
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     scale = numbers.scale
@@ -120,7 +143,7 @@ def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_ma
     factor = LOG2E
     if c.PLAIN:
         factor = scale * LOG2E
-    at = (b, h, q_idx, q_len, kv_len)
+    at = (b, h, q_idx, q_len, kv_len, first)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
@@ -135,9 +158,10 @@ def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_ma
             raw = warpgroup_mma_wait(0, deps=[raw])
             mbarrier.arrive(k_free.index(0), count=1)
             # a tile may always be treated as a partial one
-            x = scores_of(raw, at, step(table, run, 0, c), numbers, env, c, aux, score, mask, True)
+            tile = step(table, run, 0, c)
+            x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, True)
             weights, alpha, most, total = fold_softmax(x, most, total, factor)
-            p = as_factor(weights, keys.dtype, c)
+            p = as_factor(weights, at, tile, numbers, keys.dtype, c)
             acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, 1, part, table, numbers, env, c, aux, factor, score, mask, True)  # fmt: skip
             acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, gl.maximum(part, 1), full + part, table, numbers, env, c, aux, factor, score, mask, False)  # fmt: skip
             last = full + part - 1
@@ -153,6 +177,8 @@ def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_ma
     if row_max is not None:
         gl.store(row_max + head + rows, gl.where(total == 0.0, float("-inf"), natural), mask=rows < q_len)
     weight = gl.where(total == 0.0, 0.0, 1.0 / total)
+    if c.DROPOUT:
+        weight = weight * numbers.keep_factor
     acc = acc * gl.convert_layout(weight, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
     buffer = out_buffers.index(ME)
     buffer.store(acc.to(out.dtype))

@@ -20,10 +20,10 @@ from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule
 from foci.backends.triton.arguments import Environment, Numbers, Size, encode, encode_word
 from foci.backends.triton.functions import environment_numbers, lies_of
-from foci.backends.triton.kernel import TritonKernel
+from foci.backends.triton.functions import functions_of as triton_functions_of
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
-from foci.backends.triton.sparsity import ALL, DENSE, Visits
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, _assign, sequences_of, visits_of
 from foci.dropout import threshold
 from foci.problem import Operands, Results, empty_out
 
@@ -35,8 +35,10 @@ class Pass:
     """What every kernel of one call shares."""
 
     operands: Operands
+    functions: Any
     environment: Environment
     numbers: Numbers
+    sequences: Sequences
     is_plain: bool
 
 
@@ -46,11 +48,12 @@ class HopperKernel:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.problem = plan.problem
-        self.host = TritonKernel(plan)
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
         formula = self.problem.formula
-        mask = self.problem.variant.mask
-        self.is_causal = is_causal(self.problem.variant) and formula.block_size is None
+        self.variant = self.problem.variant
+        mask = self.variant.mask
+        self.mask_slots = sorted({int(str(e.value)) for e in mask.walk() if e.op == "load"})
+        self.is_causal = is_causal(self.variant) and formula.block_size is None
         self.is_whole = mask.op == "const" and mask.value is True and formula.block_size is None
 
     def forward(self, operands: Operands, /) -> Results:
@@ -74,7 +77,7 @@ class HopperKernel:
         attention_forward[(batch * heads * visits.tasks,)](
             *(describe(t, rows, ragged=is_jagged) for t, rows in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))),
             lse, row_max, self.size(call, heads, visits.tasks), visits.spans, visits.table, call.numbers, call.environment,
-            self.config(call, schedule, visits.mode), functions.pre, functions.score, functions.mask, num_warps=4,
+            self.launched(call, schedule, visits.mode), functions.pre, functions.score, functions.mask, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
 
@@ -85,11 +88,13 @@ class HopperKernel:
         p = operands.dropout_p
         return Pass(
             operands,
+            triton_functions_of(self.variant, lies, half=True),
             Environment(
                 tuple(map(encode, operands.ints)), operands.floats, operands.captures, tuple(map(encode, sizes)), tuple(map(encode, strides))
             ),
             Numbers(operands.scale, encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
-            self.problem.variant.score.op == "var" and operands.scale > 1e-30,
+            sequences_of(operands),
+            self.variant.score.op == "var" and operands.scale > 1e-30,
         )
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:
@@ -99,18 +104,26 @@ class HopperKernel:
 
     def functions(self, operands: Operands, resident: str) -> Functions:
         """The generated functions, for kernels where `resident` stays."""
-        return functions_of(self.problem.variant, lies_of(operands.captures), half=True, resident=resident)
+        return functions_of(self.variant, lies_of(operands.captures), half=True, resident=resident)
 
     def visits(self, call: Pass, tile_q: int, tile_kv: int, side: str = "queries") -> Visits:
         """Which tiles each task visits: found by arithmetic where the mask is causal or keeps everything."""
         operands = call.operands
-        if (self.is_causal or self.is_whole) and operands.cu_q is None:
-            rows, tile = (operands.query, tile_q) if side == "queries" else (operands.key, tile_kv)
-            return Visits(-(-rows.shape[2] // tile), "causal" if self.is_causal else "all", DENSE, ALL)
-        host = self.host.begin(operands, {})
-        return self.host.visits(host, Tiles(tile_q, tile_kv, 4, 1), side)
+        if not (self.is_causal or self.is_whole):
+            return visits_of(self, call, Tiles(tile_q, tile_kv, 4, 1), side)
+        rows, tile = (operands.query, tile_q) if side == "queries" else (operands.key, tile_kv)
+        count, spans = -(-rows.shape[2] // tile), DENSE
+        if operands.cu_q is not None:
+            count += operands.cu_q.shape[0] - 1
+            spans = _assign(call, tile, count, is_by_query=side == "queries")
+        return Visits(count, "causal" if self.is_causal else "all", spans, ALL)
 
-    def config(self, call: Pass, schedule: Schedule, mode: str) -> Config:
+    def config(self, call: Pass, tiles: Tiles, visits: Visits) -> Config:
+        """The compile-time side of a search for tiles."""
+        is_jagged, has_blocks = call.operands.cu_q is not None, self.problem.formula.block_size is not None
+        return _config((0, False, tiles.tile_q, tiles.tile_kv, 1, 0, 0, 0, 0, visits.mode, is_jagged, False, False, has_blocks))
+
+    def launched(self, call: Pass, schedule: Schedule, mode: str) -> Config:
         """The compile-time side of a launch."""
         p = self.problem
         return _config(
