@@ -44,7 +44,7 @@ class _Arguments(NamedTuple):
 
     values: list[Any]
     places: list[tuple[int, int]]
-    tiles: list[tuple[int, int, dict[str, Any]]]
+    tiles: list[tuple[int, int, type[Any], dict[str, Any]]]
     parts: list[tuple[int, _Arguments]]
 
 
@@ -118,8 +118,9 @@ class Recorder:
                     noted.values[at] = arg.data_ptr()
                 else:
                     noted.places.append((at, self._role(arg)))
-            elif isinstance(arg, TensorDescriptor):
-                noted.tiles.append((at, self._role(arg.base), {name: value for name, value in vars(arg).items() if name != "base"}))
+            elif isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor":  # Gluon has one of its own
+                rest = {name: value for name, value in vars(arg).items() if name != "base"}
+                noted.tiles.append((at, self._role(arg.base), type(arg), rest))
             elif isinstance(arg, tuple):
                 inner = self._noted(arg)
                 noted.values[at] = tuple(inner.values)
@@ -158,8 +159,8 @@ def _filled(arguments: _Arguments, tensors: list[Tensor | None], addresses: list
     args = arguments.values.copy()
     for at, role in arguments.places:
         args[at] = addresses[role]
-    for at, role, rest in arguments.tiles:
-        tiles = args[at] = object.__new__(TensorDescriptor)  # checked when it was recorded
+    for at, role, kind, rest in arguments.tiles:
+        tiles = args[at] = object.__new__(kind)  # checked when it was recorded
         tiles.__dict__ = {"base": tensors[role], **rest}
     for at, inner in arguments.parts:
         args[at] = tuple(_filled(inner, tensors, addresses))
