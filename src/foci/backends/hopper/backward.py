@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,11 +21,13 @@ from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
+from foci.backends.triton.backward import prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.kernel import Pass, TritonKernel
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.sparsity import Visits
+from foci.backends.triton.sparsity import Visits, sequences_of
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 __all__ = ["HopperGradients"]
@@ -71,8 +74,8 @@ class HopperGradients:
         )
         dout = _described(cotangents.out)
         extra = {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None}
-        call = self.rows.begin(operands, extra)
-        lse2, delta = self.rows.prepare(call, results, Cotangents(dout, cotangents.lse))
+        call = self.rows.begin(operands, extra, sequences_of(operands), Recorder((), None))
+        lse2, delta = self._prepare(call, results, dout, cotangents.lse)
         if dq is not None:
             self._query_gradient(call, dout, (lse2, delta), dq)
         for pair in self._key_passes(dk, dv):
@@ -81,6 +84,18 @@ class HopperGradients:
         if any(p.capture_grads):
             captures = capture_gradients(self.rows, call, (dout, lse2, delta), cotangents.lse)
         return Gradients(dq, dk, dv, captures)
+
+    def _prepare(self, call: Pass, results: Results, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """lse in base 2, and delta: float32 [B, Hq, Sq], contiguous."""
+        lse2, delta = (torch.empty_like(results.lse, memory_format=torch.contiguous_format) for _ in range(2))
+        tile = 128 if self.dims[1] <= 128 else 32
+        batch, heads, length = results.lse.shape
+        dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+        prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
+            results.out, dout, results.lse.contiguous(), dlse, lse2, delta,
+            self.rows.strides(call), self.rows.size(call, heads, 1), self.rows.config(call, Schedule(tile, tile, 4, 1), None), num_warps=4,
+        )  # fmt: skip
+        return lse2, delta
 
     def _query_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         cut, operands = QUERIES[max(self.dims)], call.operands

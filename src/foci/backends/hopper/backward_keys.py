@@ -56,7 +56,7 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, table, c
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = stationary
     kv_full, q_full, do_full, empty = bars
-    b, memory_b, kv_h, tile, index, live = task
+    b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
     mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
@@ -136,16 +136,17 @@ def fold_queries(
 
 @gluon.jit
 def key_consumer(
-    half: gl.constexpr, stationary, buffers, bars, outputs, task, spans, size, table, numbers, scale, env, c,
+    half: gl.constexpr, stationary, buffers, bars, outputs, task, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
     S: gl.constexpr = product(c.TILE_Q)
     ROWS: gl.constexpr = c.TILE_KV // 2
+    spans, size, table, numbers, scale, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = stationary
     kv_full, q_full, do_full, empty = bars
-    b, memory_b, kv_h, tile, index, live = task
+    b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
@@ -178,13 +179,11 @@ def key_consumer(
     if KEY:
         k.store((dk * scale).to(k.dtype))
         fence_async_shared()
-        if live:
-            copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, c.JAGGED)
+        copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, c.JAGGED)
     if VALUE:
         v.store(dv.to(v.dtype))
         fence_async_shared()
-        if live:
-            copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
+        copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
     tma.store_wait(0)
 
 
@@ -197,12 +196,11 @@ def attention_key_gradient(
     b, kv_h, index = place(size, spans, c, number(size.tasks), False)
     memory_b = b
     tile = index
-    live = index >= 0
     if c.JAGGED:
         b = gl.load(spans.tasks + 2 * index)
         tile = gl.load(spans.tasks + 2 * index + 1)
-        live = b >= 0
-        b = gl.maximum(b, 0)
+        if b < 0:
+            return
     DTYPE: gl.constexpr = q.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.D_PAD], shared(c.TILE_KV // 2, c.D_PAD))
     v_tiles = k_tiles
@@ -224,12 +222,14 @@ def attention_key_gradient(
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
     bars = (kv_full, q_full, do_full, empty)
-    task = (b, memory_b, kv_h, tile, index, live)
+    task = (b, memory_b, kv_h, tile, index)
+    told = (spans, size, table, numbers, scale, env)
+    held = (k_tiles, v_tiles)
     gl.warp_specialize(
         [
-            (key_consumer, (0, (k_tiles, v_tiles), buffers, bars, (dk, dv), task, spans, size, table, numbers, scale, env, c, pre, both, mask, KEY, VALUE)),
-            (key_consumer, (1, (k_tiles, v_tiles), buffers, bars, (dk, dv), task, spans, size, table, numbers, scale, env, c, pre, both, mask, KEY, VALUE)),
-            (key_producer, ((q, do, lse, delta, k, v), (k_tiles, v_tiles), buffers, bars, task, spans, size, table, c, KEY)),
+            (key_consumer, (0, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (1, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, table, c, KEY)),
         ],
         [4, 1],
         [240, 24],

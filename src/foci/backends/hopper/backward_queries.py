@@ -33,7 +33,7 @@ def query_producer(sources, stationary, buffers, bars, task, spans, size, table,
     q, do, k, v = sources
     q_tiles, do_tiles = stationary
     q_full, k_full, v_full, empty = bars
-    b, memory_b, h, tile, index, live = task
+    b, memory_b, h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q
     mbarrier.expect(q_full, c.TILE_Q * 2 * (c.D_PAD + c.DV_PAD))
@@ -88,15 +88,16 @@ def fold_keys(
 
 @gluon.jit
 def query_consumer(
-    part: gl.constexpr, stationary, buffers, bars, dq_out, row_values, task, spans, size, table, numbers, scale, env, c,
+    part: gl.constexpr, stationary, buffers, bars, dq_out, row_values, task, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dq of 64 queries."""
     S: gl.constexpr = product(c.TILE_KV)
+    spans, size, table, numbers, scale, env = told
     lse_rows, delta_rows = row_values
     q_tiles, do_tiles = stationary
     q_full, k_full, v_full, empty = bars
-    b, memory_b, h, tile, index, live = task
+    b, memory_b, h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     own = tile * c.TILE_Q + part * 64
     row = own + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
@@ -123,8 +124,7 @@ def query_consumer(
     # the queries are read no more, each 64 of them by their own warpgroup alone
     q.store((dq * scale).to(q.dtype))
     fence_async_shared()
-    if live:
-        copy_out(dq_out, memory_b, h, own, q_start, q_len, q, c.JAGGED)
+    copy_out(dq_out, memory_b, h, own, q_start, q_len, q, c.JAGGED)
     tma.store_wait(0)
 
 
@@ -137,12 +137,11 @@ def attention_query_gradient(
     b, h, index = place(size, spans, c, number(size.tasks), not c.JAGGED)
     memory_b = b
     tile = index
-    live = index >= 0
     if c.JAGGED:
         b = gl.load(spans.tasks + 2 * index)
         tile = gl.load(spans.tasks + 2 * index + 1)
-        live = b >= 0
-        b = gl.maximum(b, 0)
+        if b < 0:
+            return
     DTYPE: gl.constexpr = q.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.D_PAD], shared(64, c.D_PAD))
     do_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.DV_PAD], shared(64, c.DV_PAD))
@@ -161,12 +160,13 @@ def attention_query_gradient(
     stationary = (q_tiles, do_tiles)
     buffers = (k_tiles, v_tiles)
     bars = (q_full, k_full, v_full, empty)
-    task = (b, memory_b, h, tile, index, live)
+    task = (b, memory_b, h, tile, index)
     rows = (lse, delta)
+    told = (spans, size, table, numbers, scale, env)
     gl.warp_specialize(
         [
-            (query_consumer, (0, stationary, buffers, bars, dq, rows, task, spans, size, table, numbers, scale, env, c, pre, both, mask)),
-            (query_consumer, (1, stationary, buffers, bars, dq, rows, task, spans, size, table, numbers, scale, env, c, pre, both, mask)),
+            (query_consumer, (0, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask)),
+            (query_consumer, (1, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask)),
             (query_producer, ((q, do, k, v), stationary, buffers, bars, task, spans, size, table, c)),
         ],
         [4, 1],

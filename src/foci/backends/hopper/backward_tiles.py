@@ -8,7 +8,7 @@ With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delt
 import triton.language as tl
 
 from foci.backends.hopper.interface import gl, gluon
-from foci.backends.triton.tiles import FORCED, LOG2E, number
+from foci.backends.triton.tiles import FORCED, LOG2E
 
 
 @gluon.jit

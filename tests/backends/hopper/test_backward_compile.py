@@ -1,0 +1,122 @@
+"""Both backward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from foci.backends.hopper import backward  # noqa: E402
+from foci.backends.triton import capture_gradients, sparsity  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BYSTANDERS = {
+    backward: ("prepare_rows",),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    capture_gradients: ("capture_gradient",),
+}
+
+
+class Idle:
+    """Stands in for a kernel that another test compiles."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+
+class Compiler:
+    """Stands in for a kernel: compiles where the kernel would launch."""
+
+    def __init__(self, function, found):
+        self.function, self.found = function, found
+
+    def __getitem__(self, grid):
+        def compile_it(*args, num_warps):
+            target = GPUTarget("cuda", 90, 32)
+            backend = make_backend(target)
+            options = {"num_warps": num_warps}
+            binder = create_function_from_signature(self.function.signature, self.function.params, backend)
+            bound, specialization, _ = binder(*args, **options)
+            parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
+            source = GluonASTSource(self.function, signature, constants, attributes)
+            self.found.append((self.function.__name__, triton.compile(source, target=target, options=parsed.__dict__)))
+
+        return compile_it
+
+
+DOCUMENTS = torch.arange(2048) // 100
+CASES = {
+    "plain": {},
+    "causal D 64": {"mask": masks.causal(), "dim": 64},
+    "D 16": {"dim": 16},
+    "D 256": {"mask": masks.causal(), "dim": 256},
+    "D 128, Dv 64": {"value_dim": 64},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16},
+    "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 320},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
+    "jagged causal": {"mask": masks.causal(), "jagged": True},
+    "dropout": {"dropout": 0.1, "stack": 1100},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_backward_kernels_compile_within_bounds(name, monkeypatch, tmp_path):
+    case, found = CASES[name], []
+    for module, names in BYSTANDERS.items():
+        for each in names:
+            monkeypatch.setattr(module, each, Idle())
+    for each in ("attention_key_gradient", "attention_query_gradient"):
+        monkeypatch.setattr(backward, each, Compiler(getattr(backward, each), found))
+    launch(case)
+    assert {function for function, _ in found} == {"attention_key_gradient", "attention_query_gradient"}
+    for function, compiled in found:
+        assert compiled.metadata.shared <= 232448, function
+        assert "wgmma.mma_async" in compiled.asm["ptx"], function
+        if CUOBJDUMP.exists():
+            assert stack_bytes(compiled, tmp_path / "kernel.cubin") <= case.get("stack", 256), function
+
+
+def stack_bytes(compiled, file):
+    file.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+def launch(case):
+    """Compiles what a backward launches."""
+    dim, dtype = case.get("dim", 128), case.get("dtype", torch.bfloat16)
+    query, key = (
+        torch.zeros(1 if case.get("jagged") else 2, 4, 512, dim, dtype=dtype),
+        torch.zeros(1 if case.get("jagged") else 2, 2, 512, dim, dtype=dtype),
+    )
+    value = torch.zeros(*key.shape[:3], case.get("value_dim", dim), dtype=dtype)
+    cu = torch.tensor([0, 200, 512])
+    jagged = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if case.get("jagged") else {}
+    bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
+    dropout = case.get("dropout", 0.0)
+    seed = torch.tensor([1]) if dropout else None
+    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, seed, **jagged)
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
+    problem = Problem(formula, dtype, dim, value.shape[-1], 4, 2, 2, 512, 512, True, True, True, tuple(False for _ in bound.captures))
+    gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
+    out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+    gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
