@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.triton import capture_gradients, kernel, sparsity  # noqa: E402
+from foci.backends.triton import capture_gradients, kernel, paged, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,6 +36,7 @@ LAUNCHED = {
     ),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
     capture_gradients: ("capture_gradient",),
+    paged: ("attention_decode", "combine_splits"),
 }
 KINDS = {
     "attention_forward": ("forward", "forward_sparse"),
@@ -94,6 +95,8 @@ CASES = {
     "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
     "decode": {"queries": 1, "keys": 2048},
+    "paged": {"queries": 1, "keys": 2048, "page": 256, "mask": masks.causal_lower_right()},
+    "short pages": {"queries": 1, "keys": 2048, "page": 16, "mask": masks.causal_lower_right()},
 }
 
 
@@ -107,7 +110,7 @@ def test_kernels_compile_within_bounds(name, arch, monkeypatch, tmp_path):  # FL
         for each in names:
             monkeypatch.setattr(module, each, Compiler(getattr(module, each), arch, found))
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    made = launch(case, arch)
+    made = launch_paged(case, arch) if "page" in case else launch(case, arch)
     for function, compiled in found:
         assert compiled.metadata.shared <= LIMITS[arch], function
         for kind in kinds_of(function, made):
@@ -174,3 +177,15 @@ def launch(case, arch):
     if "queries" not in case:
         made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
     return made
+
+
+def launch_paged(case, arch):
+    """The same for a decode over pages."""
+    query, pool = torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(20, 2, case["page"], 128, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    bound = bind(None, case["mask"], torch.device("cpu"))
+    operands = Operands(query, pool, pool, scale=0.1, kv_lengths=lengths, page_table=table, max_kv=8 * case["page"])
+    asked = Problem(Formula(bound.variant, Layout.PAGED), torch.bfloat16, 128, 128, 8, 2, 2, 1, 8 * case["page"])
+    made = paged.PagedKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    made.forward(operands)
+    return made.native

@@ -40,25 +40,36 @@ def key_tile(source, strides, pages, b, h, first, length, c, DIM: tl.constexpr, 
     """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`."""
     if pages is None:
         return stream_tile(source, strides, b, h, b * 0, first, length, c, True, c.TILE_KV, DIM, COLS)
-    row = pages.table + b.to(tl.int64) * number(pages.stride)
-    inside = first + tl.arange(0, c.TILE_KV) < length
-    if pages.SIZE % c.TILE_KV == 0:
-        # a tile lies in one page
-        page = tl.load(row + first // pages.SIZE)
-        if c.DESCRIPTORS:
-            tile = source.load([page, h, first % pages.SIZE, 0]).reshape(c.TILE_KV, COLS)
-            return tl.where(inside[:, None], tile, 0.0)
-        else:
-            pointer = rows_pointer(source, strides, page, h, first % pages.SIZE, c)
-            return load_tile(pointer, tile_offsets(strides, c, c.TILE_KV, COLS), length - first, True, c.TILE_KV, DIM, COLS)
     else:
-        n = first + tl.arange(0, c.TILE_KV)
-        page = tl.load(row + n // pages.SIZE, mask=inside, other=0)
-        at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
-        d = tl.arange(0, COLS)[None, :]
-        step = 1 if c.UNIT == 8 else number(strides.d)
-        pointer = source + h.to(tl.int64) * (number(strides.h) * c.UNIT) + at[:, None] + d * step
-        return tl.load(pointer, mask=inside[:, None] & (d < DIM), other=0.0)
+        row = pages.table + b.to(tl.int64) * number(pages.stride)
+        if pages.SIZE % c.TILE_KV == 0:
+            page = tl.load(row + first // pages.SIZE)
+            return page_tile(source, strides, page, h, first % pages.SIZE, length - first, c, DIM, COLS)
+        else:
+            return scattered_tile(source, strides, row, h, first, length, pages.SIZE, c, DIM, COLS)
+
+
+@triton.jit
+def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS: tl.constexpr):
+    """A tile that lies in one page."""
+    if c.DESCRIPTORS:
+        tile = source.load([page, h, first, 0]).reshape(c.TILE_KV, COLS)
+        return tl.where(tl.arange(0, c.TILE_KV)[:, None] < limit, tile, 0.0)
+    else:
+        pointer = rows_pointer(source, strides, page, h, first, c)
+        return load_tile(pointer, tile_offsets(strides, c, c.TILE_KV, COLS), limit, True, c.TILE_KV, DIM, COLS)
+
+
+@triton.jit
+def scattered_tile(source, strides, row, h, first, length, SIZE: tl.constexpr, c, DIM: tl.constexpr, COLS: tl.constexpr):
+    """A tile of several pages, or of a page and a piece: each row is looked up. `row` points to the page table's row."""
+    n = first + tl.arange(0, c.TILE_KV)
+    page = tl.load(row + n // SIZE, mask=n < length, other=0)
+    at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
+    d = tl.arange(0, COLS)[None, :]
+    step = 1 if c.UNIT == 8 else number(strides.d)
+    pointer = source + h.to(tl.int64) * (number(strides.h) * c.UNIT) + at[:, None] + d * step
+    return tl.load(pointer, mask=(n < length)[:, None] & (d < DIM), other=0.0)
 
 
 @triton.jit

@@ -61,6 +61,7 @@ class PagedKernel:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         row_max = torch.empty_like(lse) if kernel.problem.formula.outputs.row_max else None
         call = kernel.begin(operands, {"out": out}, Sequences(kv_length=lengths, stays=False), Recorder((), None))
+        strides = kernel.strides(call)
         schedule = self._schedule(operands)
         visits = kernel.visits(call, schedule, "queries")
         config = kernel.config(call, schedule, visits)
@@ -74,7 +75,7 @@ class PagedKernel:
         pages = Pages(lengths, table, encode(table.stride(0)), tl.constexpr(key.shape[2]))
         size = kernel.size(call, heads, visits.tasks)
         attention_decode[(groups * splits,)](
-            query, stream(key), stream(value), partial, most, total, kernel.strides(call), size, visits.table, call.numbers, call.environment,
+            query, stream(key), stream(value), partial, most, total, strides, size, visits.table, call.numbers, call.environment,
             config, encode(splits), call.functions.score, call.functions.mask, pages, num_warps=schedule.warps,
         )  # fmt: skip
         columns = min(32, width)
