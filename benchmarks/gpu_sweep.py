@@ -31,9 +31,10 @@ from foci.problem import Formula, Operands, Outputs, Problem
 
 S = Schedule
 CANDIDATES = {
-    ("forward", 128): [S(128, 64, 8, 3, True), S(128, 64, 8, 2, True), S(64, 64, 4, 2, True), S(128, 128, 8, 2, True)],
-    ("query_gradient", 128): [S(128, 64, 8, 2, True), S(64, 64, 4, 2, True), S(64, 64, 4, 1, True), S(128, 64, 8, 1, True)],
-    ("key_gradient", 128): [S(64, 64, 4, 2, True, True), S(64, 64, 4, 1, True, True), S(32, 64, 4, 2, True, True), S(64, 64, 8, 2, True, True), S(64, 64, 8, 1, True, True), S(64, 64, 4, 2, True), S(64, 128, 8, 1, True, True)],
+    ("key_gradient", 128): [S(64, 64, 4, 2, True), S(128, 64, 8, 2, True, True), S(128, 64, 8, 1, True, True), S(64, 64, 8, 2, True, True), S(64, 128, 8, 1, True), S(64, 128, 8, 2, True), S(64, 64, 4, 2, True, True), S(64, 64, 4, 1, True, True)],
+    ("query_gradient", 128): [S(128, 64, 8, 3, True), S(128, 64, 8, 2, True), S(64, 64, 4, 2, True), S(64, 128, 4, 2, True)],
+    ("forward", 128): [S(128, 128, 8, 3, True), S(128, 64, 8, 3, True), S(64, 64, 4, 3, True), S(64, 128, 4, 2, True), S(128, 64, 4, 3, True)],
+    ("forward", 64): [S(64, 128, 4, 2, True), S(128, 64, 4, 3, True), S(128, 128, 8, 2, True), S(64, 64, 4, 3, True), S(128, 128, 4, 2, True)],
 }  # fmt: skip
 
 
@@ -51,16 +52,17 @@ VARIANTS: dict[str, Any] = {
     "document": (None, _document, 0.125),
     "bias": (lambda heads: scores.bias(torch.randn(1, heads, 8192, 8192, device="cuda", dtype=torch.bfloat16)), None, 1.0),
 }
+SAME = {"forward": ("forward_sparse",), "key_gradient": ("key_gradient_scored",)}
 FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8, "key_gradient_alone": 6, "value_gradient_alone": 4}
 
 
-def jobs(names: list[str], dims: list[int]) -> list[tuple[str, int, str, Schedule]]:
+def jobs(names: list[str], dims: list[int], kinds: list[str]) -> list[tuple[str, int, str, Schedule]]:
     """(kernel, head dim, variant, schedule), those whose shared memory fits."""
     limit = LIMITS[target_of(torch.device("cuda")).arch]
     return [
         (kind, dim, name, schedule)
         for (kind, dim), found in CANDIDATES.items()
-        if dim in dims
+        if dim in dims and (not kinds or kind in kinds)
         for schedule in found
         if shared_bytes(kind, schedule, (dim, dim), 2, scratch=2 if names == ["bias"] else 0) <= limit
         for name in names
@@ -89,6 +91,7 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     """A function that launches one kernel."""
     kernel, operands = kernel_of(dim, name)
     kernel.schedules[kind] = schedule
+    kernel.schedules |= {other: schedule for other in SAME.get(kind, ())}
     if kind == "forward":
         return lambda: kernel.forward(operands)
     results = kernel.forward(operands)
@@ -101,6 +104,7 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     kernel._prepare(call, given, rows)
     if kind == "query_gradient":
         return lambda: kernel._query_gradient(call, given, rows, grads[0])
+    kind = kernel._key_passes(grads[1], grads[2])[0][0] if kind == "key_gradient" else kind
     wanted = (None if kind == "value_gradient_alone" else grads[1], None if kind == "key_gradient_alone" else grads[2])
     return lambda: kernel._key_gradient(call, kind, (dout, *rows), wanted)
 
@@ -110,8 +114,9 @@ def main() -> None:
     parser.add_argument("--compile", default="", help="i/n: only fill the cache with every n-th job")
     parser.add_argument("--variants", default="full,causal")
     parser.add_argument("--dims", default="64,128,256")
+    parser.add_argument("--kinds", default="", help="kernels, all by default")
     options = parser.parse_args()
-    todo = jobs(options.variants.split(","), [int(d) for d in options.dims.split(",")])
+    todo = jobs(options.variants.split(","), [int(d) for d in options.dims.split(",")], options.kinds.split(",") if options.kinds else [])
     if options.compile:
         part, parts = map(int, options.compile.split("/"))
         for job in todo[part::parts]:
@@ -122,7 +127,7 @@ def main() -> None:
     best: dict[tuple[str, int, str], tuple[float, Schedule]] = {}
     for kind, dim, name, schedule in todo:
         try:
-            ms = triton.testing.do_bench(launcher(kind, dim, name, schedule), warmup=10, rep=50, return_mode="median")
+            ms = triton.testing.do_bench(launcher(kind, dim, name, schedule), warmup=10, rep=40, return_mode="median")
         except Exception as error:
             print(kind, dim, name, schedule, type(error).__name__, str(error)[-200:], flush=True)
             continue
