@@ -27,7 +27,7 @@ from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results
 
-__all__ = ["Given", "Kernel", "Pass", "TritonKernel"]
+__all__ = ["Given", "Kernel", "Pass", "TritonKernel", "result_tensors"]
 
 
 class Tensors(NamedTuple):
@@ -120,7 +120,7 @@ class TritonKernel:
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query
         rows = query.shape[:3]
-        outputs = _outputs(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
+        outputs = result_tensors(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
         out, lse, row_max = outputs
         if operands.key.shape[2] == 0:
             recorder.forget()
@@ -372,7 +372,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return (h * s * d, s * d, d, 1)
 
 
-def _outputs(recorder: Recorder, query: Tensor, width: int, *, row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def result_tensors(recorder: Recorder, query: Tensor, width: int, *, row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
     b, h, s, _ = query.shape
     out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
