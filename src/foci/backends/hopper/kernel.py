@@ -3,136 +3,86 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
 import triton.language as tl
-from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
-from foci.backends.hopper.functions import Functions, functions_of
+from foci.backends.hopper.functions import functions_of
+from foci.backends.hopper.gaps import fill_between
 from foci.backends.hopper.schedules import Schedule, forward_schedule
-from foci.backends.triton.arguments import Environment, Numbers, Size, encode, encode_word
-from foci.backends.triton.functions import environment_numbers, lies_of
-from foci.backends.triton.functions import functions_of as triton_functions_of
+from foci.backends.triton import kernel as host
+from foci.backends.triton.functions import lies_of
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.schedules import padded
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, _assign, sequences_of, visits_of
-from foci.dropout import threshold
-from foci.problem import Operands, Results, empty_out
+from foci.backends.triton.sparsity import Sequences, Visits
+from foci.ir.expr import const
+from foci.problem import Operands, Results
 
-__all__ = ["HopperKernel", "Pass"]
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What every kernel of one call shares."""
-
-    operands: Operands
-    functions: Any
-    environment: Environment
-    numbers: Numbers
-    sequences: Sequences
-    is_plain: bool
+__all__ = ["HopperKernel"]
 
 
-class HopperKernel:
-    """Forward of a plan. What precedes a launch, numbers and lists of tiles, is the Triton backend's."""
+class HopperKernel(host.TritonKernel):
+    """Forward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.problem = plan.problem
-        self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
+        super().__init__(plan)
         formula = self.problem.formula
-        self.variant = self.problem.variant
-        mask = self.variant.mask
-        self.mask_slots = sorted({int(str(e.value)) for e in mask.walk() if e.op == "load"})
         self.is_causal = is_causal(self.variant) and formula.block_size is None
-        self.is_whole = mask.op == "const" and mask.value is True and formula.block_size is None
+        self.is_whole = self.variant.mask.op == "const" and self.variant.mask.value is True and formula.block_size is None
+        self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_causal else self
 
-    def forward(self, operands: Operands, /) -> Results:
-        """Attention of the operands."""
-        query, outputs = operands.query, self.problem.formula.outputs
-        out = empty_out(query, operands.value)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        row_max = torch.empty_like(lse) if outputs.row_max else None
-        if operands.cu_q is not None:
-            out.zero_()
-            lse.fill_(-math.inf)
-            if row_max is not None:
-                row_max.fill_(-math.inf)
-        call = self.begin(operands)
-        mode = "causal" if self.is_causal else "all" if self.is_whole else "ranges"
-        schedule = forward_schedule(self.dims, is_plain=call.is_plain, mode=mode)
-        visits = self.visits(call, schedule.tile_q, schedule.tile_kv)
-        functions = self.functions(operands, "q_idx")
-        batch, heads = query.shape[:2]
-        is_jagged = operands.cu_q is not None
-        attention_forward[(batch * heads * visits.tasks,)](
-            *(describe(t, rows, ragged=is_jagged) for t, rows in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))),
-            lse, row_max, self.size(call, heads, visits.tasks), visits.spans, visits.table, call.numbers, call.environment,
-            self.launched(call, schedule, visits.mode), functions.pre, functions.score, functions.mask, num_warps=4,
+    def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+        query, is_jagged = operands.query, operands.cu_q is not None
+        out, lse, row_max = host.result_tensors(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
+        call = self.begin(operands, {"out": out}, sequences, recorder)
+        is_plain = call.is_plain and operands.scale > 0
+        schedule = forward_schedule(self.dims, is_plain=is_plain, mode="causal" if self.is_causal else "all" if self.is_whole else "lists")
+        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1)
+        visits = self.visits(call, tiles, "queries")
+        size = self.size(call, query.shape[1], visits.tasks)
+        if is_jagged:
+            recorder.launch(
+                fill_between, (query.shape[1],), out, lse, row_max, call.strides.out, size, visits.spans, self.config(call, tiles, visits)
+            )
+        functions = functions_of(self.variant, lies_of(operands.captures), half=True, resident="q_idx")
+        rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
+        sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
+        recorder.launch(
+            attention_forward, (query.shape[0] * query.shape[1] * visits.tasks,),
+            *sources, lse, row_max, size, visits.spans, visits.table, call.numbers._replace(scale=operands.scale), call.environment,
+            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain),
+            functions.pre, functions.score, functions.mask, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
 
-    def begin(self, operands: Operands) -> Pass:
-        """What the kernels of one call share."""
-        lies = lies_of(operands.captures)
-        sizes, strides = environment_numbers(operands.captures, lies)
-        p = operands.dropout_p
-        return Pass(
-            operands,
-            triton_functions_of(self.variant, lies, half=True),
-            Environment(
-                tuple(map(encode, operands.ints)), operands.floats, operands.captures, tuple(map(encode, sizes)), tuple(map(encode, strides))
-            ),
-            Numbers(operands.scale, encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
-            sequences_of(operands),
-            self.variant.score.op == "var" and operands.scale > 1e-30,
-        )
+    def visits(self, call: host.Pass, schedule: Tiles, side: str) -> Visits:
+        """Which tiles each task of a kernel visits; under the causal mask each finds them by arithmetic."""
+        if not self.is_causal:
+            return super().visits(call, schedule, side)
+        return replace(self._unmasked.visits(call, schedule, side), mode="causal")
 
-    def size(self, call: Pass, heads: int, tasks: int) -> Size:
-        """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
-        query, key = call.operands.query, call.operands.key
-        return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, query.shape[2], key.shape[2])))
-
-    def functions(self, operands: Operands, resident: str) -> Functions:
-        """The generated functions, for kernels where `resident` stays."""
-        return functions_of(self.variant, lies_of(operands.captures), half=True, resident=resident)
-
-    def visits(self, call: Pass, tile_q: int, tile_kv: int, side: str = "queries") -> Visits:
-        """Which tiles each task visits: found by arithmetic where the mask is causal or keeps everything."""
-        operands = call.operands
-        if not (self.is_causal or self.is_whole):
-            return visits_of(self, call, Tiles(tile_q, tile_kv, 4, 1), side)
-        rows, tile = (operands.query, tile_q) if side == "queries" else (operands.key, tile_kv)
-        count, spans = -(-rows.shape[2] // tile), DENSE
-        if operands.cu_q is not None:
-            count += operands.cu_q.shape[0] - 1
-            spans = _assign(call, tile, count, is_by_query=side == "queries")
-        return Visits(count, "causal" if self.is_causal else "all", spans, ALL)
-
-    def config(self, call: Pass, tiles: Tiles, visits: Visits) -> Config:
-        """The compile-time side of a search for tiles."""
-        is_jagged, has_blocks = call.operands.cu_q is not None, self.problem.formula.block_size is not None
-        return _config((0, False, tiles.tile_q, tiles.tile_kv, 1, 0, 0, 0, 0, visits.mode, is_jagged, False, False, has_blocks))
-
-    def launched(self, call: Pass, schedule: Schedule, mode: str) -> Config:
-        """The compile-time side of a launch."""
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool) -> Config:
+        """What a launch is compiled for."""
         p = self.problem
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
-                p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, call.operands.cu_q is not None,
-                call.is_plain, p.formula.dropout, p.formula.block_size is not None,
+                p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
+                p.formula.dropout, p.formula.block_size is not None,
             )
         )  # fmt: skip
+
+
+def _without_mask(plan: Plan) -> Plan:
+    formula = plan.problem.formula
+    everything = replace(formula, variant=replace(formula.variant, mask=const(True)))
+    return replace(plan, problem=replace(plan.problem, formula=everything))
 
 
 @functools.lru_cache(maxsize=4096)

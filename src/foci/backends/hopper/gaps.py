@@ -1,0 +1,18 @@
+# mypy: ignore-errors
+"""Rows of packed tensors that belong to no sequence: zeros, and -inf for their statistics."""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import clear_gaps, fill_gaps, number
+
+
+@triton.jit
+def fill_between(out, lse, row_max, strides, size, spans, c):
+    """One program for each head, which most often finds nothing to do."""
+    h = tl.program_id(0)
+    rows = number(size.rows)
+    clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
+    fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
+    if row_max is not None:
+        fill_gaps(row_max + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
