@@ -91,7 +91,7 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     """A function that launches one kernel."""
     kernel, operands = kernel_of(dim, name)
     kernel.schedules[kind] = schedule
-    kernel.schedules |= {other: schedule for other in SAME.get(kind, ())}
+    kernel.schedules |= dict.fromkeys(SAME.get(kind, ()), schedule)
     if kind == "forward":
         return lambda: kernel.forward(operands)
     results = kernel.forward(operands)
