@@ -1,0 +1,98 @@
+"""A product with a matrix whose rows are misaligned, read where it lies.
+
+Fast products read 16 bytes at a time, from aligned rows. If rows are `k` elements apart, and k is not a multiple of the g
+elements of 16 bytes, every g-th row still starts at the same misalignment. So the rows fall into at most g groups, each of
+which is a matrix of aligned rows, once its first few columns are left off; and those are off by the same number of columns
+from one group to the next, so that all groups together are one batched product. The columns that were left off are
+a product of their own, with a few columns only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.graph.padding.strides import round_up
+
+__all__ = ["Groups", "groups_of", "mm_by_rows"]
+
+LOAD = 16
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How rows k elements apart fall into groups.
+
+    Attributes:
+        count: of groups; row r belongs to group r % count.
+        skip: columns that each group leaves off at the left more than the one before.
+        width: columns that the batched product takes.
+    """
+
+    count: int
+    skip: int
+    width: int
+
+    @property
+    def edge(self) -> int:
+        """Columns that some group leaves off, at the left."""
+        return self.skip * (self.count - 1)
+
+
+def groups_of(rows: int, k: int, itemsize: int) -> Groups | None:
+    """The groups of a matrix [rows, k] without gaps, or None if it has too few columns, or rows that are no multiple of the groups.
+
+    Example:
+        >>> groups_of(8192, 30522, 2)
+        Groups(count=4, skip=6, width=30504)
+        >>> groups_of(8191, 30522, 2) is None
+        True
+    """
+    load = LOAD // itemsize
+    count = load // math.gcd(k, load)
+    skip = -k % load
+    width = (k - skip * (count - 1)) // load * load
+    if rows % count or width < 16 * load:
+        return None
+    return Groups(count, skip, width)
+
+
+def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.
+
+    Args:
+        a: [M, K] without gaps, M a multiple of the number of groups.
+        b: [K, N] with aligned rows.
+
+    Returns:
+        [M, N]
+
+    Raises:
+        ValueError: for an `a` that does not fall into groups.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    groups = groups_of(m, k, a.dtype.itemsize)
+    if groups is None or not a.is_contiguous():
+        raise ValueError(f"a must be contiguous, with rows that fall into groups of equal misalignment: {tuple(a.shape)}, {a.stride()}")
+    count, skip, width = groups.count, groups.skip, groups.width
+    out = _edges(a, b, groups)
+    by_group = out.as_strided((count, m // count, n), (n, count * n, 1))
+    left = a.as_strided((count, m // count, width), (k + skip, count * k, 1), a.storage_offset())
+    right = b.as_strided((count, width, n), (skip * b.stride(0), b.stride(0), b.stride(1)), b.storage_offset())
+    return torch.baddbmm(by_group, left, right, out=by_group).as_strided((m, n), (n, 1)) if width else out
+
+
+def _edges(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
+    """[M, N]: the product of the columns that the batched product leaves off, at either end."""
+    k = a.shape[1]
+    width = round_up(max(groups.edge, k - groups.width), LOAD // a.dtype.itemsize)
+    first = torch.arange(a.shape[0], device=a.device)[:, None] % groups.count * groups.skip
+    column = torch.arange(width, device=a.device)
+    # where, not a product with zero: what stands in the other columns may be infinite
+    left = torch.where(column < first, a[:, :width], 0)
+    right = torch.where(column + (k - width) >= first + groups.width, a[:, k - width :], 0)
+    return torch.cat((left, right), 1) @ torch.cat((b[:width], b[k - width :]), 0)

@@ -1,0 +1,103 @@
+"""The passes as Inductor's own hooks take them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from foci.graph.padding import lowering
+from foci.graph.padding.model import Machine
+from foci.graph.padding.passes import default_machine, pad, spread_bias
+from foci.graph.padding.report import tell
+
+__all__ = ["BiasPass", "StridesPass", "options", "visible_outputs"]
+
+
+@dataclass(frozen=True)
+class BiasPass(CustomGraphPass):
+    """Before autograd's graph is cut in two: biases leave the products whose rows will be padded.
+
+    Attributes:
+        machine: to decide for; by default the graph's own device.
+    """
+
+    machine: Machine | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        machine = self.machine or default_machine(graph)
+        if machine is not None:
+            spread_bias(graph, machine)
+
+    def uuid(self) -> Any:
+        return "bias", repr(self.machine), _fingerprint()
+
+
+@dataclass(frozen=True)
+class StridesPass(CustomGraphPass):
+    """On the forward and on the backward graph: padded strides.
+
+    Attributes:
+        machine: to decide for; by default the graph's own device.
+    """
+
+    machine: Machine | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        module = graph.owning_module
+        if module is not None:
+            lowering.register()
+            tell(pad(module, (), self.machine, visible=visible_outputs(graph)).paddings)
+
+    def uuid(self) -> Any:
+        return "strides", repr(self.machine), _fingerprint()
+
+
+def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph."""
+    output = graph.output_node()
+    nodes = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    seen = output.meta.get("user_visible_output_idxs")
+    backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
+    if metadata is None or seen is None or backward:
+        return frozenset(nodes)
+    # an output that aliases another is made from it, strides and all, after the graph has run
+    leaving = {*seen, *range(metadata.num_forward_returns)}
+    return frozenset(node for index, node in enumerate(output.args[0]) if index in leaving and isinstance(node, fx.Node))  # type: ignore[arg-type]
+
+
+def options(machine: Machine | None = None) -> dict[str, Any]:
+    """Inductor's options that bring the passes, for `torch.compile(model, options=...)`.
+
+    Inductor's own padding of products, which is timed while compiling, is off; its padding of what loops write stays.
+    When Inductor takes a compiled graph from its cache, no pass runs and nothing is reported.
+
+    Args:
+        machine: to decide for; by default each graph's own device.
+
+    Example:
+        >>> import torch
+        >>> from foci.graph.padding.options import options
+        >>> model = torch.compile(torch.nn.Linear(64, 30523), options=options())
+    """
+    return {
+        "joint_custom_pre_pass": BiasPass(machine),
+        "post_grad_custom_pre_pass": StridesPass(machine),
+        "shape_padding": False,
+    }
+
+
+@cache
+def _fingerprint() -> str:
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted((*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("tables/*.json"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

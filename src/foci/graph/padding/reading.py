@@ -1,0 +1,235 @@
+"""A graph of ATen operations, read: its products, where their matrices come from, and who else reads those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from foci.graph.padding.strides import known
+from foci.graph.padding.tables import Role, Shape
+
+__all__ = ["VIEWS", "Matrix", "Origin", "Product", "base_of", "chain_to", "hints", "origin_of", "products_of", "replayed", "value_of"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+VIEWS: Final = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+    }
+)
+"""Operations that may leave a tensor where it lies."""
+
+_RESHAPES: Final = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+
+# Besides whatever is tagged pointwise: what a compiler writes as loops of its own, into any strides.
+_LOOPS: Final = frozenset(
+    {
+        aten._log_softmax.default,
+        aten._log_softmax_backward_data.default,
+        aten._softmax.default,
+        aten._softmax_backward_data.default,
+        aten._to_copy.default,
+        aten.amax.default,
+        aten.amin.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.copy_.default,
+        aten.embedding.default,
+        aten.flip.default,
+        aten.full.default,
+        aten.full_like.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.mean.dim,
+        aten.repeat.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.tril.default,
+        aten.triu.default,
+        aten.var_mean.correction,
+        prims.convert_element_type.default,
+        prims.iota.default,
+    }
+)
+
+# By operation: where its two matrices stand among the arguments.
+_PRODUCTS: Final[Mapping[Any, tuple[int, int]]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+}
+
+
+class Origin(Enum):
+    """Who writes a tensor."""
+
+    INPUT = "an input of the graph"
+    CONSTANT = "a constant"
+    PRODUCT = "a product"
+    LOOP = "a generated loop"
+    CAT = "a concatenation"
+    OTHER = "another kernel"
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """What a product reads or writes, batched perhaps.
+
+    Attributes:
+        node: the operand, a view perhaps.
+        base: the tensor that it is a view of.
+        role: in the product.
+        alignment: bytes that all its rows are multiples of, at most `load`.
+    """
+
+    node: fx.Node
+    base: fx.Node
+    role: Role
+    alignment: int
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """[batch, M, K] @ [batch, K, N], symbolic sizes at their hints."""
+
+    node: fx.Node
+    shape: Shape
+    dtype: torch.dtype
+    matrices: tuple[Matrix, ...]
+
+    def __str__(self) -> str:
+        batch, m, n, k = (self.shape.batch, self.shape.m, self.shape.n, self.shape.k)
+        front = [] if self.node.target in (aten.mm.default, aten.addmm.default) else [batch]
+        return f"{self.node.target._schema.name.split('::')[1]} {[*front, m, k]} @ {[*front, k, n]}"  # type: ignore[union-attr]
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The fake tensor that stands for a node's value; None for anything but one strided tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
+
+
+def hints(values: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes or strides, symbolic ones at their hints."""
+    return tuple(known(value) for value in values)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What a node is a view of, itself perhaps."""
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def chain_to(node: fx.Node, base: fx.Node) -> list[fx.Node]:
+    """The views that lead from the base to the node, in their order."""
+    chain: list[fx.Node] = []
+    while node is not base:
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return chain[::-1]
+
+
+def replayed(sizes: Sequence[int], strides: Sequence[int], chain: Sequence[fx.Node]) -> Tensor | None:
+    """A tensor without memory, as the views see it; None if one of them would have to copy.
+
+    Args:
+        sizes, strides: of the base.
+        chain: the views, from the base on.
+    """
+    value = torch.empty_strided(tuple(sizes), tuple(strides), device="meta")
+    for node in chain:
+        target: Callable[..., Any] = aten.view.default if node.target in _RESHAPES else node.target  # type: ignore[assignment]
+        arguments = fx.map_arg(node.args[1:], lambda arg: known(arg.meta["val"]))  # symbolic sizes are nodes
+        arguments = torch.utils._pytree.tree_map_only(torch.SymInt, known, arguments)
+        try:
+            value = target(value, *arguments, **node.kwargs)
+        except RuntimeError:
+            return None
+    return value
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """Who writes a base."""
+    by_op = {"placeholder": Origin.INPUT, "get_attr": Origin.CONSTANT}
+    if node.op in by_op:
+        return by_op[node.op]
+    if node.target in _PRODUCTS:
+        return Origin.PRODUCT
+    if node.target is aten.cat.default:
+        return Origin.CAT
+    loop = node.target in _LOOPS or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
+    return Origin.LOOP if loop else Origin.OTHER
+
+
+def _alignment(strides: Sequence[int], sizes: Sequence[int], itemsize: int, load: int) -> int:
+    """The largest power of two, up to `load`, that divides every stride in bytes but the innermost."""
+    best = load
+    for stride, size in zip(strides, sizes):
+        if size > 1 and stride not in (0, 1):
+            while stride * itemsize % best:
+                best //= 2
+    return best
+
+
+def matrix_of(node: fx.Node, side: str, load: int) -> Matrix | None:
+    """How a product sees an operand or its result; None for rows of which neither the elements nor they lie side by side."""
+    value = value_of(node)
+    if value is None:
+        return None
+    sizes, strides = hints(value.shape), hints(value.stride())
+    rows, columns = strides[-2:]
+    if columns == 1 or sizes[-1] == 1:
+        role: Role = "out" if side == "out" else "a" if side == "left" else "b"
+    elif rows == 1 or sizes[-2] == 1:
+        role = "at" if side == "left" else "bt"
+    else:
+        return None
+    return Matrix(node, base_of(node), role, _alignment(strides, sizes, value.dtype.itemsize, load))
+
+
+def products_of(graph: fx.Graph, load: int) -> Iterator[Product]:
+    """Every product of floating-point matrices, with all that could be said of its matrices.
+
+    Args:
+        graph: whose nodes carry fake tensors.
+        load: bytes that aligned rows are multiples of.
+    """
+    for node in graph.nodes:
+        places = _PRODUCTS.get(node.target)
+        value = value_of(node)
+        if places is None or value is None or not value.dtype.is_floating_point:
+            continue
+        left, right = (node.args[place] for place in places)
+        matrices = [matrix_of(left, "left", load), matrix_of(right, "right", load), matrix_of(node, "out", load)]
+        a = value_of(left)
+        if a is None or any(matrix is None for matrix in matrices):
+            continue
+        sizes, k = hints(value.shape), hints(a.shape)[-1]
+        shape = Shape(sizes[0] if len(sizes) == 3 else 1, sizes[-2], sizes[-1], k)
+        if min(shape.batch, shape.m, shape.n, shape.k) > 0:
+            yield Product(node, shape, a.dtype, tuple(matrix for matrix in matrices if matrix is not None))

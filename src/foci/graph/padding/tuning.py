@@ -1,0 +1,161 @@
+"""Products measured with aligned and misaligned strides: the rows of a device's table."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from foci.graph.padding.tables import ROLES, Kind, Row, Shape, Table
+
+__all__ = ["SHAPES", "device_name", "family", "kind_dtype", "tune"]
+
+# Large vocabularies, squares, tall and flat ones, and the batched products of attention.
+SHAPES: Final = (
+    Shape(1, 8192, 30528, 768),
+    Shape(1, 8192, 768, 30528),
+    Shape(1, 30528, 768, 8192),
+    Shape(1, 4096, 4096, 4096),
+    Shape(1, 8192, 1024, 1024),
+    Shape(1, 2048, 2048, 2048),
+    Shape(1, 1024, 1024, 1024),
+    Shape(1, 512, 512, 512),
+    Shape(1, 256, 8192, 4096),
+    Shape(1, 256, 512, 65536),
+    Shape(96, 1024, 1024, 64),
+    Shape(96, 1024, 64, 1024),
+    Shape(96, 256, 256, 64),
+)
+
+# By kind, the alignments in bytes that are measured: of 16-byte loads, what is missing.
+_ALIGNMENTS: Final = {"float16": (2, 4, 8), "bfloat16": (2, 4, 8), "float32": (4, 8), "tf32": (4, 8), "float64": (8,)}
+
+
+def tune(device: torch.device, kinds: tuple[Kind, ...], *, shapes: tuple[Shape, ...] = SHAPES, repeats: int = 5) -> Table:
+    """Measures what misaligned strides cost on a device.
+
+    Args:
+        device: to measure on.
+        kinds: of arithmetic.
+        shapes: of products, whose odd dims are taken a few elements smaller.
+        repeats: of each measurement; the median counts.
+
+    Returns:
+        A table with a row for each kind, shape, role and alignment, and the device's speed of copying and multiplying.
+    """
+    rows = [row for kind in kinds for shape in shapes for row in _rows(device, kind, shape, repeats)]
+    peaks = {kind: max(row.shape.flops / row.aligned for row in rows if row.kind == kind) for kind in kinds}
+    return Table(
+        device_name(device), family(device), torch.__version__, peaks, _bandwidth(device, repeats), _launch(device, repeats), tuple(rows)
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What a table is found by: a GPU's name, or the instruction set of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+
+def family(device: torch.device) -> str:
+    """Devices of one family stand in for each other."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}"
+    return device_name(device)
+
+
+def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Iterator[Row]:
+    dtype = kind_dtype(kind)
+    for role in ROLES:
+        for alignment in _ALIGNMENTS[kind]:
+            odd = shape.shrunk(role, alignment // dtype.itemsize)
+            with _arithmetic(kind):
+                aligned, misaligned = (_seconds(_product(device, dtype, odd, role, padded), device, repeats) for padded in (True, False))
+            yield Row(kind, role, alignment, odd, aligned, misaligned)
+
+
+def kind_dtype(kind: Kind) -> torch.dtype:
+    dtype: torch.dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+    return dtype
+
+
+@contextlib.contextmanager
+def _arithmetic(kind: Kind) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _product(device: torch.device, dtype: torch.dtype, shape: Shape, role: str, padded: bool) -> Callable[[], object]:
+    """A call in which only the matrix of `role` may be misaligned."""
+
+    def matrix(name: str, rows: int, columns: int) -> Tensor:
+        elements = 64 // dtype.itemsize
+        aligned = -(-columns // elements) * elements
+        stride = columns if name == role and not padded else aligned
+        whole = torch.empty(shape.batch * rows * stride, device=device, dtype=dtype).normal_()
+        return whole.as_strided((shape.batch, rows, columns), (rows * stride, stride, 1))
+
+    b, m, n, k = shape.batch, shape.m, shape.n, shape.k
+    left = matrix("at", k, m).mT if role == "at" else matrix("a", m, k)
+    right = matrix("bt", n, k).mT if role == "bt" else matrix("b", k, n)
+    out = matrix("out", m, n)
+    if b == 1:
+        left, right, out = left[0], right[0], out[0]
+        return lambda: torch.mm(left, right, out=out)
+    return lambda: torch.bmm(left, right, out=out)
+
+
+def _bandwidth(device: torch.device, repeats: int) -> float:
+    size = 2**29 if device.type == "cuda" else 2**27
+    source, target = (torch.empty(size, device=device, dtype=torch.uint8).fill_(1) for _ in range(2))
+    return 2 * size / _seconds(lambda: target.copy_(source), device, repeats)
+
+
+def _launch(device: torch.device, repeats: int) -> float:
+    small = torch.zeros(16, device=device)
+    return _seconds(lambda: small.add_(1), device, repeats)
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    if device.type == "cuda":
+        return _seconds_on_cuda(call, repeats)
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _seconds_on_cuda(call: Callable[[], object], repeats: int) -> float:
+    """From a captured graph: no time of the host in it."""
+    calls = 4
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
