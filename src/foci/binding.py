@@ -22,7 +22,7 @@ from foci.ir.trace import SYMBOLIC_BASE, TraceError, Tracer
 from foci.ir.verify import verify
 from foci.variant import PLAIN, Capture, Variant
 
-__all__ = ["Bound", "bind", "cache_sizes"]
+__all__ = ["Bound", "bind", "bind_expressions", "cache_sizes"]
 
 _MASK_VARIABLES: Final = ("b", "h", "q_idx", "kv_idx")
 _SCORE_VARIABLES: Final = ("score", *_MASK_VARIABLES)
@@ -103,6 +103,11 @@ def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, d
     tracer = Tracer(device)
     score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, _SCORE_VARIABLES))
     mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, _MASK_VARIABLES))
+    return bind_expressions(score_expr, mask_expr, tracer), bool(tracer.symbolic)
+
+
+def bind_expressions(score_expr: Expr, mask_expr: Expr, tracer: Tracer) -> Bound:
+    """The variant of two expressions whose captures and symbolic numbers `tracer` holds."""
     # Numbers leave before anything is simplified, so that what follows is done once, whatever they are.
     lifted, ints, floats = lift_constants((score_expr, mask_expr))
     form = _canonical(*lifted)
@@ -114,8 +119,7 @@ def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, d
         for slot in slots:
             yield tracer.symbolic[slot - SYMBOLIC_BASE] if slot >= SYMBOLIC_BASE else known[integer][slot]
 
-    bound = Bound(variant, tensors, tuple(values(form.ints, integer=True)), tuple(values(form.floats, integer=False)))
-    return bound, bool(tracer.symbolic)
+    return Bound(variant, tensors, tuple(values(form.ints, integer=True)), tuple(values(form.floats, integer=False)))
 
 
 def _as_score(expr: Expr) -> Expr:

@@ -1,13 +1,31 @@
-"""Recognises the attentions of a torch graph and replaces each by foci's operator."""
+"""Recognises the attentions of a torch graph and replaces each by foci's operator.
+
+Every softmax whose result reaches a matrix product is a site. What lies above it decides: `foci.graph.match` reads the
+attention from the second product backward, `foci.graph.masking` brings its scores to score and mask, `foci.graph.lower`
+writes the operator. What cannot be read gives the reason that the report prints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from torch import fx
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from foci.graph.sites import Fused
+from foci.graph.emit import Emitter, Sizes
+from foci.graph.indices import NeedsSplit, NoRule
+from foci.graph.lift import CASTS
+from foci.graph.lower import Prepared, lower, prepare
+from foci.graph.match import Naming, path_to, read
+from foci.graph.products import Product, product_of
+from foci.graph.reading import call_of, location_of, value_of
+from foci.graph.replacing import erase, fitting
+from foci.graph.safety import Writes, check_exclusive
+from foci.graph.sites import Fused, Site
+from foci.graph.views import VIEWS
+from foci.graph.weights import Softmax, reads_only_shape, softmax_of
 
 __all__ = ["fuse"]
 
@@ -22,4 +40,146 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     Returns:
         The graph and its sites, in the order of the graph. Nothing is compiled.
     """
-    return Fused(graph_module, ())
+    module = _copied(graph_module)
+    mode = _with_values(module, example_inputs)
+    sites: list[Site] = []
+    graph = module.graph
+    writes, sizes = Writes.of(graph), Sizes(graph)
+    for node in list(graph.nodes):
+        softmax = softmax_of(node)
+        if softmax is None:
+            continue
+        site = _site(graph, softmax, writes, sizes, mode)
+        if site is not None:
+            sites.append(site)
+    graph.lint()
+    module.recompile()
+    return Fused(module, tuple(sites))
+
+
+def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    module = fx.GraphModule(graph_module, graph)
+    module.meta = dict(graph_module.meta)
+    return module
+
+
+def _with_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeTensorMode | None:
+    """Gives each node an example value, where the graph has none; the mode they live in."""
+    values = [value_of(node) for node in module.graph.nodes]
+    if any(v is None and n.op in ("call_function", "call_method") for v, n in zip(values, module.graph.nodes, strict=True)):
+        _propagate(module, example_inputs)
+        values = [value_of(node) for node in module.graph.nodes]
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+
+def _propagate(module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    mode = detect_fake_mode(list(example_inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [mode.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in example_inputs]
+    with mode:
+        _Values(module).run(*inputs)
+
+
+class _Values(fx.Interpreter):
+    """Runs a graph on example values and keeps them."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["example_value"] = result
+        return result
+
+
+def _site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
+    """What became of one softmax; None where it is no attention."""
+    below = _below(softmax.node)
+    seconds = [(product, side) for product, side in _products_of(below)]
+    above, passed = path_to(softmax.source)
+    if not seconds or not above:
+        return None
+    location = location_of(softmax.node)
+    reason = ""
+    for second, side in seconds:
+        for node in above[:_MOST_CANDIDATES]:
+            first = product_of(node)
+            assert first is not None
+            try:
+                prepared = _prepared(second, side, softmax, below, first, passed, writes)
+                _replace(graph, prepared, mode, sizes)
+            except NoRule as obstacle:
+                reason = reason or str(obstacle)
+                continue
+            return Site(True, location, str(prepared.bound.variant), None, "matmul-softmax-matmul")
+    return Site(False, location, "", reason, "matmul-softmax-matmul")
+
+
+_MOST_CANDIDATES: Final = 8
+_MOST_SPLITS: Final = 16
+_BELOW: Final = frozenset({*VIEWS, *CASTS, "dropout", "mul", "div", "masked_fill", "where", "nan_to_num"})
+
+
+def _below(softmax: fx.Node) -> frozenset[fx.Node]:
+    """The softmax and what it becomes on its way to products."""
+    found, stack = {softmax}, [softmax]
+    while stack:
+        for user in stack.pop().users:
+            call = call_of(user)
+            if call is not None and call.name in _BELOW and user not in found and not reads_only_shape(user):
+                found.add(user)
+                stack.append(user)
+    return frozenset(found)
+
+
+def _products_of(below: frozenset[fx.Node]) -> list[tuple[Product, int]]:
+    users = {user: None for node in below for user in node.users if user not in below}
+    products = [product for user in users if (product := product_of(user)) is not None]
+    return [(p, side) for p in products for side in (0, 1) if p.operands[side] in below and p.addend is None]
+
+
+def _prepared(
+    second: Product, side: int, softmax: Softmax, below: frozenset[fx.Node], first: Product, passed: frozenset[fx.Node], writes: Writes
+) -> Prepared:
+    between = frozenset(n for n in below if n is softmax.node or _reaches(n, second.node, below))
+    naming = Naming(second)
+    for _ in range(_MOST_SPLITS):
+        try:
+            prepared = prepare(read(naming, second, side, softmax, between, first, passed))
+        except NeedsSplit as request:
+            naming.split(request)
+            continue
+        match = prepared.match
+        check_exclusive(match.inside, second.node)
+        read_later = [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values()]
+        writes.check_unwritten(read_later, second.node)
+        return prepared
+    raise NoRule("the dimensions are split and merged in too many ways")
+
+
+def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool:
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if user is product:
+                return True
+            if user in below and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, sizes: Sizes) -> None:
+    match = prepared.match
+    old = match.second.node
+    before = old.prev
+    try:
+        new = lower(prepared, Emitter(graph, old, mode, sizes))
+    except NoRule:
+        _erase_between(graph, before, old)
+        raise
+    old.replace_all_uses_with(fitting(graph, new, old, mode))
+    erase(graph, old, match.inside)
+
+
+def _erase_between(graph: fx.Graph, before: fx.Node, end: fx.Node) -> None:
+    while end.prev is not before:
+        graph.erase_node(end.prev)

@@ -1,0 +1,432 @@
+"""Elements of a graph's tensors as expressions: pulled from the result, so that only what an attention needs is read.
+
+Asked for the element of a node at an index, a view moves the index, a pointwise operation asks its operands and applies the
+word of the language that has its name, a constructor (`arange`, `tril`, `full`) knows its element, and anything else is
+captured: the node's tensor, read at that index. So a causal mask made of two aranges becomes `kv_idx <= q_idx`, and what
+nobody can read becomes a captured tensor of whatever shape it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
+from foci.graph.reading import Call, Size, call_of, is_tensor, same_size, shape_of, tensor_of, value_of
+from foci.graph.views import VIEWS, step
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import apply, cast
+from foci.ir.trace import Symbol, TraceError, Tracer, dtype_of
+from foci.ir.vocabulary import WORDS
+
+__all__ = ["CASTS", "PASSED", "Lift"]
+
+CASTS: Final = frozenset(
+    ["to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type"]
+)
+
+# Cheap enough to be evaluated once per score.
+POINTWISE: Final = frozenset(
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "negative",
+        "abs",
+        "absolute",
+        "sign",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "less",
+        "less_equal",
+        "greater",
+        "greater_equal",
+        "not_equal",
+        "and",
+        "or",
+        "xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "bitwise_not",
+        "invert",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "not",
+        "where",
+        "masked_fill",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "maximum",
+        "minimum",
+        "max",
+        "min",
+        "floor_divide",
+        "floordiv",
+        "remainder",
+        "mod",
+        "square",
+        "reciprocal",
+        "relu",
+        "addcmul",
+        "lerp",
+        "positive",
+        "pos",
+        "isinf",
+        "isnan",
+        "isfinite",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "rpow",
+    ]
+)
+# Worth a word only where the score itself takes part; of other values the result is captured, as exact as it was.
+_OF_SCORES: Final = frozenset(
+    [
+        "tanh",
+        "sigmoid",
+        "exp",
+        "exp2",
+        "log",
+        "log2",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "float_power",
+        "erf",
+        "gelu",
+        "silu",
+        "softplus",
+        "logsigmoid",
+        "leaky_relu",
+        "elu",
+        "softsign",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "hardtanh",
+        "relu6",
+        "fmod",
+        "logaddexp",
+        "hypot",
+        "addcdiv",
+        "tanhshrink",
+        "erfc",
+    ]
+)
+
+# What a search upward from a softmax may pass on its way to the product.
+PASSED: Final = frozenset(
+    {*VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "cat", "pad", "tril", "triu", "amax", "amin", "mean", "logsumexp"}
+)
+
+Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr]
+
+
+class Lift:
+    """Reads elements of one graph as expressions.
+
+    Args:
+        device: of the attention.
+        score: called with each product that may be the score and the index asked for; gives the expression, or None where
+            the node is an ordinary value.
+        on_path: the nodes that depend on the score, which may not be captured.
+
+    Attributes:
+        tracer: holds the captured example tensors and the symbolic numbers.
+        leaves: the captured nodes, by slot.
+    """
+
+    def __init__(self, device: torch.device, score: Callable[[fx.Node, Index], Expr | None], on_path: frozenset[fx.Node]) -> None:
+        self.tracer = Tracer(device)
+        self.leaves: dict[int, fx.Node] = {}
+        self._score, self._on_path = score, on_path
+        self._slots: dict[fx.Node, int] = {}
+        self._numbers: dict[object, Expr] = {}
+        self._seen: dict[tuple[fx.Node, Index], Expr] = {}
+
+    def number(self, size: Size) -> Expr:
+        """A size as a constant or a run-time number."""
+        if isinstance(size, int):
+            return ir.const(size)
+        key = symbolic_expression(size)
+        if key not in self._numbers:
+            self._numbers[key] = self.tracer.symbol(size).expr
+        return self._numbers[key]
+
+    def element(self, node: fx.Node, index: Index) -> Expr:
+        """The element of `node` at `index`.
+
+        Raises:
+            NoRule: where a node that depends on the score is outside the language.
+        """
+        key = (node, index)
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = self._element(node, index)
+        return found
+
+    def _element(self, node: fx.Node, index: Index) -> Expr:
+        score = self._score(node, index)
+        if score is not None:
+            return score
+        tensor = tensor_of(node)
+        assert tensor is not None
+        if node not in self._on_path and self._stops_gradient(node):
+            return self.captured(node, index)
+        try:
+            made = self._computed(node, index)
+        except (NoRule, TraceError, TypeError) as error:
+            if node in self._on_path:
+                raise error if isinstance(error, NoRule) else NoRule(str(error)) from error
+            made = None
+        if made is None:
+            if node in self._on_path:
+                call = call_of(node)
+                raise NoRule(f"{call.name if call else node.name} is outside the expression language")
+            return self.captured(node, index)
+        kind = dtype_of(tensor.dtype)
+        return made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
+
+    def _stops_gradient(self, node: fx.Node) -> bool:
+        """Whether a gradient reaches the operands but not the result: detached, or computed without gradients."""
+        tensor = tensor_of(node)
+        if tensor is None or tensor.requires_grad or not tensor.is_floating_point():
+            return False
+        return any((t := tensor_of(arg)) is not None and t.requires_grad for arg in node.all_input_nodes)
+
+    def captured(self, node: fx.Node, index: Index) -> Expr:
+        """The node's tensor, read at `index`."""
+        tensor = tensor_of(node)
+        assert tensor is not None
+        if node not in self._slots:
+            self._slots[node] = self.tracer.slot(tensor)
+            self.leaves[self._slots[node]] = node
+        return ir.load(self._slots[node], tuple(value_of_digits(d, self.number) for d in index), dtype_of(tensor.dtype))
+
+    def _computed(self, node: fx.Node, index: Index) -> Expr | None:
+        call = call_of(node)
+        if call is None:
+            return None
+        if call.name in ("gather", "embedding", "index_select", "take_along_dim", "getitem") and self._gathers_gradient(node, call):
+            return None
+        moved = step(node, index, self.number, self.element)
+        if moved is not None:
+            return self.element(*moved)
+        if call.name in _MAKERS:
+            return _MAKERS[call.name](self, node, call, index)
+        if call.name in CASTS or call.name == "detach":
+            return self._cast(node, call, index)
+        if call.name in POINTWISE or (call.name in _OF_SCORES and self._worthwhile(node)):
+            return self._pointwise(call, index)
+        return None
+
+    def _gathers_gradient(self, node: fx.Node, call: Call) -> bool:
+        """A gather whose gradient is a scatter into a table: torch's own, of the gathered values, is the better one."""
+        tensor = tensor_of(node)
+        if node in self._on_path or tensor is None or not tensor.requires_grad:
+            return False
+        if call.name == "getitem":
+            entries = call.args[1] if isinstance(call.args[1], (tuple, list)) else (call.args[1],)
+            return any(is_tensor(e) for e in entries)
+        return True
+
+    def _worthwhile(self, node: fx.Node) -> bool:
+        tensor = tensor_of(node)
+        return node in self._on_path or (
+            tensor is not None and tensor.dim() == 0 and not any(is_tensor(a) and shape_of(a) for a in node.all_input_nodes)
+        )
+
+    def _cast(self, node: fx.Node, call: Call, index: Index) -> Expr:
+        """A cast to a floating type keeps the value: scores are in the accumulation type, constants round as written."""
+        source, target = call.args[0], tensor_of(node)
+        assert target is not None
+        value = self.element(source, index)
+        if target.dtype.is_floating_point and value.dtype is DType.FLOAT:
+            return _rounded(value, target.dtype)
+        return cast(value, dtype_of(target.dtype))
+
+    def _pointwise(self, call: Call, index: Index) -> Expr | None:
+        def operand(arg: Any) -> Any:
+            if is_tensor(arg):
+                return Symbol(self.tracer, self.element(arg, broadcast_index(index, shape_of(arg))))
+            value = value_of(arg)
+            if isinstance(value, torch.SymFloat):
+                raise NoRule("a real number that depends on a dynamic size")
+            return Symbol(self.tracer, self.number(value)) if isinstance(value, torch.SymInt) else value
+
+        args, kwargs = [operand(a) for a in call.args], {k: operand(v) for k, v in call.kwargs.items() if k not in ("out", "inplace")}
+        if call.name == "where" and len(args) == 3 and is_tensor(call.args[0]) and _is_method_where(call):
+            args = [args[1], args[0], args[2]]
+        if call.name in ("max", "min") and not (len(call.args) == 2 and is_tensor(call.args[1])):
+            return None  # a reduction
+        if not any(isinstance(a, Symbol) for a in (*args, *kwargs.values())):
+            return None
+        if "input" in kwargs:
+            args.insert(0, kwargs.pop("input"))
+        result = WORDS[call.name](*args, **kwargs)
+        return result.expr if isinstance(result, Symbol) else None
+
+
+def _is_method_where(call: Call) -> bool:
+    """`x.where(condition, y)` has the condition second."""
+    first, second = tensor_of(call.args[0]), tensor_of(call.args[1])
+    return first is not None and first.dtype is not torch.bool and second is not None and second.dtype is torch.bool
+
+
+def _rounded(value: Expr, dtype: torch.dtype) -> Expr:
+    """Constants of `value` as `dtype` holds them: the lowest float32 is -inf in float16. What is computed keeps its precision."""
+    if value.op == "const" and isinstance(value.value, float):
+        return ir.const(_as_held(value.value, dtype))
+    if value.op == "where":
+        return apply("where", value.args[0], *(_rounded(arg, dtype) for arg in value.args[1:]))
+    return value
+
+
+def _filled(value: float | None) -> Maker:
+    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
+        number = call.argument(1, "fill_value") if value is None else value
+        if call.name == "new_full":
+            number = call.argument(2, "fill_value")
+        tensor = tensor_of(node)
+        assert tensor is not None
+        if is_tensor(number):
+            return lift.element(number, ())
+        found = value_of(number)
+        if isinstance(found, torch.SymInt):
+            return cast(lift.number(found), dtype_of(tensor.dtype))
+        return _held(found, tensor.dtype)
+
+    return make
+
+
+def _held(number: Any, dtype: torch.dtype) -> Expr:
+    """A number as an element of a tensor of `dtype` holds it."""
+    if not isinstance(number, (bool, int, float)):
+        raise NoRule("a constant that is no number")
+    return cast(ir.const(_as_held(number, dtype)), dtype_of(dtype))
+
+
+def _as_held(number: bool | int | float, dtype: torch.dtype) -> Any:
+    with unset_fake_temporarily():
+        return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None).to(dtype).item()
+
+
+def _tensor(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    data = call.argument(0, "data")
+    if tensor.dim() or not isinstance(value_of(data), (bool, int, float)):
+        return lift.captured(node, index)
+    return _held(value_of(data), tensor.dtype)
+
+
+def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
+    numbers = [value_of(a) for a in call.args] + [value_of(call.kwargs[k]) for k in ("start", "end", "step") if k in call.kwargs]
+    start, stride = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
+    if not all(isinstance(n, (int, float, torch.SymInt)) for n in (start, stride)):
+        raise NoRule("an arange of tensors")
+    tensor = tensor_of(node)
+    assert tensor is not None
+    position = value_of_digits(index[0], lift.number)
+    if stride != 1:
+        position = apply("mul", position, lift.number(stride))
+    if not (isinstance(start, (int, float)) and start == 0):
+        position = apply("add", position, lift.number(start))
+    return cast(position, dtype_of(tensor.dtype))
+
+
+def _triangle(lower: bool) -> Maker:
+    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
+        source = call.argument(0, "input")
+        row, column = (value_of_digits(d, lift.number) for d in index[-2:])
+        limit = lift.number(value_of(call.argument(1, "diagonal", 0)))
+        distance = apply("sub", column, row)
+        inside = apply("le", distance, limit) if lower else apply("le", limit, distance)
+        value = lift.element(source, index)
+        return apply("where", inside, value, cast(ir.const(False), value.dtype))
+
+    return make
+
+
+def _eye(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
+    return apply("eq", *(value_of_digits(d, lift.number) for d in index))
+
+
+def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
+    source, amounts = call.args[0], call.argument(1, "pad")
+    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value")
+    if isinstance(mode, (int, float)):  # ATen's has no mode
+        mode, fill = "constant", mode
+    if mode != "constant" or source in lift._on_path:
+        return None
+    shape, result, inside = shape_of(source), list(index), ir.const(True)
+    for position in range(len(amounts) // 2):
+        dim = len(shape) - 1 - position
+        before, after = value_of(amounts[2 * position]), value_of(amounts[2 * position + 1])
+        if before == 0 and after == 0:
+            continue
+        moved = apply("sub", value_of_digits(index[dim], lift.number), lift.number(before))
+        inside = apply("and", inside, apply("and", apply("le", 0, moved), apply("lt", moved, lift.number(shape[dim]))))
+        result[dim] = _one_digit(moved, shape[dim])
+    value = lift.element(source, tuple(result))
+    return apply("where", inside, value, cast(ir.const(0.0 if fill is None else float(fill)), value.dtype))
+
+
+def _cat(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
+    parts = [p for p in call.argument(0, "tensors") if not (tensor_of(p) is not None and same_size(math.prod(shape_of(p)), 0))]
+    dim = call.argument(1, "dim", 0) % len(index)
+    if len(parts) == 1:
+        return lift.element(parts[0], index)
+    position, start = value_of_digits(index[dim], lift.number), 0
+    choices: list[tuple[Expr, Expr]] = []
+    for part in parts:
+        size = shape_of(part)[dim]
+        moved = apply("sub", position, lift.number(start))
+        at = (*index[:dim], _one_digit(moved, size), *index[dim + 1 :])
+        start = start + size
+        choices.append((apply("lt", position, lift.number(start)), lift.element(part, at)))
+    value = choices[-1][1]
+    for inside, other in reversed(choices[:-1]):
+        value = apply("where", inside, other, value)
+    return value
+
+
+def _one_digit(value: Expr, size: Size) -> Digits:
+    return () if same_size(size, 1) else (Digit(value, size),)
+
+
+_MAKERS: Final[Mapping[str, Maker]] = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1)),
+    **dict.fromkeys(("full", "full_like", "new_full"), _filled(None)),
+    **dict.fromkeys(("tensor", "scalar_tensor", "as_tensor"), _tensor),
+    "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye, "pad": _pad, "cat": _cat,
+}  # fmt: skip

@@ -1,0 +1,202 @@
+"""A match as nodes: foci's operator, and what surrounds it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from foci.binding import Bound, bind_expressions
+from foci.graph.emit import Emitter
+from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index
+from foci.graph.layout import Layout, arrange, source_place, uncast_place
+from foci.graph.masking import leading_scale, masked
+from foci.graph.match import Match, Place
+from foci.graph.reading import is_half, shape_of, tensor_of
+from foci.graph.views import step
+from foci.ir import expr as ir
+from foci.ir.expr import Expr
+from foci.ir.ops import apply
+from foci.ir.simplify import simplify
+from foci.ir.trace import Tracer
+from foci.operator.arguments import flatten
+from foci.problem import Formula, Operands, Outputs
+from foci.problem import Layout as Rows
+
+__all__ = ["Prepared", "attention", "lower", "prepare"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A match that can be lowered: its layout, operands and variant.
+
+    Attributes:
+        uniform: rows that attend to nothing have uniform weights.
+        dtype: the operator computes in it.
+    """
+
+    match: Match
+    layout: Layout
+    query: Place
+    key: Place
+    value: Place
+    bound: Bound
+    scale: float
+    uniform: bool
+    dtype: torch.dtype
+
+
+def prepare(match: Match) -> Prepared:
+    """Layout, operands and variant of a match.
+
+    Raises:
+        NoRule: with what stood in the way.
+        NeedsSplit: where heads are repeated within one dimension.
+    """
+    number, element = match.lift.number, match.lift.element
+    query, key, value, dtype = _operands(match)
+    key, value = (source_place(p, match.atoms, number, element) for p in (key, value))
+    layout = arrange(match.atoms, key, value)
+    found = masked(layout.placed(match.score, number), safe=match.softmax.safe)
+    _check_zeroed(match, layout, found.mask)
+    score, scale = leading_scale(found.score)
+    if not math.isfinite(scale):
+        raise NoRule("the scores are scaled by infinity")
+    if any(e.op == "axis" and isinstance(e.value, int) and e.value < 0 for root in (score, found.mask) for e in root.walk()):
+        raise NoRule("the scores depend on something that is no position")
+    bound = bind_expressions(score, found.mask, match.lift.tracer)
+    uniform = found.uniform and match.sink is None and not match.walk.zeroed
+    return Prepared(match, layout, query, key, value, bound, scale, uniform, dtype)
+
+
+def _operands(match: Match) -> tuple[Place, Place, Place, torch.dtype]:
+    """Query, key and value, narrow where they were widened, and the dtype to compute in."""
+    number, element = match.lift.number, match.lift.element
+    places = [match.query, match.key, match.value]
+    narrow = [uncast_place(p, number, element) for p in places]
+    dtypes = [_dtype(match.first.node), _dtype(match.first.node), _dtype(match.second.node)]
+    halves = {half for _, half in narrow if half is not None} | {d for d in dtypes if is_half(d)}
+    whole = [half is not None or is_half(d) for (_, half), d in zip(narrow, dtypes, strict=True)]
+    if len(halves) == 1 and all(whole):
+        return (*(n if half is not None else p for p, (n, half) in zip(places, narrow, strict=True)), halves.pop())  # type: ignore[return-value]
+    return places[0], places[1], places[2], torch.promote_types(dtypes[0], dtypes[2])
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    return tensor.dtype
+
+
+def _check_zeroed(match: Match, layout: Layout, mask: Expr) -> None:
+    """Weights that are zeroed after the softmax must be masked before it."""
+    for node, index, when in match.walk.zeroed:
+        zero = match.lift.element(node, broadcast_index(index, shape_of(node)))
+        zero = simplify(layout.placed(zero if when else apply("not", zero), match.lift.number))
+        if simplify(apply("and", mask, zero)) is not ir.const(False):
+            raise NoRule("weights that the scores do not mask are zeroed after the softmax")
+
+
+def attention(
+    emitter: Emitter, operands: Sequence[fx.Node], bound: Bound, captures: Sequence[fx.Node], scale: Any, dropout: float, outputs: Outputs
+) -> tuple[fx.Node, fx.Node]:
+    """A call of the operator on [B, H, S, D] operands: the nodes of `out` and `lse`."""
+    device = _device(operands[0])
+    seed = None
+    if dropout > 0.0:
+        seed = emitter.call(torch.randint, 0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    formula = Formula(bound.variant, Rows.DENSE, outputs, dropout > 0.0)
+    ints, floats = (tuple(emitter.size(n) for n in numbers) for numbers in (bound.ints, bound.floats))
+    # Nodes stand where tensors and numbers will be.
+    given: Any = (*operands, tuple(captures), ints, floats, scale, dropout)
+    args = flatten(formula, Operands(*given, seed=cast(Any, seed)), None)
+    made = emitter.call(torch.ops.foci.attention.default, *args)
+    return emitter.call(operator.getitem, made, 0), emitter.call(operator.getitem, made, 1)
+
+
+def _device(node: fx.Node) -> torch.device:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    return tensor.device
+
+
+def captured_nodes(emitter: Emitter, bound: Bound, tracer: Tracer, leaves: dict[int, fx.Node], device: torch.device) -> list[fx.Node]:
+    """The nodes of the captured tensors, on the attention's device."""
+    found = []
+    for tensor in bound.captures:
+        node = leaves[tracer.slot(tensor)]
+        if tensor.device != device:
+            if tensor.dim():
+                raise NoRule(f"{node.name} is on {tensor.device}, the scores on {device}")
+            node = emitter.method("to", node, device)
+        found.append(node)
+    return found
+
+
+def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
+    """Adds the nodes; gives the one that replaces the second product."""
+    match, layout = prepared.match, prepared.layout
+    groups = (layout.batch, layout.heads, layout.queries, layout.depth)
+    kv_heads = layout.heads[: layout.kv_heads]
+    query = emitter.operand(prepared.query, groups, whole=(True, True, True, True))
+    key = emitter.operand(prepared.key, (layout.batch, kv_heads, layout.keys, layout.depth), whole=(True, True, True, True))
+    value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), whole=(True, True, True, True))
+    operands = [_cast(emitter, node, prepared.dtype) for node in (query, key, value)]
+    captures = captured_nodes(emitter, prepared.bound, match.lift.tracer, match.lift.leaves, _device(query))
+    outputs = Outputs(lse=match.sink is not None or prepared.uniform)
+    out, lse = attention(emitter, operands, prepared.bound, captures, prepared.scale, match.walk.dropout, outputs)
+    if match.sink is not None:
+        out = _with_sink(emitter, match, layout, out, lse)
+    if prepared.uniform:
+        out = _with_uniform_rows(emitter, out, lse, operands[2])
+    if match.walk.scale != 1.0:
+        out = emitter.call(operator.mul, out, match.walk.scale)
+    result_groups = (layout.batch, layout.heads, layout.queries, layout.width)
+    out = emitter.result(out, result_groups, match.out, shape_of(match.second.node))
+    for factor in match.walk.factors:
+        out = emitter.call(operator.mul, out, factor)
+    return _cast(emitter, out, _dtype(match.second.node))
+
+
+def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if _dtype(node) == dtype else emitter.method("to", node, dtype)
+
+
+def _with_sink(emitter: Emitter, match: Match, layout: Layout, out: fx.Node, lse: fx.Node) -> fx.Node:
+    """A logit without a value scales its row by sigmoid(lse - sink)."""
+    assert match.sink is not None
+    node, index = match.sink
+    place = _narrowest(Place(node, index), match)
+    groups: tuple[Digits, ...] = (layout.batch, layout.heads, layout.queries)
+    logit = emitter.operand(place, groups, whole=(False, False, False))
+    logit = _cast(emitter, logit, _dtype(lse))
+    share = emitter.call(torch.sigmoid, emitter.call(operator.sub, lse, logit))
+    scaled = emitter.call(operator.mul, out, emitter.method("unsqueeze", share, -1))
+    return _cast(emitter, scaled, _dtype(out))
+
+
+def _narrowest(place: Place, match: Match) -> Place:
+    node, index = place.node, place.index
+    while True:
+        try:
+            moved = step(node, index, match.lift.number, match.lift.element)
+        except (NoRule, NeedsSplit):
+            return Place(node, index)
+        if moved is None or any(d.expr.op != "axis" for dim in moved[1] for d in dim):
+            return Place(node, index)
+        node, index = moved
+
+
+def _with_uniform_rows(emitter: Emitter, out: fx.Node, lse: fx.Node, value: fx.Node) -> fx.Node:
+    """Rows that attend to nothing take the mean of the values."""
+    mean = emitter.method("mean", value, 2, True)
+    heads, kv_heads = shape_of(out)[1], shape_of(value)[1]
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads != kv_heads:
+        mean = emitter.method("repeat_interleave", mean, heads // kv_heads, 1)
+    nothing = emitter.call(operator.eq, emitter.method("unsqueeze", lse, -1), -math.inf)
+    return emitter.call(torch.where, nothing, mean, out)

@@ -1,0 +1,310 @@
+"""One attention: second product, softmax, region and first product, read from the result backward into one expression.
+
+The labels of the second product name the dimensions: summed are the keys, alone with the weights are the queries, alone with
+the value is its head dim, shared are batch and heads. Each becomes atoms, and the element of the weights at those atoms is
+pulled through whatever stands between, down to the first product, which must be found at exactly its own row, column and
+batch. Where a view in between splits a dimension, the atom is split and the reading starts again; so B * H becomes B and H.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
+from foci.graph.lift import CASTS, PASSED, Lift
+from foci.graph.products import Product, product_of
+from foci.graph.reading import Size, call_of, is_tensor, same_size, shape_of, tensor_of
+from foci.graph.weights import Softmax, Walk, walk_up
+from foci.ir import expr as ir
+from foci.ir.expr import Expr
+from foci.ir.ops import apply
+
+__all__ = ["Atoms", "Match", "Naming", "Place", "path_to", "read"]
+
+_MOST_PASSED = 2000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor operand: a node, and what each of its dimensions counts."""
+
+    node: fx.Node
+    index: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Atoms:
+    """The dimensions of an attention, each as digits: shared (batch and heads), queries, keys, and the two head dims."""
+
+    shared: Digits
+    queries: Digits
+    keys: Digits
+    depth: Digits
+    width: Digits
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """An attention that was read.
+
+    Attributes:
+        first, second: the products.
+        softmax: between them.
+        query, key, value: the operands, indexed by atoms.
+        atoms: the dimensions.
+        score: the element that enters the softmax, of the variable `score` and the atoms.
+        walk: what stands between softmax and second product.
+        sink: the column concatenated before the softmax and dropped after it, read at the atoms, or None.
+        lift: holds what was captured.
+        inside: nodes whose only purpose is this attention: from the first product to the second.
+        out: the digits of each dimension of the second product.
+    """
+
+    first: Product
+    second: Product
+    softmax: Softmax
+    query: Place
+    key: Place
+    value: Place
+    atoms: Atoms
+    score: Expr
+    walk: Walk
+    sink: tuple[fx.Node, Index] | None
+    lift: Lift
+    inside: frozenset[fx.Node]
+    out: Index
+
+
+class Naming:
+    """Atoms of a second product's labels, split where views ask for it."""
+
+    def __init__(self, second: Product) -> None:
+        self._fresh = itertools.count(1)
+        sizes: dict[str, Size] = {}
+        for operand, labels in zip(second.operands, second.labels, strict=True):
+            sizes.update((name, n) for name, n in zip(labels, shape_of(operand), strict=True) if name is not None)
+        self.digits: dict[str, list[Digit]] = {name: [] if same_size(n, 1) else [self.atom(n)] for name, n in sizes.items()}
+
+    def atom(self, size: Size) -> Digit:
+        return Digit(ir.axis(-next(self._fresh)), size)
+
+    def split(self, request: NeedsSplit) -> None:
+        for digits in self.digits.values():
+            for n, digit in enumerate(digits):
+                if digit.expr is request.atom:
+                    digits[n : n + 1] = [self.atom(digit.size // request.low), self.atom(request.low)]
+                    return
+        raise NoRule("a head dim is split between two dimensions")
+
+    def index(self, labels: tuple[str | None, ...]) -> Index:
+        return tuple(() if name is None else tuple(self.digits[name]) for name in labels)
+
+    def all(self, labels: tuple[str, ...]) -> Digits:
+        return tuple(d for name in labels for d in self.digits[name])
+
+
+def path_to(source: fx.Node) -> tuple[list[fx.Node], frozenset[fx.Node]]:
+    """The products above a softmax's source, nearest first, and every node that was passed on the way."""
+    products: list[fx.Node] = []
+    seen: dict[fx.Node, None] = {}
+    stack = [source]
+    while stack:
+        node = stack.pop()
+        if node in seen or not _is_passed(node):
+            continue
+        seen[node] = None
+        product = product_of(node)
+        if product is not None:
+            products.append(node)
+            if product.addend is not None:
+                stack.append(product.addend)
+            continue
+        stack.extend(reversed(node.all_input_nodes))
+        if len(seen) > _MOST_PASSED:
+            break
+    return products, frozenset(seen)
+
+
+def _is_passed(node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and (call.name in PASSED or product_of(node) is not None)
+
+
+def read(
+    naming: Naming, second: Product, side: int, softmax: Softmax, between: frozenset[fx.Node], first: Product, passed: frozenset[fx.Node]
+) -> Match:
+    """The attention between two products.
+
+    Args:
+        naming: the atoms of the second product.
+        second: the product of weights and value.
+        side: which of its operands is the weights.
+        softmax: what made the weights.
+        between: the nodes from the softmax to the second product.
+        first: the product that makes the scores.
+        passed: nodes above the softmax.
+
+    Raises:
+        NoRule: with what stood in the way.
+        NeedsSplit: where an atom must be two.
+    """
+    value = 1 - side
+    roles = {"queries": second.only(side), "keys": second.summed, "width": second.only(value), "shared": second.shared}
+    on_path = _depending(first.node, passed)
+    found: list[Index] = []
+
+    def score(node: fx.Node, index: Index) -> Expr | None:
+        if node is not first.node:
+            return None
+        found.append(index)
+        return _scored(first, index, lift)
+
+    lift = Lift(first_device(first), score, on_path)
+    walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax.node, between, lift)
+    keys = naming.all(roles["keys"])
+    if walk.index[softmax.dim] != keys:
+        raise NoRule("the softmax is not over the keys")
+    source, sink = _without_sink(softmax, walk.index, on_path)
+    source = _without_row_maximum(source, softmax.dim, on_path)
+    expression = lift.element(source, walk.index)
+    if not found or any(index != found[0] for index in found):
+        raise NoRule("the scores of several positions are mixed" if found else "the softmax does not read the first product")
+    shared, queries = naming.all(roles["shared"]), naming.all(roles["queries"])
+    shared, queries = _sequence(shared, queries, keys)
+    left, right, depth = _operands(first, found[0], shared, queries, keys, naming)
+    atoms = Atoms(shared, queries, keys, depth, naming.all(roles["width"]))
+    return Match(
+        first, second, softmax, left, right, Place(second.operands[value], naming.index(second.labels[value])), atoms, expression,
+        walk, sink, lift, (on_path & passed) | softmax.inside | between, naming.index(second.out),
+    )  # fmt: skip
+
+
+def first_device(first: Product) -> Any:
+    tensor = tensor_of(first.node)
+    assert tensor is not None
+    return tensor.device
+
+
+def _depending(first: fx.Node, passed: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """`first` and the passed nodes that read it, directly or not."""
+    found, stack = {first}, [first]
+    while stack:
+        for user in stack.pop().users:
+            if user in passed and user not in found:
+                found.add(user)
+                stack.append(user)
+    return frozenset(found)
+
+
+def _scored(first: Product, index: Index, lift: Lift) -> Expr:
+    """alpha * score + beta * addend."""
+    value = ir.variable("score")
+    if first.alpha != 1:
+        value = apply("mul", value, lift.tracer.symbol(first.alpha).expr)
+    if first.addend is None or first.beta == 0:
+        return value
+    added = lift.element(first.addend, broadcast_index(index, shape_of(first.addend)))
+    return apply("add", value, added if first.beta == 1 else apply("mul", added, lift.tracer.symbol(first.beta).expr))
+
+
+def _through_casts(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node:
+    while (call := call_of(node)) is not None and call.name in (*CASTS, "detach") and call.args[0] in on_path:
+        node = call.args[0]
+    return node
+
+
+def _without_row_maximum(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node:
+    """`x` where the source is `x - x.max(dim)`: softmax does not see what a whole row has in common."""
+    while True:
+        node = _through_casts(source, on_path)
+        call = call_of(node)
+        if call is None or call.name != "sub" or len(call.args) != 2 or call.args[0] not in on_path or not is_tensor(call.args[1]):
+            return source
+        if not _is_row_statistic(call.args[1], call.args[0], dim, on_path):
+            return source
+        source = call.args[0]
+
+
+def _is_row_statistic(node: fx.Node, of: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> bool:
+    while (call := call_of(node)) is not None:
+        if call.name in ("detach", "unsqueeze", *CASTS) or (call.name == "getitem" and call.args[1] == 0) or _is_values(call):
+            node = call.args[0]
+            continue
+        if call.name not in ("amax", "max", "logsumexp", "mean", "amin", "min"):
+            return False
+        given = call.argument(1, "dim", call.kwargs.get("axis"))
+        given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+        rank = len(shape_of(of))
+        return isinstance(given, int) and given % rank == dim and _through_casts(call.args[0], on_path) is _through_casts(of, on_path)
+    return False
+
+
+def _is_values(call: Any) -> bool:
+    return call.name == "getattr" and call.args[1] == "values"
+
+
+def _without_sink(softmax: Softmax, index: Index, on_path: frozenset[fx.Node]) -> tuple[fx.Node, tuple[fx.Node, Index] | None]:
+    """The scores without a last column, and that column."""
+    source, dim = softmax.source, softmax.dim
+    keys = index[dim]
+    size = shape_of(softmax.node)[dim]
+    total = size_of(keys)
+    if same_size(total, size):
+        return source, None
+    node = _through_casts(_without_row_maximum(source, dim, on_path), on_path)
+    call = call_of(node)
+    if call is None or call.name != "cat":
+        raise NoRule("the softmax is over more than the keys")
+    parts = list(call.argument(0, "tensors"))
+    along = call.argument(1, "dim", 0) % len(index)
+    if (
+        along != dim
+        or len(parts) != 2
+        or parts[1] in on_path
+        or not same_size(shape_of(parts[1])[dim], 1)
+        or not same_size(shape_of(parts[0])[dim], total)
+    ):
+        raise NoRule("the scores are concatenated with something that is no single column")
+    return parts[0], (parts[1], (*index[:dim], (), *index[dim + 1 :]))
+
+
+def _sequence(shared: Digits, queries: Digits, keys: Digits) -> tuple[Digits, Digits]:
+    """Of several merged query dimensions one is the sequence, the one as long as the keys; the others are heads."""
+    if len(queries) < 2 or len(keys) != 1:
+        return shared, queries
+    alike = [d for d in queries if same_size(d.size, keys[0].size)]
+    if len(alike) != 1:
+        return shared, queries
+    return (*shared, *(d for d in queries if d is not alike[0])), (alike[0],)
+
+
+def _operands(first: Product, index: Index, shared: Digits, queries: Digits, keys: Digits, naming: Naming) -> tuple[Place, Place, Digits]:
+    """Query and key with their dimensions as atoms, and the atoms of the head dim."""
+    at = dict(zip(first.out, index, strict=True))
+    sides = [tuple(d for name in first.only(side) for d in at[name]) for side in (0, 1)]
+    columns = next((side for side in (1, 0) if _is_whole(sides[side], keys)), None)
+    if columns is None:
+        raise NoRule("the first product's columns are not the keys")
+    rows = sides[1 - columns]
+    batch = tuple(d for name in first.shared for d in at[name])
+    known = {d.expr for d in (*shared, *queries)}
+    if any(not is_atom(d) or d.expr not in known for d in (*rows, *batch)) or len({d.expr for d in (*rows, *batch)}) != len(
+        (*rows, *batch)
+    ):
+        raise NoRule("the first product is not read row by row")
+    if not {d.expr for d in queries} <= {d.expr for d in rows} and queries:
+        raise NoRule("the queries of the two products are not the same")
+    for name in first.summed:
+        if name not in at:
+            size = next(n for label, n in zip(first.labels[0], shape_of(first.operands[0]), strict=True) if label == name)
+            at[name] = () if same_size(size, 1) else (naming.atom(size),)
+    places = [Place(first.operands[s], tuple(() if n is None else at[n] for n in first.labels[s])) for s in (1 - columns, columns)]
+    return places[0], places[1], tuple(d for name in first.summed for d in at[name])
+
+
+def _is_whole(digits: Digits, wanted: Digits) -> bool:
+    return len(digits) == len(wanted) and all(a == b for a, b in zip(digits, wanted, strict=True))

@@ -1,0 +1,143 @@
+"""Matrix products under one form: two operands whose dimensions carry labels, as in Einstein's summation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import fx
+
+from foci.graph.reading import Call, call_of, is_tensor, rank_of, same_size, shape_of, value_of
+
+__all__ = ["Label", "Product", "product_of"]
+
+Label = str | None
+"""Name of a dimension; None for one of size 1 that is broadcast."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`out = beta * addend + alpha * sum over labels that out lacks of left * right`.
+
+    Attributes:
+        node: the node that makes it.
+        operands: left and right.
+        labels: those of each operand's dimensions.
+        out: those of the result's dimensions.
+    """
+
+    node: fx.Node
+    operands: tuple[fx.Node, fx.Node]
+    labels: tuple[tuple[Label, ...], tuple[Label, ...]]
+    out: tuple[str, ...]
+    addend: fx.Node | None = None
+    alpha: Any = 1
+    beta: Any = 1
+
+    def only(self, side: int) -> tuple[str, ...]:
+        """Labels of the result that one operand alone has: rows of the left, columns of the right."""
+        other = self.labels[1 - side]
+        return tuple(name for name in self.out if name in self.labels[side] and name not in other)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.labels[0] if name is not None and name in self.labels[1] and name not in self.out)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Labels of the result that are no operand's alone: batch and heads."""
+        alone = {*self.only(0), *self.only(1)}
+        return tuple(name for name in self.out if name not in alone)
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The product a node makes, or None."""
+    call = call_of(node)
+    if call is None or not is_tensor(node) or call.in_place:
+        return None
+    read = _PRODUCTS.get(call.name)
+    return None if read is None else read(node, call)
+
+
+def _tensors(*nodes: Any) -> bool:
+    return all(is_tensor(n) for n in nodes)
+
+
+def _matmul(node: fx.Node, call: Call) -> Product | None:
+    left = call.argument(0, "input")
+    right = call.argument(1, "other", call.kwargs.get("mat2"))
+    if not _tensors(left, right) or min(rank_of(left), rank_of(right)) < 2:
+        return None
+    labels, out = _matrix_labels(node, left, right)
+    return Product(node, (left, right), labels, out)
+
+
+def _matrix_labels(node: fx.Node, left: fx.Node, right: fx.Node) -> tuple[tuple[tuple[Label, ...], tuple[Label, ...]], tuple[str, ...]]:
+    lead = rank_of(node) - 2
+    names = [f"b{n}" for n in range(lead)]
+
+    def leading(operand: fx.Node) -> list[Label]:
+        sizes, whole = shape_of(operand)[:-2], shape_of(node)[:-2]
+        skipped = lead - len(sizes)
+        return [None if same_size(n, 1) and not same_size(whole[skipped + i], 1) else names[skipped + i] for i, n in enumerate(sizes)]
+
+    left_labels: tuple[Label, ...] = (*leading(left), "m", "k")
+    right_labels: tuple[Label, ...] = (*leading(right), "k", "n")
+    return (left_labels, right_labels), (*names, "m", "n")
+
+
+def _baddbmm(node: fx.Node, call: Call) -> Product | None:
+    addend, left, right = call.argument(0, "input"), call.argument(1, "batch1"), call.argument(2, "batch2")
+    if not _tensors(addend, left, right):
+        return None
+    labels, out = _matrix_labels(node, left, right)
+    return Product(node, (left, right), labels, out, addend, value_of(call.kwargs.get("alpha", 1)), value_of(call.kwargs.get("beta", 1)))
+
+
+def _linear(node: fx.Node, call: Call) -> Product | None:
+    left, right = call.argument(0, "input"), call.argument(1, "weight")
+    if not _tensors(left, right) or rank_of(right) != 2 or rank_of(left) < 2 or call.argument(2, "bias") is not None:
+        return None
+    names = [f"m{n}" for n in range(rank_of(left) - 1)]
+    return Product(node, (left, right), ((*names, "k"), ("n", "k")), (*names, "n"))
+
+
+def _einsum(node: fx.Node, call: Call) -> Product | None:
+    text, operands = call.args[0], call.args[1:]
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(text, str) or len(operands) != 2 or not _tensors(*operands):
+        return None
+    text = text.replace(" ", "")
+    given, arrow, result = text.partition("->")
+    terms = given.split(",")
+    if not arrow or len(terms) != 2 or any(len(set(t.replace(".", ""))) != len(t.replace(".", "")) for t in (*terms, result)):
+        return None
+    extra = max(rank_of(o) - len(t.replace("...", "")) if "..." in t else 0 for o, t in zip(operands, terms, strict=True))
+    dots = [f"_{n}" for n in range(extra)]
+
+    def expanded(term: str, width: int) -> list[str]:
+        before, found, after = term.partition("...")
+        return [*before, *(dots[extra - width :] if found else []), *after]
+
+    names = [expanded(t, rank_of(o) - len(t.replace("...", ""))) for o, t in zip(operands, terms, strict=True)]
+    out = expanded(result, extra)
+    sizes = dict(zip(out, shape_of(node), strict=True))
+    labels = tuple(
+        tuple(
+            None if same_size(n, 1) and name in sizes and not same_size(sizes[name], 1) else name
+            for name, n in zip(term, shape_of(o), strict=True)
+        )
+        for term, o in zip(names, operands, strict=True)
+    )
+    one_sided = [n for side in (0, 1) for n in names[side] if n not in names[1 - side] and n not in out]
+    return None if one_sided else Product(node, (operands[0], operands[1]), (labels[0], labels[1]), tuple(out))
+
+
+_PRODUCTS: Final[Mapping[str, Callable[[fx.Node, Call], Product | None]]] = {
+    "matmul": _matmul,
+    "baddbmm": _baddbmm,
+    "linear": _linear,
+    "einsum": _einsum,
+}

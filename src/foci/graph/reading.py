@@ -1,0 +1,121 @@
+"""What a node of a torch graph says: its operation under one name, its shape and dtype, the user's line.
+
+Functions, methods, Python operators and ATen overloads of one operation get one name; the in-place spelling too, with a flag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = ["Call", "Size", "call_of", "is_half", "is_tensor", "location_of", "rank_of", "same_size", "shape_of", "tensor_of", "value_of"]
+
+Size: TypeAlias = int | torch.SymInt
+
+# Spellings whose own name is not the operation's.
+_ALIASES: Final[Mapping[str, str]] = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "idiv": "div", "iadd": "add", "isub": "sub",
+    "subtract": "sub", "imul": "mul", "multiply": "mul", "iand": "and", "ior": "or", "ixor": "xor", "and_": "and", "or_": "or", "inv": "invert",
+    "bmm": "matmul", "mm": "matmul", "rmatmul": "matmul", "__matmul__": "matmul", "_unsafe_view": "reshape", "_reshape_alias": "reshape",
+    "view_copy": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "_softmax": "softmax",
+    "special_softmax": "softmax", "_to_copy": "to", "concat": "cat", "concatenate": "cat", "native_dropout": "dropout",
+    "_native_dropout": "dropout", "constant_pad_nd": "pad", "special_exp2": "exp2", "expand_copy": "expand", "t_copy": "t",
+}  # fmt: skip
+_IN_PLACE_OPERATORS: Final = frozenset(
+    ["iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"]
+)
+_STRIP: Final = re.compile(r"^__r?(\w+?)__$")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The operation of a node under its one name; `in_place` where the spelling writes its first argument."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    in_place: bool = False
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+def call_of(node: fx.Node) -> Call | None:
+    """The operation of a node that calls one; None for placeholders, attributes, submodules and the output."""
+    if node.op == "call_method":
+        raw = str(node.target)
+    elif node.op == "call_function":
+        target = node.target
+        packet = getattr(target, "overloadpacket", None)
+        raw = str(getattr(packet if packet is not None else target, "__name__", target))
+    else:
+        return None
+    reflected = raw in ("__rsub__", "__rtruediv__", "__rdiv__", "__rpow__", "__rmatmul__", "__rfloordiv__", "__rmod__")
+    name = _STRIP.sub(r"\1", raw)
+    in_place = name in _IN_PLACE_OPERATORS or (raw.endswith("_") and not raw.endswith("__") and raw not in ("and_", "or_"))
+    name = name.rstrip("_") if in_place and name not in _IN_PLACE_OPERATORS else name
+    args = tuple(reversed(node.args)) if reflected and len(node.args) == 2 else tuple(node.args)
+    if raw == "rsub" and len(node.args) >= 2:
+        name, args = "sub", (args[1], args[0], *args[2:])
+    return Call(_ALIASES.get(name, name), args, dict(node.kwargs), in_place or node.kwargs.get("inplace") is True or _writes(node))
+
+
+def _writes(node: fx.Node) -> bool:
+    return "out" in node.kwargs and node.kwargs["out"] is not None
+
+
+def value_of(arg: Any) -> Any:
+    """What an argument stands for: a node's example value, or the argument itself."""
+    if isinstance(arg, fx.Node):
+        found = arg.meta.get("example_value")
+        return arg.meta.get("val") if found is None else found
+    return arg
+
+
+def tensor_of(arg: Any) -> Tensor | None:
+    """The example tensor of a node that makes one, else None."""
+    value = value_of(arg) if isinstance(arg, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def is_tensor(arg: Any) -> bool:
+    return tensor_of(arg) is not None
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The sizes of a node that makes a tensor."""
+    tensor = tensor_of(node)
+    assert tensor is not None, node
+    return tuple(tensor.shape)
+
+
+def rank_of(node: fx.Node) -> int:
+    return len(shape_of(node))
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols; asks without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(statically_known_true(a == b))
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def location_of(node: fx.Node) -> str:
+    """ "file.py:line" of the innermost frame of the node's stack trace that is not torch's own; "" where there is none."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
+    own = [(path, line) for path, line in frames if "/torch/" not in path and not path.startswith("<")]
+    return "{}:{}".format(*(own or frames)[-1]) if frames else ""

@@ -1,0 +1,91 @@
+"""Puts a new node in an old one's place: strides that readers rely on, and what nobody reads any more."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from foci.graph.lift import PASSED
+from foci.graph.reading import call_of, value_of
+from foci.graph.views import VIEWS
+
+__all__ = ["erase", "fitting"]
+
+
+def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
+    """`new`, contiguous where a `view` below `old` would not take its strides."""
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        try:
+            _rerun(new, old)
+        except RuntimeError:
+            with graph.inserting_before(old):
+                made = graph.call_method("contiguous", (new,))
+            made.meta = {**new.meta, "example_value": value_of(new).contiguous()}
+            return made
+    return new
+
+
+def _rerun(new: fx.Node, old: fx.Node) -> None:
+    """Runs the views below `old` on the value of `new`.
+
+    Raises:
+        RuntimeError: where one fails.
+    """
+    values: dict[fx.Node, Any] = {old: value_of(new)}
+    stack = [old]
+    while stack:
+        for user in stack.pop().users:
+            call = call_of(user)
+            if call is None or call.name not in VIEWS or user in values or user.args[:1] == ():
+                continue
+            if user.args[0] not in values:
+                continue
+            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: values[n] if n in values else value_of(n))
+            method = user.op == "call_method"
+            values[user] = getattr(args[0], str(user.target))(*args[1:], **kwargs) if method else user.target(*args, **kwargs)  # type: ignore[operator]
+            stack.append(user)
+
+
+def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
+    """Erases `node` and what was made for it alone: nodes of the attention, and values without effects."""
+    stack = [node]
+    while stack:
+        dead = stack.pop()
+        if dead.users or dead.op not in ("call_function", "call_method") or dead.graph is not graph or dead._erased:
+            continue
+        if dead is not node and dead not in inside and not _is_pure(dead):
+            continue
+        operands = list(dead.all_input_nodes)
+        graph.erase_node(dead)
+        stack.extend(operands)
+
+
+_MAKERS = frozenset(
+    [
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "tril",
+        "triu",
+        "eye",
+        "size",
+        "sym_size",
+    ]
+)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and not call.in_place and (call.name in PASSED or call.name in _MAKERS)

@@ -1,0 +1,77 @@
+"""What may not be moved: values that are written after they were read, and scores that someone else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from foci.graph.indices import NoRule
+from foci.graph.reading import call_of, location_of, tensor_of
+from foci.graph.weights import reads_only_shape
+
+__all__ = ["Writes", "check_exclusive"]
+
+
+@dataclass(frozen=True, eq=False)
+class Writes:
+    """Where a graph writes tensors in place: position of each node, and the writes to each storage in order."""
+
+    position: dict[fx.Node, int]
+    by_storage: dict[int, list[tuple[int, fx.Node]]]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> Writes:
+        position: dict[fx.Node, int] = {}
+        found: dict[int, list[tuple[int, fx.Node]]] = {}
+        for n, node in enumerate(graph.nodes):
+            position[node] = n
+            for target in _written(node):
+                storage = _storage(target)
+                if storage is not None:
+                    found.setdefault(storage, []).append((n, node))
+        return Writes(position, found)
+
+    def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node, but: frozenset[fx.Node] = frozenset()) -> None:
+        """Raises NoRule if a node's tensor is written between where it is made and `until`, except by the nodes `but`."""
+        end = self.position[until]
+        for node in nodes:
+            storage = _storage(node)
+            for at, writer in self.by_storage.get(-1 if storage is None else storage, ()):
+                if self.position[node] < at < end and writer not in but:
+                    raise NoRule(f"{node.name} is written in place ({location_of(writer) or writer.name}) before the second product")
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes."""
+    call = call_of(node)
+    if call is None:
+        return []
+    if call.name == "setitem" and isinstance(call.args[0], fx.Node):
+        return [call.args[0]]
+    if not call.in_place:
+        return []
+    out = call.kwargs.get("out")
+    target = out if isinstance(out, fx.Node) else call.args[0] if call.args else call.kwargs.get("input")
+    return [target] if isinstance(target, fx.Node) else []
+
+
+def _storage(node: fx.Node) -> int | None:
+    tensor = tensor_of(node)
+    try:
+        return None if tensor is None else tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def check_exclusive(inside: frozenset[fx.Node], last: fx.Node) -> None:
+    """Raises NoRule if a node of the attention is read from outside it."""
+    for node in inside:
+        if node is last:
+            continue
+        for user in node.users:
+            if user in inside or user is last or reads_only_shape(user):
+                continue
+            where = "returned" if user.op == "output" else f"read at {location_of(user) or user.name}"
+            raise NoRule(f"{node.name} ({location_of(node) or 'scores'}) is also {where}")

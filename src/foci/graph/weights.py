@@ -1,0 +1,241 @@
+"""From scores to weights: the spellings of softmax, and what may stand between it and the second product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from foci.graph.indices import Index, NoRule
+from foci.graph.lift import CASTS, Lift
+from foci.graph.reading import Call, call_of, is_tensor, rank_of, same_size, shape_of, value_of
+from foci.graph.views import step
+
+__all__ = ["Softmax", "Walk", "reads_only_shape", "softmax_of", "walk_up"]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax in a graph.
+
+    Attributes:
+        node: its result.
+        source: the scores.
+        dim: the dimension that sums to one.
+        inside: every node of the spelling, the result included.
+        safe: a row of -inf alone gives zeros, not nan.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+    inside: frozenset[fx.Node]
+    safe: bool = False
+
+
+def softmax_of(node: fx.Node) -> Softmax | None:
+    """The softmax whose result `node` is, or None."""
+    call = call_of(node)
+    if call is None or not is_tensor(node):
+        return None
+    if call.name in ("softmax", "_safe_softmax"):
+        source, dim = call.argument(0, "input"), call.argument(1, "dim", -1)
+        if not is_tensor(source) or not isinstance(dim, int):
+            return None
+        return Softmax(node, source, dim % rank_of(source), frozenset({node}), safe=call.name == "_safe_softmax")
+    if call.name == "exp":
+        return _of_logarithm(node, call)
+    return _of_quotient(node, call) if call.name == "div" else None
+
+
+def _of_logarithm(node: fx.Node, call: Call) -> Softmax | None:
+    inner = call_of(call.args[0]) if call.args and isinstance(call.args[0], fx.Node) else None
+    if inner is None or inner.name not in ("log_softmax", "_log_softmax"):
+        return None
+    source, dim = inner.argument(0, "input"), inner.argument(1, "dim", -1)
+    return Softmax(node, source, dim % rank_of(source), frozenset({node, call.args[0]})) if isinstance(dim, int) else None
+
+
+def _of_quotient(node: fx.Node, call: Call) -> Softmax | None:
+    """exp(x) / exp(x).sum(dim, keepdim=True)."""
+    if len(call.args) != 2 or not (is_tensor(call.args[0]) and is_tensor(call.args[1])):
+        return None
+    top, bottom = call.args
+    exponential, total = call_of(top), call_of(bottom)
+    if exponential is None or total is None or exponential.name != "exp" or total.name != "sum" or total.args[0] is not top:
+        return None
+    dim = total.argument(1, "dim", total.kwargs.get("axis"))
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or not total.argument(2, "keepdim", False):
+        return None
+    return Softmax(node, exponential.args[0], dim % rank_of(top), frozenset({node, top, bottom}))
+
+
+@dataclass
+class Walk:
+    """What stands between a softmax and the second product, read upward.
+
+    Attributes:
+        index: where the softmax is read.
+        dropout: probability of dropping a weight.
+        scale: a constant that multiplies the weights.
+        factors: nodes that multiply the weights and are constant along each row.
+        zeroed: masks, each as (node, index, truth that zeroes), of weights that become zero.
+    """
+
+    index: Index
+    dropout: Any = 0.0
+    scale: float = 1.0
+    factors: list[fx.Node] = field(default_factory=list)
+    zeroed: list[tuple[fx.Node, Index, bool]] = field(default_factory=list)
+
+
+def walk_up(start: fx.Node, index: Index, stop: fx.Node, between: frozenset[fx.Node], lift: Lift) -> Walk:
+    """From the second product's operand up to the softmax.
+
+    Args:
+        start: the operand, read at `index`.
+        stop: the softmax.
+        between: the nodes on the way.
+
+    Raises:
+        NoRule: where something stands between that attention does not have.
+        NeedsSplit: where a view splits a dimension.
+    """
+    walk, node = Walk(index), start
+    while node is not stop:
+        moved = step(node, walk.index, lift.number, lift.element)
+        if moved is not None and moved[0] in between:
+            node, walk.index = moved
+            continue
+        call = call_of(node)
+        if call is None:
+            raise NoRule(f"{node.name} stands between the softmax and the second product")
+        if call.name == "getitem" and call.args[1] == 0 and (made := call_of(call.args[0])) is not None and made.name == "dropout":
+            call = made  # native_dropout gives the result and its mask
+        node = _above(walk, node, call, index, between)
+    return walk
+
+
+def _above(walk: Walk, node: fx.Node, call: Call, start: Index, between: frozenset[fx.Node]) -> fx.Node:
+    source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
+    if not isinstance(source, fx.Node):
+        raise NoRule(f"{call.name} stands between the softmax and the second product")
+    if call.name in CASTS or call.name == "nan_to_num":
+        return source
+    if call.name == "dropout":
+        _drop(walk, call)
+        return source
+    if call.name in ("mul", "div"):
+        _multiply(walk, call, source, unmoved=walk.index == start)
+        return source
+    if call.name in ("masked_fill", "where"):
+        _zero(walk, call, source)
+        return source
+    raise NoRule(f"{call.name} stands between the softmax and the second product")
+
+
+def _drop(walk: Walk, call: Call) -> None:
+    probability = value_of(call.argument(1, "p", 0.5))
+    training = value_of(call.argument(2, "training", call.kwargs.get("train", True)))
+    if training is False or probability == 0.0:
+        return
+    _dropped(walk, probability)
+
+
+def _dropped(walk: Walk, probability: Any) -> None:
+    if walk.dropout != 0.0:
+        raise NoRule("two dropouts of the weights")
+    if not isinstance(probability, (int, float)) or isinstance(probability, bool):
+        raise NoRule("a dropout whose probability is no constant")
+    walk.dropout = float(probability)
+
+
+def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None:
+    other = call.args[1] if call.args[0] is source else call.args[0]
+    value = value_of(other)
+    if isinstance(value, (int, float)) and (call.name == "mul" or call.args[0] is source):
+        walk.scale *= value if call.name == "mul" else 1 / value
+        return
+    if call.name == "div" or not isinstance(other, fx.Node) or not is_tensor(other):
+        raise NoRule("the weights are divided by a tensor")
+    kept = _kept_at_random(other)
+    if kept is not None:
+        _dropped(walk, 1.0 - kept)
+        walk.scale *= kept
+        return
+    shape = shape_of(other)
+    if shape and not same_size(shape[-1], 1):
+        raise NoRule("the weights are multiplied by a tensor that differs between keys")
+    if not unmoved and shape and not all(same_size(n, 1) for n in shape):
+        raise NoRule("the weights are multiplied by a tensor and then moved")
+    walk.factors.append(other)
+
+
+_RANDOM: Final[Mapping[str, None]] = dict.fromkeys(("rand", "rand_like"))
+
+
+def _kept_at_random(node: fx.Node) -> float | None:
+    """The probability of a one, where the node is a random mask: `bernoulli(full(1 - p))`, `rand_like(x) > p`."""
+    call = call_of(node)
+    while call is not None and call.name in CASTS and isinstance(call.args[0], fx.Node):
+        call = call_of(call.args[0])
+    if call is None:
+        return None
+    if call.name == "bernoulli":
+        if isinstance(call.argument(1, "p"), (int, float)):
+            return float(call.argument(1, "p"))
+        filled = call_of(call.args[0])
+        number = filled.argument(1, "fill_value") if filled is not None and filled.name in ("full", "full_like") else None
+        return float(number) if isinstance(number, (int, float)) else None
+    if call.name in ("gt", "ge", "lt", "le") and isinstance(call.args[0], fx.Node) and isinstance(call.args[1], (int, float)):
+        drawn = call_of(call.args[0])
+        if drawn is not None and drawn.name in _RANDOM:
+            return float(call.args[1]) if call.name in ("lt", "le") else 1.0 - float(call.args[1])
+    return None
+
+
+def _zero(walk: Walk, call: Call, source: fx.Node) -> None:
+    if call.name == "masked_fill":
+        mask, fill, when = call.argument(1, "mask"), call.argument(2, "value"), True
+    else:
+        mask, kept, other = call.argument(0, "condition"), call.argument(1, "input"), call.argument(2, "other")
+        if is_tensor(mask) and mask is source:  # the method: x.where(condition, other)
+            mask, kept = kept, mask
+        fill, when = (other, False) if kept is source else (kept, True)
+    number = value_of(fill)
+    if isinstance(fill, fx.Node) and isinstance(number, torch.Tensor):
+        made = call_of(fill)
+        number = 0 if made is not None and made.name in ("zeros", "zeros_like", "new_zeros") else None
+    if not is_tensor(mask) or number != 0:
+        raise NoRule("weights are replaced after the softmax")
+    walk.zeroed.append((mask, walk.index, when))
+
+
+_SHAPE_READERS: Final = frozenset(
+    ["size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "sym_size", "element_size", "get_device"]
+)
+
+
+def reads_only_shape(node: fx.Node) -> bool:
+    """Whether a user of a tensor reads its shape, dtype or device, never its values."""
+    call = call_of(node)
+    if call is None:
+        return False
+    name = call.args[1] if call.name == "getattr" and len(call.args) > 1 else call.name
+    if name in _SHAPE_READERS or str(name).startswith("sym_"):
+        return True
+    return call.name in (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    )
