@@ -111,6 +111,24 @@ def mask(
     Console().print(f"{out}: {picture.density:.1%} of the pairs attend, {picture.sparsity:.1%} of the blocks are empty", soft_wrap=True)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def report(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file that calls torch.compile or foci.compile.")],
+) -> None:
+    """Runs a script, with the words after it as its arguments, and lists the attentions in what it compiled: fused, or why not."""
+    console = Console()
+    with _explained_errors():
+        from foci.cli.script import run
+        from foci.graph import table
+
+        log = run(script, context.args)
+    if log.fusions:
+        console.print(table(log.fusions))
+    else:
+        console.print(f"{script}: no attention in what was compiled; compile a model with foci.compile or torch.compile, and call it")
+
+
 @app.command()
 def env() -> None:
     """Versions, devices, compilers, and which backends this machine can use, with the reasons."""

@@ -75,10 +75,11 @@ class Compiler:
         if mode is not None or options:
             return self._with(mode, dict(options or {}))(graph_module, example_inputs)
         fused = fuse(graph_module, example_inputs)
-        report.tell(fused.sites)
         if self.verify:
             verify.verify(graph_module, fused, example_inputs)
-        return handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+        compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+        report.tell(fused.sites)  # now: Dynamo may ask for a better graph by an exception from below, and call again
+        return compiled
 
     def _with(self, mode: str | None, options: dict[str, Any]) -> Compiler:
         own = {name: options.pop(name) for name in _OWN if name in options}

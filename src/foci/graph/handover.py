@@ -12,11 +12,14 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import fx
 
-__all__ = ["Pass", "Rest", "hand_over", "inductor_obstacle", "settings"]
+__all__ = ["FUSED", "Pass", "Rest", "hand_over", "inductor_obstacle", "settings"]
 
 Rest: TypeAlias = Literal["auto", "inductor", "eager"]
 Pass: TypeAlias = Callable[..., fx.GraphModule]
 """`(graph_module, example_inputs, *, is_backward) -> graph_module`, on graphs that AOTAutograd made."""
+
+FUSED: Final = "foci_fused"
+"""Key in a graph module's meta: it has been through `fuse`."""
 
 _PASSES: Final[tuple[Pass, ...]] = ()
 
@@ -71,6 +74,7 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest:
     if rest == "auto":
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
         rest = "eager" if inductor_obstacle(devices) else "inductor"
+    graph_module.meta[FUSED] = True
     return _inductor(graph_module, example_inputs, config) if rest == "inductor" else _eager(graph_module, example_inputs)
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.graph import report
+from foci.graph.handover import FUSED
 from foci.graph.recognise import fuse
 
 __all__ = ["InductorPass", "inductor_pass"]
@@ -33,7 +34,7 @@ class InductorPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         module = graph.owning_module
         inputs = [node.meta.get("example_value", node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
-        if module is None or any(value is None for value in inputs):
+        if module is None or FUSED in module.meta or any(value is None for value in inputs):
             return
         fused = fuse(module, inputs)
         report.tell(fused.sites)

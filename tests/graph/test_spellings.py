@@ -1,0 +1,83 @@
+"""Attention as people write it is one fused call, with eager's results; what only looks like it is left alone."""
+
+import pytest
+import torch
+from spelled_forms import FORMS
+from spelled_models import MODELS
+from spelled_tricks import TRICKS
+from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled
+
+import foci
+
+SPELLINGS = (*FORMS, *MODELS, *TRICKS)
+LENGTH, LONGER = 20, 27
+
+
+def prepared(spelling, dtype, device="cpu"):
+    function = built(spelling.run)
+    return function.to(device, dtype) if isinstance(function, torch.nn.Module) else function
+
+
+def check_sites(log, spelling):
+    if spelling.reason is not None:
+        assert [site.fused for site in log.fusions] == [False], log.fusions
+        assert spelling.reason in log.fusions[0].reason
+        return
+    assert [site.reason for site in log.fusions if not site.fused] == []
+    assert len(log.fusions) == spelling.fused
+    for word in spelling.variant:
+        assert word in log.fusions[0].variant, log.fusions[0].variant
+    assert all(".py:" in site.location for site in log.fusions)
+
+
+def test_there_are_at_least_forty_spellings_and_each_has_its_own_name():
+    assert len(SPELLINGS) >= 40
+    assert len({spelling.name for spelling in SPELLINGS}) == len(SPELLINGS)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
+def test_trains_like_eager_at_any_length(spelling, dtype):
+    if dtype not in spelling.dtypes:
+        pytest.skip(f"written for {', '.join(map(str, spelling.dtypes))}")
+    function = prepared(spelling, dtype)
+    run, counted = compiled(function, dynamic=True if spelling.grows else None)
+    with foci.observe() as log:
+        compare(function, spelling.inputs(LENGTH, BATCH), dtype, run, backward=True)
+    check_sites(log, spelling)
+    if spelling.grows:
+        compare(function, spelling.inputs(LONGER, BATCH), dtype, run, backward=True)
+        assert counted.graphs == 1, "compiled anew for another length"
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
+def test_infers_like_eager_with_one_sequence(spelling):
+    dtype = spelling.dtypes[-1]
+    function = prepared(spelling, dtype)
+    run, _ = compiled(function, dynamic=False)
+    with torch.no_grad(), foci.observe() as log:
+        compare(function, spelling.inputs(LENGTH, 1), dtype, run, backward=False)
+    check_sites(log, spelling)
+
+
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s.twin is not None], ids=lambda s: s.name)
+def test_the_twin_is_left_alone(spelling):
+    function = built(spelling.twin)
+    run, _ = compiled(function)
+    with foci.observe() as log:
+        compare(function, spelling.inputs(LENGTH, BATCH), torch.float32, run, backward=True)
+    assert sum(site.fused for site in log.fusions) == spelling.twin_fused, log.fusions
+    if spelling.why is not None:
+        reasons = [site.reason for site in log.fusions if not site.fused]
+        assert any(spelling.why in reason for reason in reasons), reasons
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
+def test_trains_like_eager_on_a_gpu(spelling):
+    dtype = torch.bfloat16 if torch.bfloat16 in spelling.dtypes else spelling.dtypes[0]
+    function = prepared(spelling, dtype, "cuda")
+    run, _ = compiled(function)
+    with foci.observe() as log:
+        compare(function, cast(spelling.inputs(LENGTH, BATCH), dtype, "cuda"), dtype, run, backward=True)
+    check_sites(log, spelling)
