@@ -44,7 +44,7 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
     if torch.is_grad_enabled():
         needs = (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
         if any(needs[:3]) or any(needs[3]):
-            return results_of(formula, EagerAttention.apply(formula, operands, needs, allowed, *tensors))  # type: ignore[no-untyped-call]
+            return Results(*EagerAttention.apply(formula, operands, needs, allowed, *tensors))  # type: ignore[no-untyped-call]
     return run_forward(formula, operands, needs, allowed)
 
 

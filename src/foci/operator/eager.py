@@ -4,51 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foci.execution import Allowed, Needs, run_backward, run_forward
-from foci.operator.arguments import OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, gradients_of, outputs_of
+from foci.operator.arguments import OPTIONAL, call_backward, cotangents_of, formula_kernel, gradients_of
 from foci.problem import Formula, Gradients, Operands, Results
 
 __all__ = ["EagerAttention"]
+
+Found: TypeAlias = tuple[Tensor | None, ...]
 
 
 class EagerAttention(torch.autograd.Function):
     """The eager way: no dispatcher, the same kernels."""
 
     @staticmethod
-    def forward(ctx: Any, formula: Formula, operands: Operands, needs: Needs, allowed: Allowed, *tensors: Tensor) -> Flat:
+    def forward(ctx: Any, formula: Formula, operands: Operands, needs: Needs, allowed: Allowed, *tensors: Tensor) -> Found:
+        """Output, logsumexp, row maxima, column sums and weights; None for what was not asked for."""
         ctx.set_materialize_grads(False)
-        outputs = outputs_of(run_forward(formula, operands, needs, allowed))
-        optional = [getattr(operands, name) for name in OPTIONAL]
-        ctx.call = (formula, needs, allowed, [o is not None for o in optional])
-        ctx.numbers = (operands.ints, operands.floats, operands.scale, operands.dropout_p)
-        ctx.longest = (operands.max_q, operands.max_kv)
-        ctx.save_for_backward(*tensors, *(o for o in optional if o is not None), outputs[0], outputs[1])
-        ctx.mark_non_differentiable(outputs[2])
+        r = run_forward(formula, operands, needs, allowed)
+        outputs = (r.out, r.lse.contiguous(), *(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights)))
+        o = operands
+        optional: tuple[Tensor | None, ...] = _NOTHING
+        if o.seed is not None or o.blocks is not None or o.cu_q is not None:
+            optional = (o.seed, o.blocks, o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths)
+        ctx.call = (formula, needs, allowed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
+        ctx.numbers = (o.ints, o.floats, o.scale, o.dropout_p)
+        ctx.longest = (o.max_q, o.max_kv)
+        ctx.save_for_backward(*tensors, *(t for t in optional if t is not None), outputs[0], outputs[1])
+        if outputs[2] is not None:
+            ctx.mark_non_differentiable(outputs[2])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         formula, needs, allowed, present = ctx.call
-        *saved, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
         count = 3 + len(needs[3])
-        rest = iter(saved[count:])
-        optional = (next(rest) if p else None for p in present)
-        operands = Operands(*saved[:3], tuple(saved[3:count]), *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
+        optional: Any = _NOTHING
+        if present is not None:
+            rest = iter(saved[count:])
+            optional = [next(rest) if p else None for p in present]
+        operands = Operands(*saved[:3], saved[3:count], *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
         if _is_batched(grads):
             g = _formula_backward(formula, operands, grads, needs)
         else:
             run = call_backward if torch.is_grad_enabled() else run_backward
-            g = run(formula, operands, Results(out, lse), cotangents_of(grads, out, formula.outputs), needs, allowed)
+            results = Results(saved[-2], saved[-1])
+            g = run(formula, operands, results, cotangents_of(grads, results.out, formula.outputs), needs, allowed)
         return (None, None, None, None, g.query, g.key, g.value, *g.captures)
 
 
+_NOTHING: Final = (None,) * len(OPTIONAL)
+
+
 def _is_batched(tensors: Sequence[Tensor | None]) -> bool:
-    return any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(is_batched(t) for t in tensors if t is not None)
 
 
 def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:
