@@ -28,9 +28,9 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def scores_of(raw, at, tile, numbers, env, c, aux, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked. When the score is plain they lack the factor `scale`."""
-    b, h, q_idx, q_len, kv_len, first = at
+    b, h, q_idx, q_len, kv_len, first, aux, factor = at
     x = raw
     kv_idx = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
     inside = kv_idx < kv_len
@@ -57,21 +57,12 @@ def fold_softmax(x, most, total, factor):
 
 
 @gluon.jit
-def as_factor(p, at, tile, numbers, dtype: gl.constexpr, c):
-    """Weights, those that dropout keeps, as the left factor of a product, in the registers where they are."""
-    if c.DROPOUT:
-        p = gl.where(kept(at, start_of(tile, c, c.TILE_KV), numbers, c), p, 0.0)
-    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
-
-
-@gluon.jit
-def kept(at, here, numbers, c):
+def kept(tile, at, numbers, c):
     """Which weights dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    b, h, q_idx, q_len, kv_len, first = at
+    b, h, q_idx, q_len, kv_len, first, aux, factor = at
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    quads: gl.constexpr = c.TILE_KV // 4
     row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
-    column = (here // 4 + gl.arange(0, quads, gl.SliceLayout(0, layout)))[None, :]
+    column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
     column = column + row * 0
     row = row + column * 0
     w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
@@ -82,95 +73,124 @@ def kept(at, here, numbers, c):
 
 
 @gluon.jit
-def fold_in_turn(acc, most, total, q, at, bars, run, low, high, table, numbers, env, c, aux, factor, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+def as_factor(p, tile, at, numbers, dtype: gl.constexpr, c):
+    """Weights, those that dropout keeps, as the left factor of a product, in the registers where they are."""
+    if c.DROPOUT:
+        p = gl.where(kept(tile, at, numbers, c), p, 0.0)
+    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def by_row(x, columns: gl.constexpr):
+    """One number a row, for a product of so many columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, product(columns)))[:, None]
+
+
+@gluon.jit
+def multiply_keys(q, keys, stage, c):
+    """Begins q . k of a stage."""
+    zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+    return warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def fold_in_turn(
+    acc, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
+):
     """Folds the tiles low .. high, one step after the other."""
     keys, values, k_full, k_free, v_full, v_free = bars
     for i in range(low, high):
         stage = i % c.STAGES
         phase = (i // c.STAGES) & 1
+        tile = step(table, run, i, c)
         mbarrier.wait(k_full.index(stage), phase)
-        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-        raw = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        raw = multiply_keys(q, keys, stage, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        tile = step(table, run, i, c)
-        x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, MASKED)
-        p, alpha, most, total = fold_softmax(x, most, total, factor)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
+        x = scores_of(raw, tile, at, numbers, env, c, score, mask, MASKED)
+        p, alpha, most, total = fold_softmax(x, most, total, at[7])
+        acc = acc * by_row(alpha, c.DV_PAD)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(as_factor(p, at, tile, numbers, keys.dtype, c), values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma(as_factor(p, tile, at, numbers, keys.dtype, c), values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
 
 
 @gluon.jit
-def fold_overlapped(acc, p, most, total, q, at, bars, run, low, high, table, numbers, env, c, aux, factor, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+def fold_overlapped(
+    acc, p, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
+):
     """Folds the tiles low .. high, each one's scores before the values of the tile before it, whose weights are `p`."""
     keys, values, k_full, k_free, v_full, v_free = bars
     for i in range(low, high):
         stage = i % c.STAGES
         before = (i - 1) % c.STAGES
+        tile = step(table, run, i, c)
         mbarrier.wait(k_full.index(stage), (i // c.STAGES) & 1)
-        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-        raw = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        raw = multiply_keys(q, keys, stage, c)
         mbarrier.wait(v_full.index(before), ((i - 1) // c.STAGES) & 1)
         acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        tile = step(table, run, i, c)
-        x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, MASKED)
-        weights, alpha, most, total = fold_softmax(x, most, total, factor)
+        x = scores_of(raw, tile, at, numbers, env, c, score, mask, MASKED)
+        weights, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(before), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
-        p = as_factor(weights, at, tile, numbers, keys.dtype, c)
+        acc = acc * by_row(alpha, c.DV_PAD)
+        p = as_factor(weights, tile, at, numbers, keys.dtype, c)
     return acc, p, most, total
 
 
 @gluon.jit
-def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, ME: gl.constexpr):  # fmt: skip
+def fold(acc, most, total, q, bars, at, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
+    """Folds all tiles of a run, partial ones first."""
+    part = run[6]
+    count = run[2] + part
+    if not c.OVERLAPPED:
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, 0, part, table, numbers, env, c, score, mask, True)
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, part, count, table, numbers, env, c, score, mask, False)
+    elif count > 0:
+        keys, values, k_full, k_free, v_full, v_free = bars
+        tile = step(table, run, 0, c)
+        mbarrier.wait(k_full.index(0), 0)
+        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, 0, c)])
+        mbarrier.arrive(k_free.index(0), count=1)
+        # a full tile may be treated as a partial one
+        x = scores_of(raw, tile, at, numbers, env, c, score, mask, True)
+        p, alpha, most, total = fold_softmax(x, most, total, at[7])
+        p = as_factor(p, tile, at, numbers, keys.dtype, c)
+        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, 1, part, table, numbers, env, c, score, mask, True)
+        low = gl.maximum(part, 1)
+        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, low, count, table, numbers, env, c, score, mask, False)
+        stage = (count - 1) % c.STAGES
+        mbarrier.wait(v_full.index(stage), ((count - 1) // c.STAGES) & 1)
+        acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, most, total
+
+
+@gluon.jit
+def consume(
+    ME: gl.constexpr, q_tiles, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c,
+    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr,
+):  # fmt: skip
     """One consumer: 64 rows of the program's tile."""
     b, memory_b, h, task, block = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     run = run_of(table, b, h, task, block * c.TILE_Q, q_len, kv_len, c)
-    full, part = run[2], run[6]
     first = block * c.TILE_Q + ME * ROWS
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
-    scale = numbers.scale
-    aux = pre(b, h, q_idx, q_len, kv_len, scale, env)
     factor = LOG2E
     if c.PLAIN:
-        factor = scale * LOG2E
-    at = (b, h, q_idx, q_len, kv_len, first)
+        factor = numbers.scale * LOG2E
+    at = (b, h, q_idx, q_len, kv_len, first, pre(b, h, q_idx, q_len, kv_len, numbers.scale, env), factor)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
-    q = q_buffers.index(ME)
     mbarrier.wait(q_full.index(ME), 0)
-    if c.OVERLAPPED:
-        if full + part > 0:
-            keys, values, k_full, k_free, v_full, v_free = bars
-            mbarrier.wait(k_full.index(0), 0)
-            zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-            raw = warpgroup_mma(q, keys.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-            raw = warpgroup_mma_wait(0, deps=[raw])
-            mbarrier.arrive(k_free.index(0), count=1)
-            # a tile may always be treated as a partial one
-            tile = step(table, run, 0, c)
-            x = scores_of(raw, at, tile, numbers, env, c, aux, score, mask, True)
-            weights, alpha, most, total = fold_softmax(x, most, total, factor)
-            p = as_factor(weights, at, tile, numbers, keys.dtype, c)
-            acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, 1, part, table, numbers, env, c, aux, factor, score, mask, True)  # fmt: skip
-            acc, p, most, total = fold_overlapped(acc, p, most, total, q, at, bars, run, gl.maximum(part, 1), full + part, table, numbers, env, c, aux, factor, score, mask, False)  # fmt: skip
-            last = full + part - 1
-            mbarrier.wait(v_full.index(last % c.STAGES), (last // c.STAGES) & 1)
-            acc = warpgroup_mma(p, values.index(last % c.STAGES), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-    else:
-        acc, most, total = fold_in_turn(acc, most, total, q, at, bars, run, 0, part, table, numbers, env, c, aux, factor, score, mask, True)
-        acc, most, total = fold_in_turn(acc, most, total, q, at, bars, run, part, full + part, table, numbers, env, c, aux, factor, score, mask, False)  # fmt: skip
+    acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, run, table, numbers, env, c, score, mask)
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
     gl.store(lse + head + rows, gl.where(total == 0.0, float("-inf"), natural + gl.log(total)), mask=rows < q_len)
@@ -179,16 +199,15 @@ def consume(q_buffers, q_full, bars, place, spans, out, out_buffers, lse, row_ma
     weight = gl.where(total == 0.0, 0.0, 1.0 / total)
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
-    acc = acc * gl.convert_layout(weight, gl.SliceLayout(1, product(c.DV_PAD)))[:, None]
     buffer = out_buffers.index(ME)
-    buffer.store(acc.to(out.dtype))
+    buffer.store((acc * by_row(weight, c.DV_PAD)).to(out.dtype))
     fence_async_shared()
     copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
     tma.store_wait(0)
 
 
 @gluon.jit
-def produce(q, k, v, q_buffers, q_full, bars, place, spans, size, table, c):
+def produce(q, k, v, q_tiles, q_full, bars, place, spans, size, table, c):
     """The producer: the rows of all consumers, then keys and values tile by tile."""
     b, memory_b, h, task, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -196,7 +215,7 @@ def produce(q, k, v, q_buffers, q_full, bars, place, spans, size, table, c):
     first = tile * c.TILE_Q
     for n in gl.static_range(c.CONSUMERS):
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
-        copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_buffers.index(n), c.JAGGED)
+        copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_tiles.index(n), c.JAGGED)
     kv_h = h // number(size.group)
     run = run_of(table, b, h, task, first, q_len, kv_len, c)
     for i in range(run[2] + run[6]):
@@ -221,78 +240,39 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def attention_forward(q, k, v, out, lse, row_max, size, spans, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr):  # fmt: skip
+def attention_forward(
+    q, k, v, out, lse, row_max, size, spans, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr
+):
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
     place = find(size, spans, c)
     if place[0] < 0:
         return
-    q_buffers = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
+    q_tiles = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
     keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
     values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
     # a consumer writes its rows of the result where its queries were
-    out_buffers = q_buffers
+    outs = q_tiles
     if c.DV_PAD != c.D_PAD:
-        out_buffers = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
+        outs = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
     q_full = barriers(c.CONSUMERS, 1)
-    bars = (
-        keys,
-        values,
-        barriers(c.STAGES, 1),
-        barriers(c.STAGES, c.CONSUMERS),
-        barriers(c.STAGES, 1),
-        barriers(c.STAGES, c.CONSUMERS),
-    )
+    k_full = barriers(c.STAGES, 1)
+    k_free = barriers(c.STAGES, c.CONSUMERS)
+    v_full = barriers(c.STAGES, 1)
+    v_free = barriers(c.STAGES, c.CONSUMERS)
+    bars = (keys, values, k_full, k_free, v_full, v_free)
     fence_async_shared()
     if c.CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (
                     consume,
-                    (
-                        q_buffers,
-                        q_full,
-                        bars,
-                        place,
-                        spans,
-                        out,
-                        out_buffers,
-                        lse,
-                        row_max,
-                        size,
-                        table,
-                        numbers,
-                        env,
-                        c,
-                        pre,
-                        score,
-                        mask,
-                        0,
-                    ),
+                    (0, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
                 ),
                 (
                     consume,
-                    (
-                        q_buffers,
-                        q_full,
-                        bars,
-                        place,
-                        spans,
-                        out,
-                        out_buffers,
-                        lse,
-                        row_max,
-                        size,
-                        table,
-                        numbers,
-                        env,
-                        c,
-                        pre,
-                        score,
-                        mask,
-                        1,
-                    ),
+                    (1, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
                 ),
-                (produce, (q, k, v, q_buffers, q_full, bars, place, spans, size, table, c)),
+                (produce, (q, k, v, q_tiles, q_full, bars, place, spans, size, table, c)),
             ],
             [4, 1],
             [240, 24],
@@ -302,74 +282,17 @@ def attention_forward(q, k, v, out, lse, row_max, size, spans, table, numbers, e
             [
                 (
                     consume,
-                    (
-                        q_buffers,
-                        q_full,
-                        bars,
-                        place,
-                        spans,
-                        out,
-                        out_buffers,
-                        lse,
-                        row_max,
-                        size,
-                        table,
-                        numbers,
-                        env,
-                        c,
-                        pre,
-                        score,
-                        mask,
-                        0,
-                    ),
+                    (0, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
                 ),
                 (
                     consume,
-                    (
-                        q_buffers,
-                        q_full,
-                        bars,
-                        place,
-                        spans,
-                        out,
-                        out_buffers,
-                        lse,
-                        row_max,
-                        size,
-                        table,
-                        numbers,
-                        env,
-                        c,
-                        pre,
-                        score,
-                        mask,
-                        1,
-                    ),
+                    (1, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
                 ),
                 (
                     consume,
-                    (
-                        q_buffers,
-                        q_full,
-                        bars,
-                        place,
-                        spans,
-                        out,
-                        out_buffers,
-                        lse,
-                        row_max,
-                        size,
-                        table,
-                        numbers,
-                        env,
-                        c,
-                        pre,
-                        score,
-                        mask,
-                        2,
-                    ),
+                    (2, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
                 ),
-                (produce, (q, k, v, q_buffers, q_full, bars, place, spans, size, table, c)),
+                (produce, (q, k, v, q_tiles, q_full, bars, place, spans, size, table, c)),
             ],
             [4, 4, 1],
             [160, 160, 24],

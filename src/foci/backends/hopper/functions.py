@@ -23,7 +23,7 @@ from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, node, variable
 from foci.ir.ops import apply
-from foci.ir.rewrite import free_axes, rewrite, substitute
+from foci.ir.rewrite import free_axes, substitute
 from foci.variant import Variant
 
 __all__ = ["Functions", "functions_of"]

@@ -34,7 +34,7 @@ def forward_schedule(dims: tuple[int, int], *, is_plain: bool, mode: str) -> Sch
 
     Args:
         dims: padded D and Dv.
-        is_plain: whether the score function is the identity.
+        is_plain: whether weights are the softmax of plain scores, without a score function or dropout.
         mode: how tiles are visited, as `Config.MODE`.
     """
     if max(dims) > 128:

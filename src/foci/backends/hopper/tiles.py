@@ -2,7 +2,7 @@
 """What every kernel does with tiles: where they lie, which are visited, what is masked."""
 
 from foci.backends.hopper.interface import gl, gluon, tma
-from foci.backends.triton.tiles import FORCED, number, place, sequence, visited, visits
+from foci.backends.triton.tiles import number, place, visited, visits
 
 __all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step"]
 

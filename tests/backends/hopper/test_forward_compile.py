@@ -1,0 +1,120 @@
+"""The forward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from foci.backends.hopper import kernel  # noqa: E402
+from foci.backends.triton import sparsity  # noqa: E402
+from foci.backends.triton.schedules import LIMITS  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Compiler:
+    """Stands in for a kernel: compiles where the kernel would launch."""
+
+    def __init__(self, function, found):
+        self.function, self.found = function, found
+
+    def __getitem__(self, grid):
+        def compile_it(*args, **options):
+            target = GPUTarget("cuda", 90, 32)
+            backend = make_backend(target)
+            binder = create_function_from_signature(self.function.signature, self.function.params, backend)
+            bound, specialization, _ = binder(*args, **options)
+            parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
+            kind = GluonASTSource if self.function.is_gluon() else ASTSource
+            source = kind(self.function, signature, constants, attributes)
+            self.found.append((self.function.__name__, triton.compile(source, target=target, options=parsed.__dict__)))
+
+        return compile_it
+
+
+DOCUMENTS = torch.arange(2048) // 100
+# stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
+CASES = {
+    "plain": {},
+    "causal": {"mask": masks.causal(), "stack": 32},
+    "causal D 64": {"mask": masks.causal(), "dim": 64},
+    "D 16": {"dim": 16},
+    "D 80": {"dim": 80},
+    "D 256": {"mask": masks.causal(), "dim": 256},
+    "D 128, Dv 64": {"value_dim": 64},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dtype": torch.float16},
+    "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0)},
+    "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 64},
+    "window": {"mask": masks.window(100)},
+    "jagged": {"jagged": True},
+    "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
+    "blocks": {"mask": masks.causal(), "blocks": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_forward_compiles_to_warpgroup_products_within_bounds(name, monkeypatch, tmp_path):
+    case = dict(CASES[name])
+    found = []
+    for module, functions in {
+        kernel: ("attention_forward", "fill_between"),
+        sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    }.items():
+        for function in functions:
+            monkeypatch.setattr(module, function, Compiler(getattr(module, function), found))
+    launch(case)
+    assert found, "nothing was launched"
+    for function, compiled in found:
+        assert compiled.metadata.shared <= LIMITS[90], function
+    compiled = next(compiled for function, compiled in found if function == "attention_forward")
+    assert compiled.asm["ptx"].count("wgmma.mma_async") >= 12
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert "setmaxnreg" in compiled.asm["ptx"]
+    if CUOBJDUMP.exists():
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout.split()
+        stack = next(int(part.removeprefix("STACK:")) for part in usage if part.startswith("STACK:"))
+        assert stack <= case.get("stack", 0)
+        assert subprocess.run([CUOBJDUMP, "-sass", file], capture_output=True, text=True, check=True).stdout.count("HGMMA") >= 12
+
+
+def launch(case):
+    """Compiles what a forward launches."""
+    dim, jagged = case.get("dim", 128), case.get("jagged", False)
+    batch, heads, length, dtype = 1 if jagged else 2, 2, 512, case.get("dtype", torch.bfloat16)
+    query, key = (torch.zeros(batch, heads, length, dim, dtype=dtype) for _ in range(2))
+    value = torch.zeros(batch, heads, length, case.get("value_dim", dim), dtype=dtype)
+    cu = torch.tensor([0, 200, 512])
+    packed = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if jagged else {}
+    bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
+    dropout, blocks = case.get("dropout", 0.0), torch.ones(1, 1, 4, 4, dtype=torch.int8) if case.get("blocks") else None
+    operands = Operands(
+        query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, blocks, **packed
+    )
+    layout = Layout.JAGGED if jagged else Layout.DENSE
+    formula = Formula(bound.variant, layout, Outputs(lse=True, row_max=True), dropout > 0, (128, 128) if case.get("blocks") else None)
+    asked = Problem(
+        formula, dtype, dim, case.get("value_dim", dim), heads, heads, batch, length, length, capture_grads=(False,) * len(bound.captures)
+    )
+    kernel.HopperKernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))).forward(operands)
