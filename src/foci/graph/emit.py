@@ -7,12 +7,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foci.graph.indices import Digits, NoRule, is_atom, size_of
+from foci.graph.indices import Digits, NoRule, is_atom, size_of, symbolic_expression
 from foci.graph.match import Place
 from foci.graph.reading import Size, same_size, shape_of, value_of
 
@@ -25,13 +25,13 @@ class Sizes:
     def __init__(self, graph: fx.Graph) -> None:
         self._found: dict[object, tuple[fx.Node, int | None]] = {}
         for node in graph.nodes:
-            value = value_of(node)
+            value: object = value_of(node)
             if isinstance(value, torch.SymInt):
                 self._found.setdefault(value.node.expr, (node, None))
             elif isinstance(value, Tensor):
-                for dim, n in enumerate(value.shape):
-                    if isinstance(n, torch.SymInt):
-                        self._found.setdefault(n.node.expr, (node, dim))
+                for dim, n in enumerate(map(symbolic_expression, value.shape)):
+                    if not isinstance(n, int):
+                        self._found.setdefault(n, (node, dim))
 
     def find(self, expr: object) -> tuple[fx.Node, int | None] | None:
         return self._found.get(expr)

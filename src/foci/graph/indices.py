@@ -139,7 +139,7 @@ def regroup(index: Index, shape: Sequence[Size], wanted: Sequence[Size], number:
 
 
 def _quotient(a: Size, b: Size) -> Size:
-    if not same_size(a % b, 0):
+    if not same_size(a % b, 0):  # type: ignore[operator]
         raise NoRule("a view that merges and splits dimensions which do not line up")
     return a // b
 
@@ -150,7 +150,7 @@ def _fits(size: Size, room: Size) -> bool:
         return True
     if isinstance(size, int) and isinstance(room, int):
         return size <= room and room % size == 0
-    return same_size(room % size, 0)
+    return same_size(room % size, 0)  # type: ignore[operator]
 
 
 def _split(digit: Digit, low: Size, number: Number) -> tuple[Digit, Digit]:

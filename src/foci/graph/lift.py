@@ -27,127 +27,32 @@ from foci.ir.vocabulary import WORDS
 
 __all__ = ["CASTS", "PASSED", "Lift"]
 
-CASTS: Final = frozenset(
-    ["to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type"]
-)
+CASTS: Final = frozenset((
+    "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type",
+))  # fmt: skip
 
 # Cheap enough to be evaluated once per score.
-POINTWISE: Final = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "neg",
-        "negative",
-        "abs",
-        "absolute",
-        "sign",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "not_equal",
-        "and",
-        "or",
-        "xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "bitwise_not",
-        "invert",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-        "not",
-        "where",
-        "masked_fill",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "maximum",
-        "minimum",
-        "max",
-        "min",
-        "floor_divide",
-        "floordiv",
-        "remainder",
-        "mod",
-        "square",
-        "reciprocal",
-        "relu",
-        "addcmul",
-        "lerp",
-        "positive",
-        "pos",
-        "isinf",
-        "isnan",
-        "isfinite",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "rpow",
-    ]
-)
+POINTWISE: Final = frozenset((
+    "add", "sub", "rsub", "mul", "div", "neg", "negative", "abs", "absolute", "sign", "eq", "ne", "lt", "le", "gt", "ge", "less",
+    "less_equal", "greater", "greater_equal", "not_equal", "and", "or", "xor", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_not", "invert", "logical_and", "logical_or", "logical_xor", "logical_not", "not", "where", "masked_fill", "clamp",
+    "clip", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "floor_divide", "floordiv", "remainder", "mod", "square",
+    "reciprocal", "relu", "addcmul", "lerp", "positive", "pos", "isinf", "isnan", "isfinite", "floor", "ceil", "round", "trunc",
+    "rpow",
+))  # fmt: skip
 # Worth a word only where the score itself takes part; of other values the result is captured, as exact as it was.
-_OF_SCORES: Final = frozenset(
-    [
-        "tanh",
-        "sigmoid",
-        "exp",
-        "exp2",
-        "log",
-        "log2",
-        "log1p",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "float_power",
-        "erf",
-        "gelu",
-        "silu",
-        "softplus",
-        "logsigmoid",
-        "leaky_relu",
-        "elu",
-        "softsign",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "hardtanh",
-        "relu6",
-        "fmod",
-        "logaddexp",
-        "hypot",
-        "addcdiv",
-        "tanhshrink",
-        "erfc",
-    ]
-)
+_OF_SCORES: Final = frozenset((
+    "tanh", "sigmoid", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "pow", "float_power", "erf", "gelu", "silu",
+    "softplus", "logsigmoid", "leaky_relu", "elu", "softsign", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh",
+    "hardtanh", "relu6", "fmod", "logaddexp", "hypot", "addcdiv", "tanhshrink", "erfc",
+))  # fmt: skip
 
 # What a search upward from a softmax may pass on its way to the product.
 PASSED: Final = frozenset(
     {*VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "cat", "pad", "tril", "triu", "amax", "amin", "mean", "logsumexp"}
 )
 
-Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr]
+Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr | None]
 
 
 class Lift:
@@ -271,6 +176,8 @@ class Lift:
         value = self.element(source, index)
         if target.dtype.is_floating_point and value.dtype is DType.FLOAT:
             return _rounded(value, target.dtype)
+        if target.dtype in (torch.int32, torch.int64) and value.dtype.is_integer:
+            return value
         return cast(value, dtype_of(target.dtype))
 
     def _pointwise(self, call: Call, index: Index) -> Expr | None:
@@ -291,8 +198,17 @@ class Lift:
             return None
         if "input" in kwargs:
             args.insert(0, kwargs.pop("input"))
+        if call.name in ("mul", "square", "pow"):
+            args = [_widened(a) for a in args]
         result = WORDS[call.name](*args, **kwargs)
         return result.expr if isinstance(result, Symbol) else None
+
+
+def _widened(value: Any) -> Any:
+    """An integer that a product could take beyond 32 bits as one of 64."""
+    if isinstance(value, Symbol) and value.expr.dtype is DType.INT32 and value.expr.op != "const":
+        return Symbol(value.tracer, cast(value.expr, DType.INT64))
+    return value
 
 
 def _is_method_where(call: Call) -> bool:
@@ -317,7 +233,7 @@ def _filled(value: float | None) -> Maker:
             number = call.argument(2, "fill_value")
         tensor = tensor_of(node)
         assert tensor is not None
-        if is_tensor(number):
+        if isinstance(number, fx.Node) and is_tensor(number):
             return lift.element(number, ())
         found = value_of(number)
         if isinstance(found, torch.SymInt):
@@ -360,7 +276,8 @@ def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
         position = apply("mul", position, lift.number(stride))
     if not (isinstance(start, (int, float)) and start == 0):
         position = apply("add", position, lift.number(start))
-    return cast(position, dtype_of(tensor.dtype))
+    # Positions fit in 32 bits, whatever the tensor's integer type; products of them are widened (see `_pointwise`).
+    return cast(position, dtype_of(tensor.dtype)) if tensor.dtype.is_floating_point else position
 
 
 def _triangle(lower: bool) -> Maker:

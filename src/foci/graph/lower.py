@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -113,8 +113,8 @@ def attention(
     formula = Formula(bound.variant, Rows.DENSE, outputs, dropout > 0.0)
     ints, floats = (tuple(emitter.size(n) for n in numbers) for numbers in (bound.ints, bound.floats))
     # Nodes stand where tensors and numbers will be.
-    given: Any = (*operands, tuple(captures), ints, floats, scale, dropout)
-    args = flatten(formula, Operands(*given, seed=cast(Any, seed)), None)
+    given: Any = (*operands, tuple(captures), ints, floats, scale, dropout, seed)
+    args = flatten(formula, Operands(*given), None)
     made = emitter.call(torch.ops.foci.attention.default, *args)
     return emitter.call(operator.getitem, made, 0), emitter.call(operator.getitem, made, 1)
 

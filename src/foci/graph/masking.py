@@ -9,6 +9,7 @@ attends to something. Scores whose lowest numbers come in more than one level st
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -17,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.ir import expr as ir
-from foci.ir.expr import DType, Expr
+from foci.ir.expr import COORDINATES, DType, Expr
 from foci.ir.interval import Grid, bounds
 from foci.ir.ops import apply
 from foci.ir.ranges import Range
@@ -70,7 +71,9 @@ def _is_low(e: Expr) -> bool:
 
 
 def _canonical(e: Expr) -> Expr | None:
-    """`float(condition)` in arithmetic as a choice, so that `(1 - mask) * lowest` is one."""
+    """`float(condition)` in arithmetic as a choice, so that `(1 - mask) * lowest` is one; what positions always satisfy as true."""
+    if e.op in ("lt", "le") and e.args[0].dtype.is_integer and e.variables() <= _POSITIONS and _true_for_positions(e):
+        return _TRUE
     if e.op == "cast" and e.dtype is DType.FLOAT and e.args[0].dtype is DType.BOOL:
         return apply("where", e.args[0], 1.0, 0.0)
     if e.op in ("add", "sub", "mul", "div", "neg", "eq", "ne", "lt", "le") and e.args[0].dtype is DType.FLOAT:
@@ -104,8 +107,8 @@ def _split(e: Expr) -> _Split | None:
     if e.op == "max" and any(_is_low(a) for a in e.args):
         return _split(e.args[0] if _is_low(e.args[1]) else e.args[1])
     if e.op in ("mul", "div") and e.args[1].op == "const" and isinstance(e.args[1].value, float) and e.args[1].value > 0:
-        inner = _split(e.args[0])
-        return None if inner is None else (apply(e.op, inner[0], e.args[1]), inner[1], inner[2])
+        found = _split(e.args[0])
+        return None if found is None else (apply(e.op, found[0], e.args[1]), found[1], found[2])
     return e, _TRUE, None
 
 
@@ -130,9 +133,13 @@ def _surely_attends(keep: Expr) -> bool:
     return False
 
 
+_POSITIONS: Final = frozenset(COORDINATES)
+
+
+@functools.lru_cache(maxsize=1024)
 def _true_for_positions(e: Expr) -> bool:
     """Whether a condition holds because positions are not negative."""
-    if any(x.op == "param" for x in e.walk()):
+    if any(x.op in ("param", "load", "size", "axis") for x in e.walk()):
         return False
     with unset_fake_temporarily():
         first, last = torch.zeros((), dtype=torch.float64), torch.full((), float(1 << 24), dtype=torch.float64)

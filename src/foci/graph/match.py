@@ -244,7 +244,7 @@ def _is_row_statistic(node: fx.Node, of: fx.Node, dim: int, on_path: frozenset[f
 
 
 def _is_values(call: Any) -> bool:
-    return call.name == "getattr" and call.args[1] == "values"
+    return bool(call.name == "getattr" and call.args[1] == "values")
 
 
 def _without_sink(softmax: Softmax, index: Index, on_path: frozenset[fx.Node]) -> tuple[fx.Node, tuple[fx.Node, Index] | None]:

@@ -21,15 +21,16 @@ Size: TypeAlias = int | torch.SymInt
 # Spellings whose own name is not the operation's.
 _ALIASES: Final[Mapping[str, str]] = {
     "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "idiv": "div", "iadd": "add", "isub": "sub",
-    "subtract": "sub", "imul": "mul", "multiply": "mul", "iand": "and", "ior": "or", "ixor": "xor", "and_": "and", "or_": "or", "inv": "invert",
+    "subtract": "sub", "imul": "mul", "multiply": "mul", "iand": "and", "ior": "or", "ixor": "xor", "and_": "and", "or_": "or",
+    "inv": "invert",
     "bmm": "matmul", "mm": "matmul", "rmatmul": "matmul", "__matmul__": "matmul", "_unsafe_view": "reshape", "_reshape_alias": "reshape",
     "view_copy": "view", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "_softmax": "softmax",
     "special_softmax": "softmax", "_to_copy": "to", "concat": "cat", "concatenate": "cat", "native_dropout": "dropout",
     "_native_dropout": "dropout", "constant_pad_nd": "pad", "special_exp2": "exp2", "expand_copy": "expand", "t_copy": "t",
 }  # fmt: skip
-_IN_PLACE_OPERATORS: Final = frozenset(
-    ["iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"]
-)
+_IN_PLACE_OPERATORS: Final = frozenset((
+    "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
+))  # fmt: skip
 _STRIP: Final = re.compile(r"^__r?(\w+?)__$")
 
 

@@ -64,26 +64,10 @@ def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
         stack.extend(operands)
 
 
-_MAKERS = frozenset(
-    [
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "tril",
-        "triu",
-        "eye",
-        "size",
-        "sym_size",
-    ]
-)
+_MAKERS = frozenset((
+    "arange", "zeros", "ones", "full", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "tril",
+    "triu", "eye", "size", "sym_size",
+))  # fmt: skip
 
 
 def _is_pure(node: fx.Node) -> bool:

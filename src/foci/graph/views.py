@@ -312,7 +312,8 @@ def _indexed(at: At, entries: list[Any], shape: Sequence[Size]) -> Index:
     ranks = [rank_of(entries[n]) for n in tensors]
     width = max(ranks, default=0)
     together = not tensors or tensors == list(range(tensors[0], tensors[0] + len(tensors)))
-    rest, picked = list(at.index), ()
+    rest = list(at.index)
+    picked: Index = ()
     if tensors:
         before = sum(1 for e in entries[: tensors[0]] if e is None or isinstance(e, slice)) if together else 0
         picked = tuple(rest[before : before + width])
@@ -363,7 +364,7 @@ _ATTRIBUTES: Final = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint"
 _PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
 
 VIEWS: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "pin_memory", "_conj", "resolve_conj", "resolve_neg"), _same),
+    **dict.fromkeys(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "resolve_conj", "resolve_neg"), _same),
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("repeat", "tile"), _repeat),

@@ -215,9 +215,9 @@ def _zero(walk: Walk, call: Call, source: fx.Node) -> None:
     walk.zeroed.append((mask, walk.index, when))
 
 
-_SHAPE_READERS: Final = frozenset(
-    ["size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "sym_size", "element_size", "get_device"]
-)
+_SHAPE_READERS: Final = frozenset((
+    "size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "sym_size", "element_size", "get_device",
+))  # fmt: skip
 
 
 def reads_only_shape(node: fx.Node) -> bool:
