@@ -47,8 +47,8 @@ class TritonBackend:
             return "Triton's interpreter has no products of bfloat16"
         if max(problem.head_dim, problem.value_dim) > 512:
             return f"head dims go to 512; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
-        if outputs.weights or outputs.column_sums:
-            return "does not return weights or their column sums"
+        if outputs.weights and problem.formula.layout is not Layout.DENSE:
+            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
         if problem.formula.block_size is not None and any(size % 16 for size in problem.formula.block_size):
             return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
         if problem.formula.block_size is not None and problem.formula.layout is not Layout.DENSE:
@@ -65,7 +65,8 @@ class TritonBackend:
         kinds = ["forward", "forward_sparse", "decode"]
         if problem.needs_backward:
             kinds += ["query_gradient", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone"]
-        if any(problem.capture_grads):
+        outputs = problem.formula.outputs
+        if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
             kinds.append("captures")
         scratch = tile_bytes(problem.variant) or int(problem.formula.dropout)
         for kind in kinds:

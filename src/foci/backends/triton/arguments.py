@@ -103,12 +103,14 @@ class Environment(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scale (its absolute value), dropout's threshold and factor, and the seed."""
+    """Scale (its absolute value), dropout's threshold and factor, the seed, and what flows into the weights in a backward pass
+    (see `foci.backends.triton.flow`)."""
 
     scale: float
     threshold: int
     keep_factor: float
     seed: Tensor | None
+    flow: Any = None
 
 
 def encode(value: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.triton.auxiliary import flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.decode import attention_decode, combine_splits
+from foci.backends.triton.flow import Flow
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.recording import Recorder, may_replay, stream_of
@@ -106,7 +108,9 @@ class TritonKernel:
             with torch.cuda.device(operands.query.device):
                 return self.forward(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-        sequences = sequences_of(operands)
+        sequences, asked = sequences_of(operands), self.problem.formula.outputs
+        if asked.column_sums or asked.weights:
+            return weighed(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
         key = self._key(operands, inputs, sequences)
         found = None if key is None else sequences.recordings.find(key)
         if found is not None:
@@ -212,17 +216,20 @@ class TritonKernel:
         if is_elsewhere(operands.query):
             with torch.cuda.device(operands.query.device):
                 return self.backward(operands, results, cotangents)
+        sequences = sequences_of(operands)
+        flow = flow_of(operands, cotangents, sequences)
+        if flow is not None:
+            cotangents = with_flowing_rows(self, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        sequences = sequences_of(operands)
-        learns = any(self.problem.capture_grads)
+        learns = any(self.problem.capture_grads) or flow is not None
         key = None if learns else self._key(operands, inputs, sequences)
         found = None if key is None else sequences.recordings.find(key)
         if found is not None:
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        made, captures = self._backward(operands, given, sequences, recorder)
+        made, captures = self._backward(operands, given, sequences, recorder, flow)
         if key is not None:
             sequences.recordings.add(key, self._read(operands), recorder.recording())
         return self._gradients(operands, made, captures)
@@ -234,12 +241,13 @@ class TritonKernel:
         return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
 
     def _backward(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Flow | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
         grads = {name: recorder.empty(t.shape, _contiguous(t.shape), t.dtype, t) for name, (t, on) in wanted.items() if on}
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        call = call if flow is None else replace(call, numbers=call.numbers._replace(flow=flow))
         rows = tuple(recorder.empty(given.lse.shape, given.lse.stride(), torch.float32, given.lse) for _ in range(2))
         dq, dk, dv = (grads.get(name) for name in wanted)
         if dq is not None:

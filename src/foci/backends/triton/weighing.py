@@ -1,0 +1,113 @@
+# mypy: ignore-errors
+"""What needs normalised weights: a second pass over the tiles that a row or a column visits, each weight computed anew.
+
+Every sum is one program's own, in the order of its tiles, so that it repeats bit by bit.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.backward import weights_of
+from foci.backends.triton.flow import with_flow
+from foci.backends.triton.tiles import (
+    LOG2E,
+    load_tile,
+    number,
+    place,
+    rows_pointer,
+    sequence,
+    start_of,
+    stream_tile,
+    tile_offsets,
+    visited,
+    visits,
+)
+
+__all__ = ["weigh_columns", "weigh_rows"]
+
+
+@triton.jit
+def run_of(table, b, h, task, length, c, TILE: tl.constexpr):
+    """(row of the lists, first tile, tiles) of a task, full and partial ones alike."""
+    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, length, c, TILE)
+    return line, part_first if c.MODE == "ranges" else full_first, full + part
+
+
+@triton.jit
+def tile_weights(queries, keys, lse, at, rows, kv_idx, q_len, kv_len, tile, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """Weights of a tile; 0 where there is no key, no query or no attention."""
+    b, h = at
+    qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
+    if c.NEGATIVE:
+        qk = -qk
+    natural = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
+    base = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+    where = (b, h, rows[:, None], kv_idx[None, :], q_len, kv_len, tile)
+    p, _ = weights_of(qk, base[:, None], where, numbers, env, c, both, mask, c.MODE != "all", True)
+    return p
+
+
+@triton.jit
+def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """Column sums [B, Hq, Skv] of one tile of keys, and the weights [B, Hq, Sq, Skv] themselves; each where it is not None."""
+    b, h, task = place(size, spans, c, number(size.tasks), False)
+    memory_b = b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    kv_h = h // number(size.group)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_KV
+    kv_idx = first + tl.arange(0, c.TILE_KV)
+    pointer = rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c)
+    keys = load_tile(pointer, tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - first, True, c.TILE_KV, c.D, c.D_PAD)
+    line = (memory_b * number(size.heads) + h).to(tl.int64)
+    sums = tl.zeros([c.TILE_KV], tl.float32)
+    row, start, count = run_of(table, b, h, task, q_len, c, c.TILE_Q)
+    for i in range(0, count):
+        current = visited(table, row, i, start, count, count, c)
+        here = start_of(current, c, c.TILE_Q)
+        rows = here + tl.arange(0, c.TILE_Q)
+        queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, True, c.TILE_Q, c.D, c.D_PAD)
+        head = lse + line * number(size.rows) + q_start
+        p = tile_weights(queries, keys, head, (b, h), rows, kv_idx, q_len, kv_len, current, numbers, env, c, both, mask)
+        sums += tl.sum(p, 0)
+        if weights is not None:
+            at = (line * number(size.rows) + rows[:, None]) * number(size.columns) + kv_idx[None, :]
+            tl.store(weights + at, p.to(weights.dtype.element_ty), mask=(rows[:, None] < q_len) & (kv_idx[None, :] < kv_len))
+    if columns is not None:
+        tl.store(columns + line * number(size.columns) + kv_start + kv_idx, sums, mask=kv_idx < kv_len)
+
+
+@triton.jit
+def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """sum_j p g for one tile of queries, [B, Hq, Sq]: the part of delta that comes of the weights' own gradients."""
+    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
+    memory_b = b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    kv_h = h // number(size.group)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = tile * c.TILE_Q
+    rows = first + tl.arange(0, c.TILE_Q)
+    pointer = rows_pointer(q, strides.q, memory_b, h, q_start + first, c)
+    queries = load_tile(pointer, tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
+    head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
+    sums = tl.zeros([c.TILE_Q], tl.float32)
+    row, start, count = run_of(table, b, h, task, kv_len, c, c.TILE_KV)
+    for i in range(0, count):
+        current = visited(table, row, i, start, count, count, c)
+        here = start_of(current, c, c.TILE_KV)
+        kv_idx = here + tl.arange(0, c.TILE_KV)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, True, c.TILE_KV, c.D, c.D_PAD)
+        p = tile_weights(queries, keys, lse + head, (b, h), rows, kv_idx, q_len, kv_len, current, numbers, env, c, both, mask)
+        g = with_flow(tl.zeros_like(p), numbers.flow, b, h, memory_b, rows[:, None], kv_idx[None, :], q_len, kv_len)
+        sums += tl.sum(tl.where(p != 0.0, p * g, 0.0), 1)
+    tl.store(flowing + head + rows, sums, mask=rows < q_len)
