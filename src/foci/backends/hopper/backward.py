@@ -14,20 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config
+from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
+from foci.backends.hopper.backward_sums import finish_query_gradient
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
+from foci.backends.triton.arguments import encode
 from foci.backends.triton.backward import prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.kernel import Pass, TritonKernel
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.sparsity import Visits, sequences_of
+from foci.backends.triton.sparsity import ALL, DENSE, Visits, sequences_of
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 __all__ = ["HopperGradients"]
@@ -49,6 +53,7 @@ class Cut:
 
 QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
 """By the wider of the padded head dims."""
+FUSED: Final = Cut(64, 128, 2)
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
 
@@ -61,6 +66,9 @@ class HopperGradients:
         self.problem = plan.problem
         self.rows = TritonKernel(plan)
         self.dims = self.rows.dims
+        mask, formula = self.problem.variant.mask, self.problem.formula
+        is_prefix = is_causal(self.problem.variant) or (mask.op == "const" and mask.value is True)
+        self.is_fused = self.dims == (128, 128) and is_prefix and formula.block_size is None
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
@@ -76,10 +84,13 @@ class HopperGradients:
         extra = {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None}
         call = self.rows.begin(operands, extra, sequences_of(operands), Recorder((), None))
         lse2, delta = self._prepare(call, results, dout, cotangents.lse)
-        if dq is not None:
-            self._query_gradient(call, dout, (lse2, delta), dq)
-        for pair in self._key_passes(dk, dv):
-            self._key_gradient(call, dout, (lse2, delta), pair)
+        if dq is not None and dk is not None and dv is not None and self.is_fused and operands.cu_q is None:
+            self._fused(call, dout, (lse2, delta), (dq, dk, dv))
+        else:
+            if dq is not None:
+                self._query_gradient(call, dout, (lse2, delta), dq)
+            for pair in self._key_passes(dk, dv):
+                self._key_gradient(call, dout, (lse2, delta), pair)
         captures: tuple[Tensor | None, ...] = tuple(None for _ in operands.captures)
         if any(p.capture_grads):
             captures = capture_gradients(self.rows, call, (dout, lse2, delta), cotangents.lse)
@@ -108,6 +119,26 @@ class HopperGradients:
             self.rows.size(call, query.shape[1], visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
             call.environment, self._config(call, cut, visits), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
+
+    def _fused(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor]) -> None:
+        operands, functions, (dq, dk, dv) = call.operands, self._functions(call.operands, "kv_idx"), grads
+        ragged = operands.cu_q is not None
+        query, key, value = map(_described, (operands.query, operands.key, operands.value))
+        of = functools.partial(describe, ragged=ragged)
+        (batch, heads, length, _), kv_heads, tasks = query.shape, key.shape[1], triton.cdiv(key.shape[2], FUSED.tile_kv)
+        slots = triton.cdiv(length, FUSED.tile_q)
+        turns = torch.zeros(1 + batch * heads * slots, dtype=torch.int32, device=query.device)
+        sums = torch.empty(batch * heads * slots * FUSED.tile_q * self.dims[0], dtype=torch.float32, device=query.device)
+        visits = Visits(tasks, "causal" if is_causal(self.problem.variant) else "all", DENSE, ALL)
+        config = self._config(call, FUSED, visits)
+        attention_gradients[(batch * kv_heads * tasks,)](
+            of(query, FUSED.tile_q), of(key, 64), of(value, 64), of(dout, FUSED.tile_q), *(_row_values(t, FUSED.tile_q) for t in rows),
+            sums, of(dk, 64), of(dv, 64), turns, encode(slots), self.rows.size(call, kv_heads, tasks), DENSE, call.numbers,
+            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
+        )  # fmt: skip
+        finish_query_gradient[(batch * heads * slots,)](
+            sums, turns, dq, self.rows.size(call, heads, slots), DENSE, encode(slots), operands.scale, config, num_warps=4
+        )
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
         """dk and dv in one kernel, or in two where their sums would not fit the registers together."""
