@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,7 +73,7 @@ class Emitter:
 
     def size(self, size: Any) -> Any:
         """A size as an argument: a number, or the node that has it."""
-        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
+        if not isinstance(size, torch.SymInt):
             return size
         return self._symbolic(size.node.expr)
 
@@ -90,11 +89,7 @@ class Emitter:
             return node if dim is None else self.method("size", node, dim)
         if expr.is_Integer:
             return int(expr)
-        if expr.is_Number:
-            return float(expr)
-        if expr.is_Pow and expr.exp == -1:
-            return self.call(operator.truediv, 1.0, self._symbolic(expr.base))
-        rule = next((op for kind, op in _ARITHMETIC if isinstance(expr, kind) or type(expr).__name__ == kind), None)
+        rule = next((op for kind, op in _ARITHMETIC if type(expr).__name__ == kind), None)
         if rule is None:
             raise NoRule(f"a size, {expr}, that the graph has nowhere")
         parts = [self._symbolic(part) for part in expr.args]
@@ -153,14 +148,11 @@ class Emitter:
         return self._reshaped(node, shape, split=None)
 
 
-_ARITHMETIC: Final[tuple[tuple[Any, Callable[..., Any]], ...]] = (
-    (sympy.Add, operator.add),
-    (sympy.Mul, operator.mul),
+_ARITHMETIC: Final[tuple[tuple[str, Callable[..., Any]], ...]] = (
+    ("Add", operator.add),
+    ("Mul", operator.mul),
     ("FloorDiv", operator.floordiv),
     ("CleanDiv", operator.floordiv),
     ("PythonMod", operator.mod),
     ("Mod", operator.mod),
-    ("IntTrueDiv", operator.truediv),
-    ("FloatTrueDiv", operator.truediv),
-    ("ToFloat", float),
 )

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
-from foci.graph.reading import Call, Size, call_of, is_tensor, same_size, shape_of, tensor_of, value_of
+from foci.graph.reading import Call, Size, call_of, is_tensor, number_of, same_size, shape_of, tensor_of, value_of
 from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -184,9 +184,7 @@ class Lift:
         def operand(arg: Any) -> Any:
             if is_tensor(arg):
                 return Symbol(self.tracer, self.element(arg, broadcast_index(index, shape_of(arg))))
-            value = value_of(arg)
-            if isinstance(value, torch.SymFloat):
-                raise NoRule("a real number that depends on a dynamic size")
+            value = number_of(arg)
             return Symbol(self.tracer, self.number(value)) if isinstance(value, torch.SymInt) else value
 
         args, kwargs = [operand(a) for a in call.args], {k: operand(v) for k, v in call.kwargs.items() if k not in ("out", "inplace")}
@@ -235,7 +233,7 @@ def _filled(value: float | None) -> Maker:
         assert tensor is not None
         if isinstance(number, fx.Node) and is_tensor(number):
             return lift.element(number, ())
-        found = value_of(number)
+        found = number_of(number)
         if isinstance(found, torch.SymInt):
             return cast(lift.number(found), dtype_of(tensor.dtype))
         return _held(found, tensor.dtype)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from foci.graph.reading import Call, call_of, is_tensor, rank_of, same_size, shape_of, value_of
+from foci.graph.reading import Call, call_of, is_tensor, number_of, rank_of, same_size, shape_of
 
 __all__ = ["Label", "Product", "product_of"]
 
@@ -92,7 +92,7 @@ def _baddbmm(node: fx.Node, call: Call) -> Product | None:
     if not _tensors(addend, left, right):
         return None
     labels, out = _matrix_labels(node, left, right)
-    return Product(node, (left, right), labels, out, addend, value_of(call.kwargs.get("alpha", 1)), value_of(call.kwargs.get("beta", 1)))
+    return Product(node, (left, right), labels, out, addend, number_of(call.kwargs.get("alpha", 1)), number_of(call.kwargs.get("beta", 1)))
 
 
 def _linear(node: fx.Node, call: Call) -> Product | None:

@@ -14,7 +14,20 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Call", "Size", "call_of", "is_half", "is_tensor", "location_of", "rank_of", "same_size", "shape_of", "tensor_of", "value_of"]
+__all__ = [
+    "Call",
+    "Size",
+    "call_of",
+    "is_half",
+    "is_tensor",
+    "location_of",
+    "number_of",
+    "rank_of",
+    "same_size",
+    "shape_of",
+    "tensor_of",
+    "value_of",
+]
 
 Size: TypeAlias = int | torch.SymInt
 
@@ -78,6 +91,12 @@ def value_of(arg: Any) -> Any:
         found = arg.meta.get("example_value")
         return arg.meta.get("val") if found is None else found
     return arg
+
+
+def number_of(arg: Any) -> Any:
+    """`value_of`, a real number that Dynamo left open as itself: its value is fixed by a guard, as the kernel's is."""
+    value = value_of(arg)
+    return float(value) if isinstance(value, torch.SymFloat) else value
 
 
 def tensor_of(arg: Any) -> Tensor | None:

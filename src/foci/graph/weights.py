@@ -11,7 +11,7 @@ from torch import fx
 
 from foci.graph.indices import Index, NoRule
 from foci.graph.lift import CASTS, Lift
-from foci.graph.reading import Call, call_of, is_tensor, rank_of, same_size, shape_of, value_of
+from foci.graph.reading import Call, call_of, is_tensor, number_of, rank_of, same_size, shape_of, value_of
 from foci.graph.views import step
 
 __all__ = ["Softmax", "Walk", "reads_only_shape", "softmax_of", "walk_up"]
@@ -139,7 +139,7 @@ def _above(walk: Walk, node: fx.Node, call: Call, start: Index, between: frozens
 
 
 def _drop(walk: Walk, call: Call) -> None:
-    probability = value_of(call.argument(1, "p", 0.5))
+    probability = number_of(call.argument(1, "p", 0.5))
     training = value_of(call.argument(2, "training", call.kwargs.get("train", True)))
     if training is False or probability == 0.0:
         return
@@ -156,7 +156,7 @@ def _dropped(walk: Walk, probability: Any) -> None:
 
 def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None:
     other = call.args[1] if call.args[0] is source else call.args[0]
-    value = value_of(other)
+    value = number_of(other)
     if isinstance(value, (int, float)) and (call.name == "mul" or call.args[0] is source):
         walk.scale *= value if call.name == "mul" else 1 / value
         return
@@ -206,7 +206,7 @@ def _zero(walk: Walk, call: Call, source: fx.Node) -> None:
         if is_tensor(mask) and mask is source:  # the method: x.where(condition, other)
             mask, kept = kept, mask
         fill, when = (other, False) if kept is source else (kept, True)
-    number = value_of(fill)
+    number = number_of(fill)
     if isinstance(fill, fx.Node) and isinstance(number, torch.Tensor):
         made = call_of(fill)
         number = 0 if made is not None and made.name in ("zeros", "zeros_like", "new_zeros") else None
