@@ -103,14 +103,21 @@ class Environment(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scale (its absolute value), dropout's threshold and factor, the seed, and what flows into the weights in a backward pass
-    (see `foci.backends.triton.flow`)."""
+    """Scale (its absolute value), dropout's threshold and factor, the seed, and what flows into the weights in a backward pass.
+
+    `flow_columns`: gradient of the column sums, float32 [B, Hq, Skv], or [1, Hq, Tkv] jagged, with `flow_start` the first key
+    of each sequence. `flow_weights`: of the weights, float32 [B, Hq, Sq, Skv]. Contiguous, or None. `flow_counts`: Hq, Sq, and
+    Skv or Tkv, encoded; empty where nothing flows.
+    """
 
     scale: float
     threshold: int
     keep_factor: float
     seed: Tensor | None
-    flow: Any = None
+    flow_columns: Tensor | None = None
+    flow_weights: Tensor | None = None
+    flow_start: Tensor | None = None
+    flow_counts: tuple[int, ...] = ()
 
 
 def encode(value: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foci.backends.triton.arguments import encode
-from foci.backends.triton.flow import Flow
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
 from foci.backends.triton.sparsity import Sequences
@@ -19,7 +18,9 @@ from foci.problem import Cotangents, Operands, Results
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import TritonKernel
 
-__all__ = ["flow_of", "weighed", "with_flowing_rows"]
+__all__ = ["Flow", "flow_of", "weighed", "with_flowing_rows"]
+
+Flow: TypeAlias = dict[str, Any]
 
 
 def weighed(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> Results:
@@ -41,12 +42,13 @@ def weighed(kernel: TritonKernel, operands: Operands, sequences: Sequences, resu
 
 
 def flow_of(operands: Operands, cotangents: Cotangents, sequences: Sequences) -> Flow | None:
-    """What flows into the weights, None where nothing does."""
+    """What flows into the weights, as fields of `arguments.Numbers`; None where nothing does."""
     if cotangents.column_sums is None and cotangents.weights is None:
         return None
     columns, weights = (None if t is None else t.to(torch.float32).contiguous() for t in (cotangents.column_sums, cotangents.weights))
     counts = (operands.query.shape[1], operands.query.shape[2], operands.key.shape[2])
-    return Flow(columns, weights, sequences.kv_start, *map(encode, counts))
+    found = {"flow_columns": columns, "flow_weights": weights, "flow_start": sequences.kv_start}
+    return {**found, "flow_counts": tuple(map(encode, counts))}
 
 
 def with_flowing_rows(
@@ -63,7 +65,7 @@ def with_flowing_rows(
     visits = kernel.visits(call, schedule, "queries")
     weigh_rows[(batch * heads * visits.tasks,)](
         query, operands.key, results.lse.contiguous(), sums, kernel.strides(call), kernel.size(call, heads, visits.tasks), visits.spans,
-        visits.table, call.numbers._replace(flow=flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
+        visits.table, call.numbers._replace(**flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
         call.functions.mask, num_warps=schedule.warps,
     )  # fmt: skip
     lse: Tensor = -sums if cotangents.lse is None else cotangents.lse.to(torch.float32) - sums

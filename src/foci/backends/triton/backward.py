@@ -132,7 +132,7 @@ def fold_query_gradient(
         p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE)
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
-        dp = with_flow(dp, numbers.flow, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+        dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
         ds = score_gradient(p, dp, delta[:, None], slope, c, MASKED or EDGE)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
@@ -292,7 +292,7 @@ def fold_key_gradient(
                 dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
             if c.DROPOUT:
                 dp = tl.where(keep, dp * numbers.keep_factor, 0.0)
-            dp = with_flow(dp, numbers.flow, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
+            dp = with_flow(dp, numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
             ds = score_gradient(p, dp, tl.expand_dims(row_delta, ROW_AXIS), slope, c, MASKED or EDGE).to(queries.dtype)
             dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
     return dk, dv

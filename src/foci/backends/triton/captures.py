@@ -68,7 +68,7 @@ def contribution(
         inner_kv = tl.minimum(kv_idx, kv_len - 1)
     if c.DROPOUT:
         dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
-    dp = with_flow(dp, numbers.flow, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
+    dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
     weight, offset = part(qk * numbers.scale, b, h, inner_q, inner_kv, q_len, kv_len, env)
     return tl.where(p != 0.0, p * (dp - row_delta[:, None]) * weight, 0.0), offset
 

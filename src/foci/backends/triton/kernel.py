@@ -15,11 +15,10 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
-from foci.backends.triton.auxiliary import flow_of, weighed, with_flowing_rows
+from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.decode import attention_decode, combine_splits
-from foci.backends.triton.flow import Flow
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.recording import Recorder, may_replay, stream_of
@@ -247,7 +246,7 @@ class TritonKernel:
         wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
         grads = {name: recorder.empty(t.shape, _contiguous(t.shape), t.dtype, t) for name, (t, on) in wanted.items() if on}
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
-        call = call if flow is None else replace(call, numbers=call.numbers._replace(flow=flow))
+        call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         rows = tuple(recorder.empty(given.lse.shape, given.lse.stride(), torch.float32, given.lse) for _ in range(2))
         dq, dk, dv = (grads.get(name) for name in wanted)
         if dq is not None:

@@ -108,6 +108,6 @@ def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c,
         kv_idx = here + tl.arange(0, c.TILE_KV)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, True, c.TILE_KV, c.D, c.D_PAD)
         p = tile_weights(queries, keys, lse + head, (b, h), rows, kv_idx, q_len, kv_len, current, numbers, env, c, both, mask)
-        g = with_flow(tl.zeros_like(p), numbers.flow, b, h, memory_b, rows[:, None], kv_idx[None, :], q_len, kv_len)
+        g = with_flow(p * 0.0, numbers, b, h, memory_b, rows[:, None], kv_idx[None, :], q_len, kv_len)
         sums += tl.sum(tl.where(p != 0.0, p * g, 0.0), 1)
     tl.store(flowing + head + rows, sums, mask=rows < q_len)
