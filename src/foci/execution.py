@@ -13,7 +13,19 @@ from foci import backends
 from foci.backends.contract import Kernel
 from foci.context import Call, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
-from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, accumulation_dtype, bucket, empty_out
+from foci.problem import (
+    Cotangents,
+    Formula,
+    Gradients,
+    Layout,
+    Operands,
+    Problem,
+    Results,
+    accumulation_dtype,
+    bucket,
+    empty_out,
+    is_aligned,
+)
 
 __all__ = ["as_written", "decide", "problem_of", "run_backward", "run_forward"]
 
@@ -45,7 +57,13 @@ def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
         value_grad=needs[2],
         capture_grads=needs[3],
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        aligned=_is_aligned(query, key, value),
     )
+
+
+def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    # the copy engine is a GPU's; elsewhere the question is not worth its time
+    return not query.is_cuda or (is_aligned(query) and is_aligned(key) and is_aligned(value))
 
 
 def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Decision:
@@ -62,6 +80,7 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
     signature = (
         formula, needs, allowed, query.dtype, query.device, query.shape[1], query.shape[3], key.shape[1], value.shape[3],
         *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.names(),
+        _is_aligned(query, key, value),
     )  # fmt: skip
     found = _decisions.get(signature)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from foci import backends
-from foci.backends.contract import Plan, Rejection
+from foci.backends.contract import Noted, Plan, Rejection
 from foci.problem import Problem, Target
 
 __all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "target_of"]
@@ -18,11 +19,12 @@ __all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "target_of"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one backend said of a problem: a reason to decline, or a cost in seconds."""
+    """What one backend said of a problem: a reason to decline, or a cost in seconds, and how it would go about it."""
 
     backend: str
     reason: str | None
     cost: float = float("inf")
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Decision:
                 said = f"chosen, about {_seconds(verdict.cost)}"
             else:
                 said = f"possible, about {_seconds(verdict.cost)}"
+            said += f": {verdict.note}" if verdict.note else ""
             lines.append(f"  {verdict.backend:<{width}}  {said}")
         return "\n".join(lines)
 
@@ -86,7 +89,10 @@ def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] |
         return Verdict(name, f"only {', '.join(allowed) or 'no backend'} may be used here")
     backend = backends.load(name)
     reason = backend.reject(problem, target)
-    return Verdict(name, reason) if reason is not None else Verdict(name, None, backend.cost(problem, target))
+    if reason is not None:
+        return Verdict(name, reason)
+    note = backend.note(problem, target) if isinstance(backend, Noted) else ""
+    return Verdict(name, None, backend.cost(problem, target), note)
 
 
 def _seconds(cost: float) -> str:
@@ -100,7 +106,7 @@ def target_of(device: torch.device) -> Target:
     """The target a tensor's device is: kind, compute capability, features.
 
     CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and `cxx` where a C++
-    compiler is found; CUDA features hold `triton` where it is installed.
+    compiler is found; CUDA features hold `triton` and, say, `triton-3.6` where it is installed.
     """
     found = _targets.get(device)
     if found is None:
@@ -111,10 +117,18 @@ def target_of(device: torch.device) -> Target:
 _targets: dict[torch.device, Target] = {}
 
 
+def _triton() -> set[str]:
+    """`triton`, and `triton-3.6` for a release 3.6.0, where it is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return set()
+    release = importlib.metadata.version("triton").split(".")
+    return {"triton", f"triton-{'.'.join(release[:2])}"}
+
+
 def _inspect(device: torch.device) -> Target:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return Target("cuda", 10 * major + minor, frozenset({"triton"} if importlib.util.find_spec("triton") else ()))
+        return Target("cuda", 10 * major + minor, frozenset(_triton()))
     if device.type == "cpu":
         features = {torch.backends.cpu.get_cpu_capability().lower()}
         if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):

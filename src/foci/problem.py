@@ -24,6 +24,7 @@ __all__ = [
     "accumulation_dtype",
     "bucket",
     "empty_out",
+    "is_aligned",
 ]
 
 
@@ -103,6 +104,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the last dimension is contiguous, other strides are positive, and all of them and the address multiples of 16 bytes."""
+    *outer, last = tensor.stride()
+    unit = 16 // tensor.element_size()
+    if last != 1 or tensor.data_ptr() & 15:
+        return False
+    return all((stride > 0 and stride % unit == 0) or n == 1 for stride, n in zip(outer, tensor.shape, strict=False))
+
+
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
     """An uninitialised result [B, Hq, Sq, Dv] laid out as [B, Sq, Hq, Dv], so that merging heads needs no copy."""
     batch, heads, length, _ = query.shape
@@ -123,6 +133,8 @@ class Problem:
         query_grad, key_grad, value_grad: which gradients will be asked for.
         capture_grads: the same for each captured tensor.
         deterministic: gradients must be bitwise repeatable.
+        aligned: rows of query, key and value are contiguous, their other strides positive, and every row begins at a multiple of
+            16 bytes: what a GPU's copy engine asks for.
     """
 
     formula: Formula
@@ -139,6 +151,7 @@ class Problem:
     value_grad: bool = False
     capture_grads: tuple[bool, ...] = ()
     deterministic: bool = False
+    aligned: bool = True
 
     @property
     def variant(self) -> Variant:

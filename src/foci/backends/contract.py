@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from foci.problem import Cotangents, Gradients, Operands, Problem, Results, Target
 
-__all__ = ["Backend", "Kernel", "Plan", "Rejection"]
+__all__ = ["Backend", "Kernel", "Noted", "Plan", "Rejection"]
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,13 @@ class Backend(Protocol):
 
     def compile(self, plan: Plan, /) -> Kernel:
         """A kernel for every problem with this plan's text."""
+        ...
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A backend that says which of its kernels it would take, and why; `explain` prints it."""
+
+    def note(self, problem: Problem, target: Target, /) -> str:
+        """In a few words."""
         ...

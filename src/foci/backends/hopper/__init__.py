@@ -10,11 +10,12 @@ from typing import Final
 import torch
 
 from foci.backends.contract import Kernel, Plan
+from foci.backends.hopper.schedules import forward_schedule
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
-VERSIONS: Final = ("3.6",)
+VERSIONS: Final[tuple[str, ...]] = ()
 """Releases of Triton whose Gluon the kernels are written for."""
 
 _FLOPS: Final = 6e14
@@ -44,15 +45,21 @@ class HopperBackend:
             return f"head dims go to 256; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
         if problem.head_dim % 8 or problem.value_dim % 8:
             return f"rows must be multiples of 16 bytes; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
+        if not problem.aligned:
+            return "copies rows that begin at multiples of 16 bytes and are contiguous; query, key or value lie otherwise"
+        if formula.layout not in (Layout.DENSE, Layout.JAGGED):
+            return f"takes no {formula.layout.value} keys"
         if outputs.weights or outputs.column_sums:
             return "does not return weights or their column sums"
-        if problem.needs_backward:
-            return "has no backward yet"
         if formula.block_size is not None and formula.layout is Layout.JAGGED:
             return "block masks are for the dense layout"
         if formula.block_size is not None and any(size % 128 for size in formula.block_size):
             return f"block sizes must be multiples of 128, not {formula.block_size}"
         return None
+
+    def note(self, problem: Problem, target: Target, /) -> str:
+        """Which forward kernel, and why."""
+        return forward_schedule(problem).why
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops at the rate such kernels reach."""

@@ -42,8 +42,7 @@ class HopperKernel(host.TritonKernel):
         out, lse, row_max = host.result_tensors(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
-        mode = "causal" if self.is_causal else "all" if self.is_whole else "lists"
-        schedule = forward_schedule(self.dims, is_plain=is_plain and not self.problem.formula.dropout, mode=mode)
+        schedule = forward_schedule(self.problem)
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1)
         visits = self.visits(call, tiles, "queries")
         size = self.size(call, query.shape[1], visits.tasks)
