@@ -19,7 +19,8 @@ VERSIONS: Final[tuple[str, ...]] = ()
 """Releases of Triton whose Gluon the kernels are written for."""
 
 _FLOPS: Final = 6e14
-_LAUNCH: Final = 3e-5
+_LAUNCH: Final = 2e-5
+_PROCESSORS: Final = 132
 
 
 class HopperBackend:
@@ -62,8 +63,12 @@ class HopperBackend:
         return forward_schedule(problem).why
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops at the rate such kernels reach."""
-        return _LAUNCH + problem.flops * (3.5 if problem.needs_backward else 1.0) / _FLOPS
+        """A launch, and so many turns of the device's multiprocessors: rows come in tiles, which few queries leave mostly empty."""
+        rows = forward_schedule(problem).tile_q
+        tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
+        turns = max(1.0, tiles / _PROCESSORS)
+        seconds = turns * 2.0 * rows * problem.kv_len * (problem.head_dim + problem.value_dim) / (_FLOPS / _PROCESSORS)
+        return _LAUNCH + seconds * (3.5 if problem.needs_backward else 1.0)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""

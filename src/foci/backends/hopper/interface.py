@@ -16,4 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"]
+# the two copies were renamed after Triton 3.6
+bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+__all__ = [
+    "TensorDescriptor",
+    "bring",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "send",
+    "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What every kernel does with tiles: where they lie, which are visited, what is masked."""
 
-from foci.backends.hopper.interface import gl, gluon, tma
+from foci.backends.hopper.interface import bring, gl, gluon, send
 from foci.backends.triton.tiles import number, place, visited, visits
 
 __all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step"]
@@ -15,11 +15,9 @@ def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.conste
     rows: gl.constexpr = buffer.shape[0]
     width: gl.constexpr = buffer.shape[1]
     if JAGGED:
-        tma.async_copy_global_to_shared(
-            source, [FAR, start + length, h, FAR - length + row, 0], barrier, buffer.reshape([1, 1, 1, rows, width])
-        )
+        bring(source, [FAR, start + length, h, FAR - length + row, 0], barrier, buffer.reshape([1, 1, 1, rows, width]))
     else:
-        tma.async_copy_global_to_shared(source, [b, h, row, 0], barrier, buffer.reshape([1, 1, rows, width]))
+        bring(source, [b, h, row, 0], barrier, buffer.reshape([1, 1, rows, width]))
 
 
 @gluon.jit
@@ -28,9 +26,9 @@ def copy_out(target, b, h, row, start, length, buffer, JAGGED: gl.constexpr):
     rows: gl.constexpr = buffer.shape[0]
     width: gl.constexpr = buffer.shape[1]
     if JAGGED:
-        tma.async_copy_shared_to_global(target, [FAR, start + length, h, FAR - length + row, 0], buffer.reshape([1, 1, 1, rows, width]))
+        send(target, [FAR, start + length, h, FAR - length + row, 0], buffer.reshape([1, 1, 1, rows, width]))
     else:
-        tma.async_copy_shared_to_global(target, [b, h, row, 0], buffer.reshape([1, 1, rows, width]))
+        send(target, [b, h, row, 0], buffer.reshape([1, 1, rows, width]))
 
 
 @gluon.jit
