@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index
 from foci.graph.layout import Layout, arrange, source_place, uncast_place
 from foci.graph.masking import leading_scale, masked
 from foci.graph.match import Match, Place
-from foci.graph.reading import is_half, shape_of, tensor_of
+from foci.graph.reading import device_of, dtype_of, is_half, shape_of
 from foci.graph.views import step
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -28,7 +28,18 @@ from foci.operator.arguments import flatten
 from foci.problem import Formula, Operands, Outputs
 from foci.problem import Layout as Rows
 
-__all__ = ["Prepared", "attention", "lower", "prepare"]
+__all__ = ["Asked", "Prepared", "attention", "lower", "prepare"]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a call of the operator asks for besides its operands."""
+
+    scale: float
+    dropout: float = 0.0
+    outputs: Outputs = field(default_factory=Outputs)
+    blocks: fx.Node | None = None
+    block_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +73,7 @@ def prepare(match: Match) -> Prepared:
     query, key, value, dtype = _operands(match)
     key, value = (source_place(p, match.atoms, number, element) for p in (key, value))
     layout = arrange(match.atoms, key, value)
-    found = masked(layout.placed(match.score, number), safe=match.softmax.safe)
+    found = masked(layout.placed(match.score, number))
     _check_zeroed(match, layout, found.mask)
     score, scale = leading_scale(found.score)
     if not math.isfinite(scale):
@@ -79,18 +90,12 @@ def _operands(match: Match) -> tuple[Place, Place, Place, torch.dtype]:
     number, element = match.lift.number, match.lift.element
     places = [match.query, match.key, match.value]
     narrow = [uncast_place(p, number, element) for p in places]
-    dtypes = [_dtype(match.first.node), _dtype(match.first.node), _dtype(match.second.node)]
+    dtypes = [match.dtypes[0], match.dtypes[0], match.dtypes[1]]
     halves = {half for _, half in narrow if half is not None} | {d for d in dtypes if is_half(d)}
     whole = [half is not None or is_half(d) for (_, half), d in zip(narrow, dtypes, strict=True)]
     if len(halves) == 1 and all(whole):
         return (*(n if half is not None else p for p, (n, half) in zip(places, narrow, strict=True)), halves.pop())  # type: ignore[return-value]
     return places[0], places[1], places[2], torch.promote_types(dtypes[0], dtypes[2])
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.dtype
 
 
 def _check_zeroed(match: Match, layout: Layout, mask: Expr) -> None:
@@ -103,26 +108,19 @@ def _check_zeroed(match: Match, layout: Layout, mask: Expr) -> None:
 
 
 def attention(
-    emitter: Emitter, operands: Sequence[fx.Node], bound: Bound, captures: Sequence[fx.Node], scale: Any, dropout: float, outputs: Outputs
-) -> tuple[fx.Node, fx.Node]:
-    """A call of the operator on [B, H, S, D] operands: the nodes of `out` and `lse`."""
-    device = _device(operands[0])
+    emitter: Emitter, operands: Sequence[fx.Node], bound: Bound, captures: Sequence[fx.Node], asked: Asked
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """A call of the operator on [B, H, S, D] operands: the nodes of `out`, `lse` and `row_max`."""
     seed = None
-    if dropout > 0.0:
-        seed = emitter.call(torch.randint, 0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    formula = Formula(bound.variant, Rows.DENSE, outputs, dropout > 0.0)
+    if asked.dropout > 0.0:
+        seed = emitter.call(torch.randint, 0, 2**63 - 1, (1,), dtype=torch.int64, device=device_of(operands[0]))
+    formula = Formula(bound.variant, Rows.DENSE, asked.outputs, asked.dropout > 0.0, asked.block_size)
     ints, floats = (tuple(emitter.size(n) for n in numbers) for numbers in (bound.ints, bound.floats))
     # Nodes stand where tensors and numbers will be.
-    given: Any = (*operands, tuple(captures), ints, floats, scale, dropout, seed)
-    args = flatten(formula, Operands(*given), None)
-    made = emitter.call(torch.ops.foci.attention.default, *args)
-    return emitter.call(operator.getitem, made, 0), emitter.call(operator.getitem, made, 1)
-
-
-def _device(node: fx.Node) -> torch.device:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.device
+    given: Any = (*operands, tuple(captures), ints, floats, asked.scale, asked.dropout, seed, asked.blocks)
+    made = emitter.call(torch.ops.foci.attention.default, *flatten(formula, Operands(*given), None))
+    out, lse, row_max = (emitter.call(operator.getitem, made, n) for n in range(3))
+    return out, lse, row_max
 
 
 def captured_nodes(emitter: Emitter, bound: Bound, tracer: Tracer, leaves: dict[int, fx.Node], device: torch.device) -> list[fx.Node]:
@@ -147,9 +145,9 @@ def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
     key = emitter.operand(prepared.key, (layout.batch, kv_heads, layout.keys, layout.depth), whole=(True, True, True, True))
     value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), whole=(True, True, True, True))
     operands = [_cast(emitter, node, prepared.dtype) for node in (query, key, value)]
-    captures = captured_nodes(emitter, prepared.bound, match.lift.tracer, match.lift.leaves, _device(query))
+    captures = captured_nodes(emitter, prepared.bound, match.lift.tracer, match.lift.leaves, device_of(query))
     outputs = Outputs(lse=match.sink is not None or prepared.uniform)
-    out, lse = attention(emitter, operands, prepared.bound, captures, prepared.scale, match.walk.dropout, outputs)
+    out, lse, _ = attention(emitter, operands, prepared.bound, captures, Asked(prepared.scale, match.walk.dropout, outputs))
     if match.sink is not None:
         out = _with_sink(emitter, match, layout, out, lse)
     if prepared.uniform:
@@ -157,14 +155,14 @@ def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
     if match.walk.scale != 1.0:
         out = emitter.call(operator.mul, out, match.walk.scale)
     result_groups = (layout.batch, layout.heads, layout.queries, layout.width)
-    out = emitter.result(out, result_groups, match.out, shape_of(match.second.node))
+    out = emitter.result(out, result_groups, match.out, shape_of(match.node))
     for factor in match.walk.factors:
         out = emitter.call(operator.mul, out, factor)
-    return _cast(emitter, out, _dtype(match.second.node))
+    return _cast(emitter, out, match.dtypes[1])
 
 
 def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return node if _dtype(node) == dtype else emitter.method("to", node, dtype)
+    return node if dtype_of(node) == dtype else emitter.method("to", node, dtype)
 
 
 def _with_sink(emitter: Emitter, match: Match, layout: Layout, out: fx.Node, lse: fx.Node) -> fx.Node:
@@ -174,10 +172,10 @@ def _with_sink(emitter: Emitter, match: Match, layout: Layout, out: fx.Node, lse
     place = _narrowest(Place(node, index), match)
     groups: tuple[Digits, ...] = (layout.batch, layout.heads, layout.queries)
     logit = emitter.operand(place, groups, whole=(False, False, False))
-    logit = _cast(emitter, logit, _dtype(lse))
+    logit = _cast(emitter, logit, dtype_of(lse))
     share = emitter.call(torch.sigmoid, emitter.call(operator.sub, lse, logit))
     scaled = emitter.call(operator.mul, out, emitter.method("unsqueeze", share, -1))
-    return _cast(emitter, scaled, _dtype(out))
+    return _cast(emitter, scaled, dtype_of(out))
 
 
 def _narrowest(place: Place, match: Match) -> Place:

@@ -45,12 +45,11 @@ class Masked:
     uniform: bool
 
 
-def masked(score: Expr, *, safe: bool) -> Masked:
+def masked(score: Expr) -> Masked:
     """The score with its lowest constants as a mask.
 
     Args:
         score: of the variable `score` and the coordinates.
-        safe: rows of -inf alone have weights of zero.
     """
     score = simplify(rewrite(simplify(score), _canonical))
     found = _split(score)
@@ -63,7 +62,7 @@ def masked(score: Expr, *, safe: bool) -> Masked:
     if any(_is_low(e) for e in rest.walk()):
         return Masked(score, _TRUE, uniform=False)
     finite = lowest != -math.inf
-    return Masked(simplify(rest), keep, uniform=finite and not safe and not _surely_attends(keep))
+    return Masked(simplify(rest), keep, uniform=finite and not _surely_attends(keep))
 
 
 def _is_low(e: Expr) -> bool:

@@ -12,12 +12,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
 from foci.graph.lift import CASTS, PASSED, Lift
 from foci.graph.products import Product, product_of
-from foci.graph.reading import Size, call_of, is_tensor, same_size, shape_of, tensor_of
+from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, same_size, shape_of
 from foci.graph.weights import Softmax, Walk, walk_up
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -52,8 +53,8 @@ class Match:
     """An attention that was read.
 
     Attributes:
-        first, second: the products.
-        softmax: between them.
+        node: what the attention replaces.
+        dtypes: of the scores and of the result.
         query, key, value: the operands, indexed by atoms.
         atoms: the dimensions.
         score: the element that enters the softmax, of the variable `score` and the atoms.
@@ -61,12 +62,11 @@ class Match:
         sink: the column concatenated before the softmax and dropped after it, read at the atoms, or None.
         lift: holds what was captured.
         inside: nodes whose only purpose is this attention: from the first product to the second.
-        out: the digits of each dimension of the second product.
+        out: the digits of each dimension of the result.
     """
 
-    first: Product
-    second: Product
-    softmax: Softmax
+    node: fx.Node
+    dtypes: tuple[torch.dtype, torch.dtype]
     query: Place
     key: Place
     value: Place
@@ -163,7 +163,7 @@ def read(
         found.append(index)
         return _scored(first, index, lift)
 
-    lift = Lift(first_device(first), score, on_path)
+    lift = Lift(device_of(first.node), score, on_path)
     walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax.node, between, lift)
     keys = naming.all(roles["keys"])
     if walk.index[softmax.dim] != keys:
@@ -177,16 +177,11 @@ def read(
     shared, queries = _sequence(shared, queries, keys)
     left, right, depth = _operands(first, found[0], shared, queries, keys, naming)
     atoms = Atoms(shared, queries, keys, depth, naming.all(roles["width"]))
+    read_value = Place(second.operands[value], naming.index(second.labels[value]))
     return Match(
-        first, second, softmax, left, right, Place(second.operands[value], naming.index(second.labels[value])), atoms, expression,
+        second.node, (dtype_of(first.node), dtype_of(second.node)), left, right, read_value, atoms, expression,
         walk, sink, lift, (on_path & passed) | softmax.inside | between, naming.index(second.out),
     )  # fmt: skip
-
-
-def first_device(first: Product) -> Any:
-    tensor = tensor_of(first.node)
-    assert tensor is not None
-    return tensor.device
 
 
 def _depending(first: fx.Node, passed: frozenset[fx.Node]) -> frozenset[fx.Node]:

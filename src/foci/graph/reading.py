@@ -18,6 +18,8 @@ __all__ = [
     "Call",
     "Size",
     "call_of",
+    "device_of",
+    "dtype_of",
     "is_half",
     "is_tensor",
     "location_of",
@@ -103,6 +105,18 @@ def tensor_of(arg: Any) -> Tensor | None:
     """The example tensor of a node that makes one, else None."""
     value = value_of(arg) if isinstance(arg, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    tensor = tensor_of(node)
+    assert tensor is not None, node
+    return tensor.dtype
+
+
+def device_of(node: fx.Node) -> torch.device:
+    tensor = tensor_of(node)
+    assert tensor is not None, node
+    return tensor.device
 
 
 def is_tensor(arg: Any) -> bool:

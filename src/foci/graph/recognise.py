@@ -7,13 +7,14 @@ writes the operator. What cannot be read gives the reason that the report prints
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import NeedsSplit, NoRule
 from foci.graph.lift import CASTS
@@ -23,9 +24,10 @@ from foci.graph.products import Product, product_of
 from foci.graph.reading import call_of, location_of, value_of
 from foci.graph.replacing import erase, fitting
 from foci.graph.safety import Writes, check_exclusive
-from foci.graph.sites import Fused, Site
+from foci.graph.sites import Fused, Kind, Site
 from foci.graph.views import VIEWS
 from foci.graph.weights import Softmax, reads_only_shape, softmax_of
+from foci.ir.trace import TraceError
 
 __all__ = ["fuse"]
 
@@ -46,10 +48,7 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     graph = module.graph
     writes, sizes = Writes.of(graph), Sizes(graph)
     for node in list(graph.nodes):
-        softmax = softmax_of(node)
-        if softmax is None:
-            continue
-        site = _site(graph, softmax, writes, sizes, mode)
+        site = _site(graph, node, writes, sizes, mode)
         if site is not None:
             sites.append(site)
     graph.lint()
@@ -90,7 +89,41 @@ class _Values(fx.Interpreter):
         return result
 
 
-def _site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
+def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
+    """What became of a node that may be, or end in, an attention; None where it is none."""
+    if is_sdpa(node):
+        return _call_site(node, "sdpa", lambda: _replace(graph, prepare_sdpa(node), mode, sizes))
+    if is_flex(node):
+        return _call_site(node, "flex", lambda: _replace_flex(graph, node, mode, sizes))
+    softmax = softmax_of(node)
+    return None if softmax is None else _spelled_site(graph, softmax, writes, sizes, mode)
+
+
+def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
+    location = location_of(node)
+    try:
+        return Site(True, location, replace(), None, kind)
+    except (NoRule, TraceError) as obstacle:
+        return Site(False, location, "", str(obstacle), kind)
+
+
+def _replace_flex(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, sizes: Sizes) -> str:
+    before = node.prev
+    try:
+        variant, results = lower_flex(node, Emitter(graph, node, mode, sizes))
+    except (NoRule, TraceError):
+        _erase_between(graph, before, node)
+        raise
+    for user in list(node.users):
+        result = results[user.args[1]]  # type: ignore[index]
+        if result is not None:
+            user.replace_all_uses_with(result)
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return variant
+
+
+def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
     """What became of one softmax; None where it is no attention."""
     below = _below(softmax.node)
     seconds = [(product, side) for product, side in _products_of(below)]
@@ -105,11 +138,11 @@ def _site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode:
             assert first is not None
             try:
                 prepared = _prepared(second, side, softmax, below, first, passed, writes)
-                _replace(graph, prepared, mode, sizes)
+                variant = _replace(graph, prepared, mode, sizes)
             except NoRule as obstacle:
                 reason = reason or str(obstacle)
                 continue
-            return Site(True, location, str(prepared.bound.variant), None, "matmul-softmax-matmul")
+            return Site(True, location, variant, None, "matmul-softmax-matmul")
     return Site(False, location, "", reason, "matmul-softmax-matmul")
 
 
@@ -167,9 +200,9 @@ def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool
     return False
 
 
-def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, sizes: Sizes) -> None:
+def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, sizes: Sizes) -> str:
     match = prepared.match
-    old = match.second.node
+    old = match.node
     before = old.prev
     try:
         new = lower(prepared, Emitter(graph, old, mode, sizes))
@@ -178,6 +211,7 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
         raise
     old.replace_all_uses_with(fitting(graph, new, old, mode))
     erase(graph, old, match.inside)
+    return str(prepared.bound.variant)
 
 
 def _erase_between(graph: fx.Graph, before: fx.Node, end: fx.Node) -> None:

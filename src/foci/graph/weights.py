@@ -26,14 +26,12 @@ class Softmax:
         source: the scores.
         dim: the dimension that sums to one.
         inside: every node of the spelling, the result included.
-        safe: a row of -inf alone gives zeros, not nan.
     """
 
     node: fx.Node
     source: fx.Node
     dim: int
     inside: frozenset[fx.Node]
-    safe: bool = False
 
 
 def softmax_of(node: fx.Node) -> Softmax | None:
@@ -45,7 +43,7 @@ def softmax_of(node: fx.Node) -> Softmax | None:
         source, dim = call.argument(0, "input"), call.argument(1, "dim", -1)
         if not is_tensor(source) or not isinstance(dim, int):
             return None
-        return Softmax(node, source, dim % rank_of(source), frozenset({node}), safe=call.name == "_safe_softmax")
+        return Softmax(node, source, dim % rank_of(source), frozenset({node}))
     if call.name == "exp":
         return _of_logarithm(node, call)
     return _of_quotient(node, call) if call.name == "div" else None

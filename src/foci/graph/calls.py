@@ -1,0 +1,200 @@
+"""Calls that are attention by name: torch's scaled_dot_product_attention and flex_attention, lowered to foci's operator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from foci.binding import bind
+from foci.blocks import FULL, PARTIAL, from_lists
+from foci.graph.emit import Emitter
+from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index
+from foci.graph.lift import Lift
+from foci.graph.lower import Asked, Prepared, attention, prepare
+from foci.graph.match import Atoms, Match, Place
+from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, number_of, same_size, shape_of, tensor_of, value_of
+from foci.graph.weights import Walk
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import apply
+from foci.problem import Outputs
+
+__all__ = ["is_flex", "is_sdpa", "lower_flex", "prepare_sdpa"]
+
+
+def is_sdpa(node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and call.name == "scaled_dot_product_attention" and is_tensor(node)
+
+
+def is_flex(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
+
+
+class _Atoms:
+    """Atoms of the dimensions of a call, split where heads are grouped."""
+
+    def __init__(self) -> None:
+        self._fresh = itertools.count(1)
+        self.split: dict[Expr, Size] = {}
+
+    def of(self, size: Size) -> Digits:
+        if same_size(size, 1):
+            return ()
+        whole = Digit(ir.axis(-next(self._fresh)), size)
+        low = self.split.get(whole.expr)
+        if low is None:
+            return (whole,)
+        return tuple(Digit(ir.axis(-next(self._fresh)), n) for n in (size // low, low))
+
+
+def prepare_sdpa(node: fx.Node) -> Prepared:
+    """The attention of a call of scaled_dot_product_attention.
+
+    Raises:
+        NoRule: with what stood in the way.
+    """
+    split: dict[Expr, Size] = {}
+    for _ in range(8):
+        atoms = _Atoms()
+        atoms.split = split
+        try:
+            return prepare(_sdpa(node, atoms))
+        except NeedsSplit as request:
+            split[request.atom] = request.low
+    raise NoRule("the heads are repeated in too many ways")
+
+
+def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
+    call = call_of(node)
+    assert call is not None
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    defaults = (None, None, None, None, 0.0, False, None, False)
+    query, key, value, mask, dropout, causal, scale, grouped = (
+        call.argument(n, name, d) for n, (name, d) in enumerate(zip(names, defaults))
+    )
+    if any((t := tensor_of(x)) is None or t.is_nested for x in (query, key, value)):
+        raise NoRule("nested tensors")
+    lead = shape_of(node)[:-2]
+    shared = [atoms.of(n) for n in lead]
+    if grouped and not same_size(shape_of(key)[-3], lead[-1]):
+        if not shared[-1] or len(shared[-1]) == 1:
+            raise NeedsSplit(shared[-1][0].expr, lead[-1] // shape_of(key)[-3])
+    rows, columns, depth, width = (atoms.of(n) for n in (shape_of(query)[-2], shape_of(key)[-2], shape_of(query)[-1], shape_of(value)[-1]))
+
+    def place(operand: fx.Node, *own: Digits) -> Place:
+        shape = shape_of(operand)
+        lacking = len(shared) - (len(shape) - 2)
+        index = [
+            () if same_size(n, 1) else d if same_size(n, lead[lacking + i]) else d[:1]
+            for i, (n, d) in enumerate(zip(shape, shared[lacking:]))
+        ]
+        return Place(operand, (*index, *own))
+
+    number = number_of(dropout)
+    if not isinstance(number, (int, float)):
+        raise NoRule("a dropout whose probability is no constant")
+    lift = Lift(device_of(query), lambda n, i: None, frozenset())
+    score = _scored(lift, (*shared, rows, columns), mask, scale, shape_of(query)[-1], causal=bool(number_of(causal)))
+    walk = Walk((*shared, rows, columns), dropout=float(number))
+    flat = tuple(d for dim in shared for d in dim)
+    return Match(
+        node, (dtype_of(query), dtype_of(node)), place(query, rows, depth), place(key, columns, depth), place(value, columns, width),
+        Atoms(flat, rows, columns, depth, width), score, walk, None, lift, frozenset({node}), (*shared, rows, width),
+    )  # fmt: skip
+
+
+def _scored(lift: Lift, index: Index, mask: Any, scale: Any, depth: Size, *, causal: bool) -> Expr:
+    factor = number_of(scale)
+    if factor is None:
+        factor = 1.0 / math.sqrt(int(depth))
+    score = apply("mul", ir.variable("score"), float(factor))
+    if causal:
+        return apply("where", apply("le", *(_position(lift, d) for d in (index[-1], index[-2]))), score, -math.inf)
+    if mask is None:
+        return score
+    if not is_tensor(mask):
+        raise NoRule("a mask that is no tensor")
+    value = lift.element(mask, broadcast_index(index, shape_of(mask)))
+    return apply("where", value, score, -math.inf) if value.dtype is DType.BOOL else apply("add", score, value)
+
+
+def _position(lift: Lift, digits: Digits) -> Expr:
+    return digits[0].expr if digits else ir.const(0)
+
+
+_NO_LIMIT: Final = 1 << 24
+
+
+def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | None, ...]]:
+    """Adds the nodes of a call of flex_attention; gives the printed variant and what replaces its results.
+
+    Raises:
+        NoRule, TraceError: with what stood in the way.
+    """
+    query, key, value, score_mod, block_mask, scale, _, score_buffers, mask_buffers = node.args[:9]
+    operands = [_as_node(t) for t in (query, key, value)]
+    nodes = {id(tensor_of(b)): b for b in (*_listed(score_buffers), *_listed(mask_buffers)) if is_tensor(b)}
+    parts = list(block_mask) if isinstance(block_mask, (tuple, list)) else []
+    score = _function(node, score_mod, score_buffers)
+    mask = _function(node, parts[-1], mask_buffers)
+    bound = bind(score, mask, device_of(operands[0]))
+    if any(id(t) not in nodes for t in bound.captures):
+        raise NoRule("a function of flex_attention makes a tensor of its own")
+    blocks, block_size = _blocks(emitter, parts, operands)
+    wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
+    batch = shape_of(operands[0])[0]
+    operands[1:] = [
+        t if same_size(shape_of(t)[0], batch) else emitter.method("expand", t, emitter.size(batch), -1, -1, -1) for t in operands[1:]
+    ]
+    captures = [nodes[id(t)] for t in bound.captures]
+    asked = Asked(float(number_of(scale)), 0.0, wanted, blocks, block_size)
+    made = attention(emitter, operands, bound, captures, asked)
+    logarithm = emitter.call(operator.mul, made[1], 1.0 / math.log(2.0)) if wanted.lse else None
+    highest = emitter.call(operator.mul, made[2], 1.0 / math.log(2.0)) if wanted.row_max else None
+    return str(bound.variant), (made[0], logarithm, highest)
+
+
+def _as_node(arg: Any) -> fx.Node:
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
+def _listed(arg: Any) -> Sequence[Any]:
+    return arg if isinstance(arg, (tuple, list)) else ()
+
+
+def _is_read(node: fx.Node, position: int) -> bool:
+    return any(u.args[1] == position and bool(u.users) for u in node.users if u.target is operator.getitem)
+
+
+def _function(node: fx.Node, graph: Any, buffers: Any) -> Callable[..., Any]:
+    """A subgraph as a function of symbols, with what it closes over."""
+    owner = node.graph.owning_module
+    assert owner is not None
+    module = getattr(owner, str(graph.target))
+    given = [value_of(b) for b in _listed(buffers)]
+    return lambda *symbols: module(*symbols, *given)
+
+
+def _blocks(emitter: Emitter, parts: Sequence[Any], operands: Sequence[fx.Node]) -> tuple[fx.Node | None, tuple[int, int] | None]:
+    """The classes of a block mask's blocks; none where one block covers all."""
+    counts, indices, full_counts, full_indices = parts[2:6]
+    block = (number_of(parts[-3]), number_of(parts[-2]))
+    if min(block) >= _NO_LIMIT:
+        return None, None
+    return emitter.call(_classes, counts, indices, full_counts, full_indices), block
+
+
+def _classes(counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None) -> Tensor:
+    columns = indices.shape[-1]
+    classes = from_lists(counts, indices, columns).to(torch.int8) * PARTIAL
+    if full_counts is None or full_indices is None:
+        return classes
+    return classes.masked_fill(from_lists(full_counts, full_indices, columns), FULL)
