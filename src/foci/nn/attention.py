@@ -190,6 +190,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         size, width = self.embed_dim, own.num_kv_heads * self.head_dim
         weight: Tensor | None = self.in_proj_weight
         bias: Tensor | None = self.in_proj_bias
+        if weight is not None and query is key and key is value and width == size:
+            q, k, v = torch.unflatten(linear(query, weight, bias), -1, (3, -1, self.head_dim)).unbind(-3)
+            return q, k, v
         if weight is not None and query is key and key is value:
             parts = torch.split(linear(query, weight, bias), [size, width, width], dim=-1)
         elif weight is not None and key is value:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci.execution import Allowed, Needs, run_backward, run_forward
 from foci.operator.arguments import OPTIONAL, call_backward, cotangents_of, formula_kernel, gradients_of
-from foci.problem import Formula, Gradients, Operands, Results
+from foci.problem import Formula, Gradients, Layout, Operands, Results
 
 __all__ = ["EagerAttention"]
 
@@ -29,8 +29,8 @@ class EagerAttention(torch.autograd.Function):
         outputs = (r.out, r.lse.contiguous(), *(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights)))
         o = operands
         optional: tuple[Tensor | None, ...] = _NOTHING
-        if o.seed is not None or o.blocks is not None or o.cu_q is not None:
-            optional = (o.seed, o.blocks, o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths)
+        if formula.dropout or formula.block_size is not None or formula.layout is not Layout.DENSE:
+            optional = tuple(getattr(o, name) for name in OPTIONAL)
         ctx.call = (formula, needs, allowed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
         ctx.numbers = (o.ints, o.floats, o.scale, o.dropout_p)
         ctx.longest = (o.max_q, o.max_kv)
