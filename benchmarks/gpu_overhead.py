@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention.flex_attention import flex_attention
 
 import foci
 from foci import masks, scores
@@ -63,7 +64,7 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
     def jagged(*tensors: Any) -> Any:
         return foci.varlen_attn(*tensors, offsets, offsets, 44, 44, window_size=(-1, 0))
 
-    flex = torch.compile(torch.nn.attention.flex_attention.flex_attention)
+    flex = torch.compile(flex_attention)
     return {
         "empty launch": {"forward": lambda: nothing[(1,)](x)},
         "torch x.add_(1)": {"forward": lambda: x.add_(1)},

@@ -38,23 +38,28 @@ class Compiled:
     packed_metadata = (4, 1, 0)
     function = 7
 
-    def __init__(self, name, launched):
-        self.name, self.launched = name, launched
+    def __init__(self, name, launched, count):
+        self.name, self.launched, self.count = name, launched, count
 
     def run(self, x, y, z, stream, function, metadata, *rest):
         assert rest[:3] == (None, None, None)
+        assert len(rest[3:]) == self.count
         self.launched.append((self.name, (x, y, z), flat(rest[3:])))
 
 
 class Function:
     """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`."""
 
-    def __init__(self, name, worked_out, launched):
-        self.name, self.worked_out, self.compiled = name, worked_out, Compiled(name, launched)
+    def __init__(self, function, worked_out, launched):
+        name = function.__name__
+        self.signature = function.signature
+        self.name, self.worked_out, self.compiled = name, worked_out, Compiled(name, launched, len(self.signature.parameters))
 
     def __getitem__(self, grid):
         def run(*args, **options):
-            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(args)))
+            bound = self.signature.bind(*args)
+            bound.apply_defaults()
+            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values()))))
             return self.compiled
 
         return run
@@ -75,7 +80,7 @@ def logs(monkeypatch):
     worked_out, launched = [], []
     for module, names in MODULES.items():
         for name in names:
-            monkeypatch.setattr(module, name, Function(name, worked_out, launched))
+            monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
     return worked_out, launched

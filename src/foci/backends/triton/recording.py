@@ -56,6 +56,11 @@ class _Launch(NamedTuple):
     arguments: _Arguments
 
 
+def _defaults(function: Any, given: int) -> tuple[Any, ...]:
+    """Of the parameters after those that are given: a launcher wants them all."""
+    return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
+
+
 class _UnknownTensor(Exception):
     """An argument that is no tensor of the pass, nor one that is kept."""
 
@@ -97,7 +102,7 @@ class Recorder:
         if self._launches is None:
             return
         try:
-            noted = self._noted(args)
+            noted = self._noted((*args, *_defaults(function, len(args))))
         except _UnknownTensor:
             noted = None
         if noted is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
