@@ -37,6 +37,13 @@ def is_flex(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
 
 
+_SDPA: Final = {
+    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
+    "enable_gqa": False,
+}  # fmt: skip
+"""Arguments of scaled_dot_product_attention in their order, with their defaults."""
+
+
 class _Atoms:
     """Atoms of the dimensions of a call, split where heads are grouped."""
 
@@ -74,27 +81,20 @@ def prepare_sdpa(node: fx.Node) -> Prepared:
 def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
     call = call_of(node)
     assert call is not None
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    defaults = (None, None, None, None, 0.0, False, None, False)
-    query, key, value, mask, dropout, causal, scale, grouped = (
-        call.argument(n, name, d) for n, (name, d) in enumerate(zip(names, defaults))
-    )
+    query, key, value, mask, dropout, causal, scale, grouped = (call.argument(n, *item) for n, item in enumerate(_SDPA.items()))
     if any((t := tensor_of(x)) is None or t.is_nested for x in (query, key, value)):
         raise NoRule("nested tensors")
     lead = shape_of(node)[:-2]
     shared = [atoms.of(n) for n in lead]
-    if grouped and not same_size(shape_of(key)[-3], lead[-1]):
-        if not shared[-1] or len(shared[-1]) == 1:
-            raise NeedsSplit(shared[-1][0].expr, lead[-1] // shape_of(key)[-3])
-    rows, columns, depth, width = (atoms.of(n) for n in (shape_of(query)[-2], shape_of(key)[-2], shape_of(query)[-1], shape_of(value)[-1]))
+    if grouped and not same_size(shape_of(key)[-3], lead[-1]) and len(shared[-1]) == 1:
+        raise NeedsSplit(shared[-1][0].expr, lead[-1] // shape_of(key)[-3])
+    rows, columns, depth = (atoms.of(n) for n in (shape_of(query)[-2], *shape_of(key)[-2:]))
+    width = atoms.of(shape_of(value)[-1])
 
     def place(operand: fx.Node, *own: Digits) -> Place:
-        shape = shape_of(operand)
-        lacking = len(shared) - (len(shape) - 2)
-        index = [
-            () if same_size(n, 1) else d if same_size(n, lead[lacking + i]) else d[:1]
-            for i, (n, d) in enumerate(zip(shape, shared[lacking:]))
-        ]
+        shape = shape_of(operand)[:-2]
+        theirs = zip(shape, shared[len(shared) - len(shape) :], lead[len(lead) - len(shape) :], strict=True)
+        index = [() if same_size(n, 1) else d if same_size(n, whole) else d[:1] for n, d, whole in theirs]
         return Place(operand, (*index, *own))
 
     number = number_of(dropout)
@@ -150,8 +150,9 @@ def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | No
     blocks, block_size = _blocks(emitter, parts, operands)
     wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
     batch = shape_of(operands[0])[0]
-    operands[1:] = [
-        t if same_size(shape_of(t)[0], batch) else emitter.method("expand", t, emitter.size(batch), -1, -1, -1) for t in operands[1:]
+    alike = [same_size(shape_of(t)[0], batch) for t in operands]
+    operands = [
+        t if same else emitter.method("expand", t, emitter.size(batch), -1, -1, -1) for t, same in zip(operands, alike, strict=True)
     ]
     captures = [nodes[id(t)] for t in bound.captures]
     asked = Asked(float(number_of(scale)), 0.0, wanted, blocks, block_size)

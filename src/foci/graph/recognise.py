@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import NeedsSplit, NoRule
+from foci.graph.inplace import without_writes
 from foci.graph.lift import CASTS
 from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.products import Product, product_of
-from foci.graph.reading import call_of, location_of, value_of
+from foci.graph.reading import call_of, location_of, rank_of, value_of
 from foci.graph.replacing import erase, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
@@ -46,6 +47,7 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     mode = _with_values(module, example_inputs)
     sites: list[Site] = []
     graph = module.graph
+    without_writes(graph, mode)
     writes, sizes = Writes.of(graph), Sizes(graph)
     for node in list(graph.nodes):
         site = _site(graph, node, writes, sizes, mode)
@@ -128,9 +130,13 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
     below = _below(softmax.node)
     seconds = [(product, side) for product, side in _products_of(below)]
     above, passed = path_to(softmax.source)
-    if not seconds or not above:
-        return None
     location = location_of(softmax.node)
+    if not above:
+        return None
+    if not seconds:
+        passed_through = _outsider(softmax.node, below) if any(_is_score_like(n) for n in above) else None
+        reason = f"the weights go through `{passed_through}` before the product with the values"
+        return None if passed_through is None else Site(False, location, "", reason, "matmul-softmax-matmul")
     reason = ""
     for second, side in seconds:
         for node in above[:_MOST_CANDIDATES]:
@@ -161,6 +167,33 @@ def _below(softmax: fx.Node) -> frozenset[fx.Node]:
                 found.add(user)
                 stack.append(user)
     return frozenset(found)
+
+
+_NEAR: Final = 24
+
+
+def _outsider(softmax: fx.Node, below: frozenset[fx.Node]) -> str | None:
+    """The operation that stands between a softmax and a product near below it, where no attention has one."""
+    frontier = [(user, user) for node in below for user in node.users if user not in below and not reads_only_shape(user)]
+    seen: set[fx.Node] = set()
+    while frontier and len(seen) < _NEAR:
+        node, through = frontier.pop(0)
+        call = call_of(node)
+        if node in seen or call is None:
+            continue
+        seen.add(node)
+        product = product_of(node)
+        if product is not None and product.shared:
+            first = call_of(through)
+            return None if first is None or node is through else first.name
+        frontier += [(user, through) for user in node.users if not reads_only_shape(user)]
+    return None
+
+
+def _is_score_like(node: fx.Node) -> bool:
+    """A product of two activations, not of one with a weight: batch and heads are shared, or both are matrices."""
+    product = product_of(node)
+    return product is not None and (bool(product.shared) or all(rank_of(o) == 2 for o in product.operands))
 
 
 def _products_of(below: frozenset[fx.Node]) -> list[tuple[Product, int]]:

@@ -1,0 +1,119 @@
+"""In-place operations on values of a graph's own as operations that make new ones, where nobody could tell.
+
+`scores.masked_fill_(mask, low)` and `scores += bias` write a tensor that the graph made; when what reads it afterwards is
+known and no view of it is read later, the write is the operation without the underscore, and later readers read its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from foci.graph.reading import call_of, tensor_of, value_of
+
+__all__ = ["without_writes"]
+
+_OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor, operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod, operator.ipow: operator.pow,
+}  # fmt: skip
+
+
+def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
+    """Replaces in-place operations of `graph` by functional ones, where that changes nothing. Linear in the graph."""
+    position = {node: n for n, node in enumerate(graph.nodes)}
+    aliases: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        storage = _storage(node)
+        if storage is not None:
+            aliases.setdefault(storage, []).append(node)
+    for node in list(graph.nodes):
+        call = call_of(node)
+        if call is None or not call.in_place or not call.args or not isinstance(call.args[0], fx.Node) or "out" in call.kwargs:
+            continue
+        target = call.args[0]
+        storage = _storage(target)
+        if storage is None or not _is_private(node, target, aliases[storage], position) or not _keeps_type(target, call.args[1:]):
+            continue
+        if _functional(node):
+            _rewire(node, target, position, mode)
+
+
+def _storage(node: fx.Node) -> int | None:
+    tensor = tensor_of(node)
+    try:
+        return None if tensor is None else tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _is_private(node: fx.Node, target: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> bool:
+    """Whether the written memory is the graph's own and only `target` itself, or the result, is read after the write."""
+    written = position[node]
+    for member in group:
+        if member.op in ("placeholder", "get_attr") or member.op not in ("call_function", "call_method"):
+            return False
+        if member in (target, node) or position[member] > written:
+            continue
+        if any(position[user] > written for user in member.users):
+            return False
+    return all(position[m] <= written or m is node or _follows(m, node, target) for m in group)
+
+
+def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
+    """Whether a later alias was made of the written tensor by way of `target` or the result."""
+    seen = member
+    while seen.args and isinstance(seen.args[0], fx.Node):
+        seen = seen.args[0]
+        if seen is node or seen is target:
+            return True
+    return False
+
+
+def _keeps_type(target: fx.Node, others: tuple[Any, ...]) -> bool:
+    """Whether the result without the underscore has the target's dtype and shape."""
+    own = tensor_of(target)
+    assert own is not None
+    for other in others:
+        value = value_of(other)
+        if isinstance(value, Tensor) and (torch.result_type(own, value) != own.dtype or value.dim() > own.dim()):
+            return False
+        if isinstance(value, float) and not own.dtype.is_floating_point:
+            return False
+    return True
+
+
+def _functional(node: fx.Node) -> bool:
+    """Gives the node its functional target; False where there is none."""
+    if node.kwargs.get("inplace") is True:
+        node.kwargs = {**node.kwargs, "inplace": False}
+        return True
+    if node.op == "call_method" and str(node.target).endswith("_"):
+        name = str(node.target).rstrip("_")
+        if not hasattr(Tensor, name):
+            return False
+        node.target = name
+        return True
+    found = _OPERATORS.get(node.target)
+    if found is None:
+        return False
+    node.target = found
+    return True
+
+
+def _rewire(node: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mode: FakeTensorMode | None) -> None:
+    for user in list(target.users):
+        if user is not node and position[user] > position[node]:
+            user.replace_input_with(target, node)
+    tensor = tensor_of(node)
+    assert tensor is not None
+    with mode or contextlib.nullcontext():
+        # An object of its own: captured values are told apart by their example tensors.
+        node.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
