@@ -99,13 +99,12 @@ class Recorder:
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launches as Triton does, which compiles what it has to."""
         compiled = function[grid](*args, **options)
-        if self._launches is None:
+        if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            self._launches = None
             return
         try:
             noted = self._noted((*args, *_defaults(function, len(args))))
         except _UnknownTensor:
-            noted = None
-        if noted is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
             return
         head = (*(*grid, 1, 1)[:3], self._stream, compiled.function, compiled.packed_metadata, None, None, None)
