@@ -140,9 +140,9 @@ def attention_decode(
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score, mask, MASKED, True)
         higher = tl.maximum(most, tl.max(x, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
-        p = tl.exp2(x * factor - shift[:, None])
-        alpha = tl.exp2(most * factor - shift)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2((x - shift[:, None]) * factor)
+        alpha = tl.exp2((most - shift) * factor)
         total = total * alpha + tl.sum(p, 1)
         if c.DROPOUT:
             p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)

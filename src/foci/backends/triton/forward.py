@@ -28,6 +28,11 @@ from foci.backends.triton.tiles import (
 )
 
 
+HUGE = tl.constexpr(float(1 << 30))
+"""Scores in base 2 from which on a product with LOG2E, rounded, is off by more than an exponent may be: a power of two takes
+the factor's place, whose products are exact. Keys whose scores differ at all are then too far apart to share weight."""
+
+
 @triton.jit
 def scores_of(
     qk,
@@ -70,6 +75,7 @@ def fold_tiles(
     acc,
     total,
     most,
+    base,
     q,
     k,
     v,
@@ -85,8 +91,9 @@ def fold_tiles(
     MASKED: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total and maximum."""
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor = at
+    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total, maximum, and the maximum in base 2,
+    which accumulator and total are relative to."""
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
@@ -98,9 +105,11 @@ def fold_tiles(
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
-        p = tl.exp2(x * factor - shift[:, None])
-        alpha = tl.exp2(most * factor - shift)
+        steep = tl.where(tl.abs(higher) * factor < HUGE, factor, round_factor)
+        relative = higher * steep
+        shift = tl.where(higher == float("-inf"), 0.0, relative)
+        p = tl.exp2(x * steep[:, None] - shift[:, None])
+        alpha = tl.exp2(base - shift)
         total = total * alpha + tl.sum(p, 1)
         if c.DROPOUT:
             p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
@@ -108,7 +117,8 @@ def fold_tiles(
         values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
         most = higher
-    return acc, total, most
+        base = relative
+    return acc, total, most, base
 
 
 @triton.jit
@@ -138,31 +148,34 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     rows = first + tl.arange(0, c.TILE_Q)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     factor = LOG2E
+    round_factor = 1.0
     if c.PLAIN:
         factor = numbers.scale * LOG2E
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor)
+        round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
     total = tl.zeros([c.TILE_Q], tl.float32)
     most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    base = most
     line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False)
+    acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False)
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE)
+    acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE)
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc, total, most = fold_tiles(acc, total, most, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True)
-    store_rows(acc, total, most, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c)
+        acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True)
+    store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c)
 
 
 @triton.jit
-def store_rows(acc, total, most, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c):
+def store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c):
     """Writes a finished tile: out, natural logsumexp and largest score; a row without keys is zeros and -inf."""
     weight = tl.where(total == 0.0, 0.0, 1.0 / total)
     if c.DROPOUT:
@@ -173,6 +186,7 @@ def store_rows(acc, total, most, out, lse, row_max, strides, size, memory_b, h, 
     offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
-    tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), most * (factor * LN2) + tl.log(total)), mask=inside)
+    natural = tl.where(tl.abs(most) * factor < HUGE, base * LN2, most * (factor * LN2))
+    tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)), mask=inside)
     if row_max is not None:
-        tl.store(row_max + head + rows, tl.where(total == 0.0, float("-inf"), most * (factor * LN2)), mask=inside)
+        tl.store(row_max + head + rows, tl.where(total == 0.0, float("-inf"), natural), mask=inside)
