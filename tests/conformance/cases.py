@@ -330,5 +330,18 @@ def _captures() -> Iterator[Case]:
         yield Case(f"captured-{name}", build, _jagged_sizes(), 0, (FLOAT32, BFLOAT16)[i % 2], Layout.JAGGED)
 
 
+def _captures_under_blocks() -> Iterator[Case]:
+    for i, make in enumerate((_head_scale, _dot, _transposed_table, _diagonal)):  # FLEX-04, FLEX-06
+        name, build = make.__name__.strip("_").replace("_", "-"), captured(make)
+        yield Case(f"captured-{name}-blocks", build, WIDE, 0, (FLOAT32, BFLOAT16)[i % 2], block_size=(16, 32))
+    yield Case("captured-diagonal-blocks-large", captured(_diagonal), LARGE, 0, FLOAT32, block_size=(128, 64))
+
+
+def _captures_with_outputs() -> Iterator[Case]:
+    # what flows into the weights reaches captured tensors too
+    yield Case("captured-dot-outputs", captured(_dot), WIDE, 0, FLOAT16, outputs=EVERYTHING)
+    yield Case("captured-diagonal-outputs", captured(_diagonal), _jagged_sizes(), 0, BFLOAT16, Layout.JAGGED, outputs=ROWS)
+
+
 def all_cases() -> list[Case]:
-    return [*_from_examples(), *_corners(), *_captures()]
+    return [*_from_examples(), *_corners(), *_captures(), *_captures_under_blocks(), *_captures_with_outputs()]

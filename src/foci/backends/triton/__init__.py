@@ -53,10 +53,9 @@ class TritonBackend:
             return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
         if problem.formula.block_size is not None and problem.formula.layout is not Layout.DENSE:
             return "block masks are for the dense layout"
-        if any(problem.capture_grads) and problem.formula.block_size is not None:
-            return "does not compute gradients of captured tensors under a block mask"
-        if any(d.axes and problem.capture_grads[d.slot] for d in _derivatives(problem)):
-            return "does not compute gradients of captured tensors that a row reduction reads"
+        rows = (extent for d in _derivatives(problem) if problem.capture_grads[d.slot] for _, extent in d.axes)
+        if any(extent.op not in ("size", "const") for extent in rows):
+            return "does not compute gradients of captured tensors through a reduction whose length differs from place to place"
         return self._reject_size(problem, target)
 
     def _reject_size(self, problem: Problem, target: Target) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,32 +21,34 @@ from foci.backends.triton.spelling import Lie, spelling_for
 from foci.backends.triton.streams import streamed
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
-from foci.ir.expr import Expr
 
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
 __all__ = ["Way", "capture_gradients", "way_of"]
 
-_PLACES: Final = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
+_PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
 
 
 @dataclass(frozen=True)
 class Way:
     """How the gradient of one read is gathered: "tile", "rows", "columns" or "scatter" (see `captures.capture_gradient`), and for all
-    but the last the coordinate that indexes each dimension, None where it is 0."""
+    but the last what indexes each dimension: a coordinate, the level of a reduction, or None where it is 0."""
 
     how: str
-    names: tuple[str | None, ...] = ()
+    names: tuple[str | int | None, ...] = ()
 
 
 def way_of(derivative: CaptureDerivative) -> Way:
     """The cheapest way that holds for a read's indices."""
-    names: list[str | None] = []
+    names: list[str | int | None] = []
+    levels = [level for level, _ in derivative.axes]
     for index in derivative.indices:
         if index.op == "var" and index.value in _PLACES:
             names.append(str(index.value))
+        elif index.op == "axis" and index.value in levels:
+            names.append(int(str(index.value)))
         elif index.op == "const" and index.value == 0:
             names.append(None)
         else:
@@ -54,7 +57,7 @@ def way_of(derivative: CaptureDerivative) -> Way:
     if len(set(used)) < len(used):
         return Way("scatter")
     if "q_idx" in used and "kv_idx" in used:
-        return Way("tile", tuple(names))
+        return Way("scatter") if levels else Way("tile", tuple(names))
     return Way("columns" if "kv_idx" in used else "rows", tuple(names))
 
 
@@ -98,18 +101,20 @@ def _exact_rows(
     dout, lse2, delta = rows
     if call.operands.cu_q is not None or not kernel.is_half:
         return rows
+    # what flows into the weights is in the cotangent already
+    alone = replace(call, numbers=call.numbers._replace(flow_columns=None, flow_weights=None))
     schedule = kernel.schedule("captures")
     grid = _grid(call, schedule)
     sums = torch.zeros((grid.batch, grid.heads, grid.tiles[0] * schedule.tile_q), dtype=torch.float32, device=delta.device)
     launch = _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), "rows")
-    _launch(kernel, call, (dout, lse2, torch.zeros_like(delta)), None, launch)
+    _launch(kernel, alone, (dout, lse2, torch.zeros_like(delta)), None, launch)
     exact = sums[:, :, : grid.lengths[0]].contiguous()
     return dout, lse2, exact if cotangent is None else exact - cotangent
 
 
 @functools.cache
 def _unit_part() -> Any:
-    return jit_function("part", "def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return 1.0, 0\n")
+    return jit_function("part", "def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env, entry):\n    return 1.0, 0\n")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,14 +122,32 @@ def _part(derivative: CaptureDerivative, lies: tuple[Lie, ...], *, half: bool, s
     """The jit function of (weight, offset) of a read."""
     weight = float_early(derivative.weight)
     indices = derivative.indices if scatters else ()
-    emitted = emit((weight, *indices), spelling_for(lies, half=half))
+    spelling = spelling_for(lies, half=half)
+    extents = [emit((extent,), spelling).results[0] for _, extent in derivative.axes]
+    counters = [
+        f"r{level} = (entry // {' // '.join(extents[i + 1 :]) or 1}) % {extents[i]}" for i, (level, _) in enumerate(derivative.axes)
+    ]
+    emitted = emit((weight, *indices), spelling)
     lie = lies[derivative.slot]
     offset = "0"
     for dim, text in enumerate(emitted.results[1:]):
         size = f"(env.sizes[{lie.first + dim}] >> 2)"
         offset = f"({offset}) * {size} + tl.cast(wrap(tl.cast({text}, tl.int32), {size}), tl.int64)"
-    body = "\n".join(f"    {line}" for line in (*emitted.lines, f"return {emitted.results[0]}, {offset}"))
-    return jit_function("part", f"def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env):\n{body}\n")
+    body = "\n".join(f"    {line}" for line in (*counters, *emitted.lines, f"return {emitted.results[0]}, {offset}"))
+    return jit_function("part", f"def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env, entry):\n{body}\n")
+
+
+def entries_of(derivative: CaptureDerivative, captures: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """How many entries each reduction around a read has, outermost first; None where that differs from place to place."""
+    found = []
+    for _, extent in derivative.axes:
+        if extent.op == "size" and isinstance(extent.value, tuple):
+            found.append(captures[int(str(extent.value[0]))].shape[int(str(extent.value[1]))])
+        elif extent.op == "const" and isinstance(extent.value, int):
+            found.append(extent.value)
+        else:
+            return None
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,7 @@ class _Launch:
     inner: tuple[int, int]
     how: str
     unit: Tensor | None = None
+    entries: int = 1
 
 
 def _launch(
@@ -177,15 +201,28 @@ def _launch(
     is_contiguous = launch.how == "tile" and kv_step == 1 and q_step % 8 == 0
     steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
     queries, keys = (functools.partial(streamed, config, tile) for tile in (schedule.tile_q, schedule.tile_kv))
+    blocks, shape = _blocks(kernel, call, schedule)
     capture_gradient[(programs,)](
-        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit,
+        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
         kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
-        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits))), Strides(*map(encode, steps)), call.numbers, call.environment,
-        config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous, num_warps=schedule.warps, num_stages=1,
+        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
+        call.numbers, call.environment, config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous,
+        bool(derivative and derivative.axes), num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip
 
 
-def _by_name(way: Way, tensor: Tensor) -> dict[str, int]:
+def _blocks(kernel: TritonKernel, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Classes of the caller's blocks, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
+    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    if blocks is None or size is None:
+        return None, ()
+    blocks = blocks.contiguous()
+    b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
+    shape = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
+    return blocks, tuple(map(encode, shape))
+
+
+def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:
     return {name: stride for name, stride in zip(way.names, tensor.stride(), strict=True) if name is not None}
 
 
@@ -206,38 +243,41 @@ def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tenso
     grid = _grid(call, schedule)
     side = int(way.how == "columns")
     length = grid.tiles[side] * (schedule.tile_kv if side else schedule.tile_q)
-    sums = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
-    _launch(kernel, call, rows, derivative, _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), way.how))
-    kept = [name for name in way.names if name is not None]
-    places = [_PLACES[name] for name in kept]
-    gone = [dim for dim in range(3) if dim not in places]
-    counts = (grid.batch, grid.heads, grid.lengths[side])
+    extents = _entries(derivative, call)
+    sums = torch.zeros((grid.batch, grid.heads, length, *extents), dtype=torch.float32, device=out.device)
+    strides = (grid.heads * length, length, 1, 0)
+    _launch(kernel, call, rows, derivative, _Launch(sums, strides, (1, 1), way.how, entries=math.prod(extents)))
+    places = _PLACES | {level: 3 + i for i, (level, _) in enumerate(derivative.axes)}
+    kept = [places[name] for name in way.names if name is not None]
     sums = sums[:, :, : grid.lengths[side]]
+    gone = [dim for dim in range(sums.dim()) if dim not in kept]
+    counts = (grid.batch, grid.heads, grid.lengths[side], *extents)
     reduced = sums.sum(gone) if gone else sums
-    order = sorted(places)
-    reduced = reduced.permute([order.index(place) for place in places])
-    target = out[tuple(0 if name is None else slice(0, counts[_PLACES[name]]) for name in way.names)]
+    order = sorted(kept)
+    reduced = reduced.permute([order.index(place) for place in kept])
+    target = out[tuple(0 if name is None else slice(0, counts[places[name]]) for name in way.names)]
     target += reduced.reshape(target.shape)
     return out
+
+
+def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
+    found = entries_of(derivative, call.operands.captures)
+    assert found is not None, "such a problem is declined"
+    return found
 
 
 def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     """Contributions as whole multiples of a unit so small that none is lost, and so large that no sum overflows."""
     schedule = kernel.schedule("captures")
-    grid = _grid(call, schedule)
+    grid, entries = _grid(call, schedule), math.prod(_entries(derivative, call))
     length = grid.tiles[0] * schedule.tile_q
     sizes = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
-    _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest"))
+    _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest", entries=entries))
     largest = sizes.amax().double() if sizes.numel() else sizes.new_zeros((), dtype=torch.float64)
-    count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1])
+    count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1] * entries)
     exponent = _BITS - math.ceil(math.log2(count + 1)) - torch.ceil(torch.log2(largest.clamp_min(1e-300)))
     units = torch.exp2(exponent.clamp(-900.0, 900.0)).reshape(1)
     whole = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
-    _launch(kernel, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units))
+    _launch(kernel, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
     total = (whole.double() / units).float()
     return torch.where(torch.isfinite(largest), total, torch.nan)
-
-
-def reads_axes(expr: Expr, wanted: tuple[bool, ...]) -> bool:
-    """Whether a wanted gradient needs a sum over a captured row, which no kernel here does."""
-    return any(d.axes and d.slot < len(wanted) and wanted[d.slot] for d in capture_derivatives(expr))

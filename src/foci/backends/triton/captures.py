@@ -2,7 +2,8 @@
 """Gradients of captured tensors, repeatable: sums in a fixed order, or in whole numbers, whose order does not matter.
 
 `grad[slot][indices] += dscore * weight` over b, h, q and kv, with dscore = p (dp - delta) the gradient of the score
-function's value. Tiles are computed anew: nothing of size Sq x Skv is kept but the gradient itself.
+function's value; where the read is inside a reduction over a captured row, over the row's entries too. Tiles are computed
+anew: nothing of size Sq x Skv is kept but the gradient itself.
 """
 
 import triton
@@ -10,11 +11,12 @@ import triton.language as tl
 
 from foci.backends.triton.backward import weights_of
 from foci.backends.triton.flow import with_flow
-from foci.backends.triton.tiles import keep_tile, number, sequence, stream_tile
+from foci.backends.triton.tiles import FORCED, keep_tile, number, sequence, stream_tile
+from foci.backends.triton.visits import EMPTY, FULL, PARTIAL
 
 
 @triton.jit
-def contribution(
+def dscore(
     q,
     k,
     v,
@@ -25,22 +27,23 @@ def contribution(
     size,
     b,
     h,
-    q_tile,
+    q_first,
     kv_tile,
     span,
     numbers,
     env,
     c,
-    part: tl.constexpr,
     mask: tl.constexpr,
     score: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """(contribution of each place of a tile, 0 where masked; its offset in the gradient, for a scatter)."""
+    """(gradient of the score function's value at each place of a tile, 0 where masked; the scaled product; q_idx; kv_idx).
+
+    kv_tile counts as FORCED says in `tiles.start_of`.
+    """
     q_start, q_len, kv_start, kv_len, memory_b = span
     kv_h = h // number(size.group)
-    q_first = q_tile * c.TILE_Q
-    kv_first = kv_tile * c.TILE_KV
+    kv_first = (kv_tile & (FORCED - 1)) * c.TILE_KV
     rows = q_first + tl.arange(0, c.TILE_Q)
     queries = stream_tile(q, strides.q, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
     keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
@@ -59,8 +62,7 @@ def contribution(
     dp = tl.dot(douts, tl.trans(values), input_precision=c.PRECISION)
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
-    where = (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile)
-    p, _ = weights_of(qk, row_lse[:, None], where, numbers, env, c, score, mask, True, EDGE)
+    p, _ = weights_of(qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE)
     inner_q = q_idx
     inner_kv = kv_idx
     if EDGE:
@@ -69,8 +71,70 @@ def contribution(
     if c.DROPOUT:
         dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
     dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
-    weight, offset = part(qk * numbers.scale, b, h, inner_q, inner_kv, q_len, kv_len, env)
-    return tl.where(p != 0.0, p * (dp - row_delta[:, None]) * weight, 0.0), offset
+    return tl.where(p != 0.0, p * (dp - row_delta[:, None]), 0.0), qk * numbers.scale, inner_q, inner_kv
+
+
+@triton.jit
+def weighted(g, x, b, h, q_idx, kv_idx, span, entry, env, part: tl.constexpr):
+    """(contribution of each place, its offset in the gradient); entry counts through the rows that reductions read."""
+    weight, offset = part(x, b, h, q_idx, kv_idx, span[1], span[3], env, entry)
+    return tl.where(g != 0.0, g * weight, 0.0), offset
+
+
+@triton.jit
+def gathered(
+    acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part: tl.constexpr, HOW: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """Adds what one tile contributes: to `acc`, or with ENTRIES of a row to the program's own sums in memory, at `out + at`."""
+    if not ENTRIES:
+        if HOW == "scatter":
+            spread(out, weighted(g, x, b, h, q_idx, kv_idx, span, 0, env, part), limit)
+            return acc
+        else:
+            return folded(acc, weighted(g, x, b, h, q_idx, kv_idx, span, 0, env, part)[0], HOW)
+    else:
+        for entry in range(0, number(entries)):
+            found = weighted(g, x, b, h, q_idx, kv_idx, span, entry, env, part)
+            if HOW == "scatter":
+                spread(out, found, limit)
+            elif HOW == "largest":
+                acc = folded(acc, found[0], HOW)
+            else:
+                here = out + at * number(entries) + entry
+                tl.store(here, folded(tl.load(here), found[0], HOW))
+        return acc
+
+
+@triton.jit
+def folded(acc, g, HOW: tl.constexpr):
+    """`acc` with a tile's contributions summed as HOW says."""
+    if HOW == "tile":
+        return acc + g
+    elif HOW == "columns":
+        return acc + tl.sum(g, 0)
+    elif HOW == "rows":
+        return acc + tl.sum(g, 1)
+    else:
+        return tl.maximum(acc, tl.max(tl.abs(g), 1))
+
+
+@triton.jit
+def spread(out, found, limit):
+    """Adds each contribution where it belongs, in whole multiples of a unit, so that their order does not matter."""
+    g, offset = found
+    units = tl.load(limit)
+    tl.atomic_add(out + (g * 0.0).to(tl.int64) + offset, (g.to(tl.float64) * units).to(tl.int64), mask=g != 0.0, sem="relaxed")
+
+
+@triton.jit
+def class_of(given, shape, b, h, q_tile, kv_tile):
+    """Class of a tile by the caller's blocks, PARTIAL where there are none. `shape`: see `capture_gradients`."""
+    known = q_tile * 0 + PARTIAL
+    if given is not None:
+        b_stride, h_stride, width, per_q, per_kv = shape
+        block = (q_tile // number(per_q)) * number(width) + kv_tile // number(per_kv)
+        known = tl.load(given + b.to(tl.int64) * number(b_stride) + h * number(h_stride) + block).to(tl.int32)
+    return known
 
 
 @triton.jit
@@ -83,6 +147,8 @@ def capture_gradient(
     delta,
     out,
     limit,
+    given,
+    shape,
     strides,
     size,
     spans,
@@ -96,15 +162,18 @@ def capture_gradient(
     score: tl.constexpr,
     HOW: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Gradient of one read of a captured tensor.
 
     HOW: "tile", the read varies over q and kv; "rows" or "columns", over one of them at most: sums over the other; "largest", the
     largest size of a contribution; "scatter", anywhere: contributions as whole multiples of `limit`'s unit, added in any order.
+    ENTRIES: the read is inside a reduction; rows and columns have as many sums, side by side, as `loops` says, and start as zeros.
     CONTIGUOUS: a tile's rows lie 8 n elements apart, n given as their stride, and its columns side by side. `loops` is (batch
-    entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths), encoded.
+    entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths, entries), encoded.
+    `given`: classes of the caller's blocks, or None.
     """
-    batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit = loops
+    batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit, entries = loops
     pid = tl.program_id(0)
     if HOW == "tile":
         kv_tile = pid % number(kv_tiles)
@@ -117,15 +186,19 @@ def capture_gradient(
         pid = pid // number(kv_tiles)
     first_h = (pid % number(heads)) * number(inner_h)
     first_b = (pid // number(heads)) * number(inner_b)
+    base = first_b.to(tl.int64) * number(out_strides.b) + first_h.to(tl.int64) * number(out_strides.h)
     if HOW == "tile":
         acc = tl.zeros([c.TILE_Q, c.TILE_KV], tl.float32)
         steps = number(inner_b) * number(inner_h)
+        at = base
     elif HOW == "columns":
         acc = tl.zeros([c.TILE_KV], tl.float32)
         steps = number(q_tiles)
+        at = base + kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)
     else:
         acc = tl.zeros([c.TILE_Q], tl.float32)
         steps = number(kv_tiles)
+        at = base + q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)
     b = first_b
     h = first_h
     for step in range(0, steps):
@@ -138,45 +211,36 @@ def capture_gradient(
             kv_tile = step
         q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
         span = (q_start, q_len, kv_start, kv_len, b * 0 if c.JAGGED else b)
-        if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len):
+        known = class_of(given, shape, b, h, q_tile, kv_tile)
+        if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len) & (known != EMPTY):
+            tile = kv_tile + tl.where(known == FULL, FORCED, 0)
+            first = q_tile * c.TILE_Q
             if ((q_tile + 1) * c.TILE_Q <= q_len) & ((kv_tile + 1) * c.TILE_KV <= kv_len):
-                g, offset = contribution(
-                    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, False
+                g, x, q_idx, kv_idx = dscore(
+                    q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, False
                 )
+                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part, HOW, ENTRIES)
             else:
-                g, offset = contribution(
-                    q, k, v, do, lse2, delta, strides, size, b, h, q_tile, kv_tile, span, numbers, env, c, part, mask, score, True
+                g, x, q_idx, kv_idx = dscore(
+                    q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, True
                 )
-            if HOW == "tile":
-                acc += g
-            elif HOW == "columns":
-                acc += tl.sum(g, 0)
-            elif HOW == "rows":
-                acc += tl.sum(g, 1)
-            elif HOW == "largest":
-                acc = tl.maximum(acc, tl.max(tl.abs(g), 1))
-            else:
-                units = tl.load(limit)
-                tl.atomic_add(out + (g * 0.0).to(tl.int64) + offset, (g.to(tl.float64) * units).to(tl.int64), mask=g != 0.0, sem="relaxed")
-    rows = tl.arange(0, c.TILE_Q)
-    columns = tl.arange(0, c.TILE_KV)
-    if HOW != "scatter":
-        base = out + first_b.to(tl.int64) * number(out_strides.b) + first_h.to(tl.int64) * number(out_strides.h)
-        if HOW == "tile":
-            rows = q_tile * c.TILE_Q + rows
-            columns = kv_tile * c.TILE_KV + columns
-            inside = (rows < number(row_limit))[:, None] & (columns < number(column_limit))[None, :]
-            if CONTIGUOUS:
-                at = base + rows.to(tl.int64)[:, None] * (number(out_strides.s) * 8) + columns[None, :]
-            else:
-                at = base + rows.to(tl.int64)[:, None] * number(out_strides.s) + columns.to(tl.int64)[None, :] * number(out_strides.d)
-            if ((q_tile + 1) * c.TILE_Q <= number(row_limit)) & ((kv_tile + 1) * c.TILE_KV <= number(column_limit)):
-                tl.store(at, acc.to(out.dtype.element_ty))
-            else:
-                tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
-        elif HOW == "columns":
-            columns = kv_tile * c.TILE_KV + columns
-            tl.store(base + columns, acc)
-        else:
-            rows = q_tile * c.TILE_Q + rows
-            tl.store(base + rows, acc)
+                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part, HOW, ENTRIES)
+    if HOW == "tile":
+        store_tile(acc, out + base, out_strides, q_tile, kv_tile, number(row_limit), number(column_limit), c, CONTIGUOUS)
+    elif HOW == "largest" or (HOW != "scatter" and not ENTRIES):
+        tl.store(out + at, acc)
+
+
+@triton.jit
+def store_tile(acc, base, out_strides, q_tile, kv_tile, row_limit, column_limit, c, CONTIGUOUS: tl.constexpr):
+    """Writes a tile of a gradient that q and kv index."""
+    rows = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)
+    columns = kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)
+    if CONTIGUOUS:
+        at = base + rows.to(tl.int64)[:, None] * (number(out_strides.s) * 8) + columns[None, :]
+    else:
+        at = base + rows.to(tl.int64)[:, None] * number(out_strides.s) + columns.to(tl.int64)[None, :] * number(out_strides.d)
+    if ((q_tile + 1) * c.TILE_Q <= row_limit) & ((kv_tile + 1) * c.TILE_KV <= column_limit):
+        tl.store(at, acc.to(base.dtype.element_ty))
+    else:
+        tl.store(at, acc.to(base.dtype.element_ty), mask=(rows < row_limit)[:, None] & (columns < column_limit)[None, :])

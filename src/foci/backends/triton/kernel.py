@@ -26,7 +26,7 @@ from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
 from foci.dropout import threshold
-from foci.problem import Cotangents, Gradients, Layout, Operands, Results
+from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results
 
 __all__ = ["Given", "Kernel", "Pass", "TritonKernel", "result_tensors"]
 
@@ -215,6 +215,8 @@ class TritonKernel:
         if is_elsewhere(operands.query):
             with torch.cuda.device(operands.query.device):
                 return self.backward(operands, results, cotangents)
+        if 0 in (operands.query.numel(), operands.key.shape[2], operands.value.numel()):
+            return _no_gradients(operands, self.problem)
         sequences = sequences_of(operands)
         flow = flow_of(operands, cotangents, sequences)
         if flow is not None:
@@ -393,3 +395,11 @@ def result_tensors(recorder: Recorder, query: Tensor, width: int, *, row_max: bo
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
+
+
+def _no_gradients(operands: Operands, problem: Problem) -> Gradients:
+    """Zeros: nobody attends to anything."""
+    wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
+    tensors = (operands.query, operands.key, operands.value, *operands.captures)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
+    return Gradients(found[0], found[1], found[2], (*found[3:], *(None,) * (len(tensors) - len(found))))

@@ -153,5 +153,6 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     limit = LIMITS.get(arch, 101376)
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
         if shared_bytes(kind, row, dims, itemsize, scratch=scratch) <= limit:
-            return row
+            # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
+            return replace(row, turned=True) if itemsize == 4 and kind.startswith(("key_gradient", "value_gradient")) else row
     return None
