@@ -13,11 +13,12 @@ template <class P> struct Gradient : Packing<P> {
   typedef typename K::word word;
   static constexpr int KEYS_TILE = P::D + P::DV <= 512 ? 128 : 64;
   static constexpr int DV_WORDS = (P::DV + E::PAIR - 1) / E::PAIR;
-  static constexpr int DO_ROW = round_up(DV_WORDS, WIDTH);
+  static constexpr int DV_CHUNKS = (DV_WORDS + PANEL - 1) / PANEL;
   static constexpr int D_PANELS = (P::D + PANEL - 1) / PANEL, D_VECTORS = (P::D + WIDTH - 1) / WIDTH;
-  static constexpr int DQ_ROW = D_VECTORS * WIDTH;
-  static constexpr int W_ROW = KEYS_TILE + WIDTH;               // words of a row of weights, or of row pairs
-  static constexpr int S_ROW = KEYS_TILE / E::PAIR + WIDTH;     // words of a row of score gradients
+  static constexpr int DQ_ROW = D_VECTORS * WIDTH;  // words of a row of dQ
+  static constexpr bool ONE_FORM = E::PAIR == 1;  // depth along rows and along columns: the same words
+  static constexpr int Q_PANEL = (ROWS + MR) * PANEL;  // words of a panel by row; not a power of two
+  static constexpr int W_PANEL = ONE_FORM ? Q_PANEL : ROWS / E::PAIR * PANEL;  // and by pairs of rows
   static constexpr bool SCORES = P::GRAD_Q || P::GRAD_K || P::SITES > 0;
 };
 
@@ -25,9 +26,9 @@ template <class P> struct Gradient : Packing<P> {
 template <class P> struct QueryTile {
   typedef Gradient<P> G;
   typedef typename G::word word;
-  alignas(64) word query[ROWS * G::Q_ROW], grad_out[ROWS * G::DO_ROW];
-  alignas(64) word query_panels[G::D_PANELS * ROWS / G::E::PAIR * PANEL], grad_out_panels[G::V_PANELS * ROWS / G::E::PAIR * PANEL];
-  float lse[ROWS], delta[ROWS];  // +inf for rows without weights
+  alignas(64) word query[G::D_CHUNKS * G::Q_PANEL], grad_out[G::DV_CHUNKS * G::Q_PANEL];  // words along the columns
+  alignas(64) word query_pairs[G::ONE_FORM ? 1 : G::D_PANELS * G::W_PANEL], grad_out_pairs[G::ONE_FORM ? 1 : G::V_PANELS * G::W_PANEL];  // along the rows
+  float lse[ROWS], delta[ROWS];  // lse: in units of the exponential, +inf for rows without weights
   typename P::Row row[ROWS];
   int rows;
 
@@ -41,20 +42,21 @@ template <class P> struct QueryTile {
       const bool real = r < rows;
       const int i = real ? r : rows - 1;
       row[r] = P::row(call, s.b, h, q0 + i, s.q_len, s.kv_len);
-      pack_row<typename G::E>(query + r * G::Q_ROW, q + i * call.query.row, call.query.column, P::D, G::D_WORDS);
-      pack_row<typename G::E>(grad_out + r * G::DO_ROW, go + i * call.grad_out.row, call.grad_out.column, P::DV, G::DV_WORDS);
+      pack_row<typename G::E>(query + r * PANEL, G::Q_PANEL, q + i * call.query.row, call.query.column, P::D, G::D_WORDS);
+      pack_row<typename G::E>(grad_out + r * PANEL, G::Q_PANEL, go + i * call.grad_out.row, call.grad_out.column, P::DV, G::DV_WORDS);
       const T* o = call.out.at<T>(s.batch, h, s.q_start + q0 + i);
       vf sum{};
       for (int d = 0; d < P::DV; d += WIDTH) sum += row_words(Single(), o, call.out.column, d, P::DV) * row_words(Single(), go + i * call.grad_out.row, call.grad_out.column, d, P::DV);
       delta[r] = reduce_sum(sum) - (call.grad_lse ? call.grad_lse[at + i] : 0.0f);
       const float l = call.lse[at + i];
-      lse[r] = real && l != -__builtin_inff() ? l : __builtin_inff();
+      lse[r] = real && l != -__builtin_inff() ? l * G::Exp::UNIT : __builtin_inff();
       if (l == -__builtin_inff()) delta[r] = 0;
     }
-    if constexpr (P::GRAD_K) pack_rows<typename G::E>(query_panels, (int64_t)ROWS / G::E::PAIR * PANEL, q, call.query.row, call.query.column, rows, ROWS, P::D);
-    if constexpr (P::GRAD_V)
-      pack_rows<typename G::E>(grad_out_panels, (int64_t)ROWS / G::E::PAIR * PANEL, go, call.grad_out.row, call.grad_out.column, rows, ROWS, P::DV);
+    if constexpr (P::GRAD_K && !G::ONE_FORM) pack_rows<typename G::E>(query_pairs, G::W_PANEL, q, call.query.row, call.query.column, rows, ROWS, P::D);
+    if constexpr (P::GRAD_V && !G::ONE_FORM) pack_rows<typename G::E>(grad_out_pairs, G::W_PANEL, go, call.grad_out.row, call.grad_out.column, rows, ROWS, P::DV);
   }
+  const word* query_rows() const { return G::ONE_FORM ? query : query_pairs; }
+  const word* grad_out_rows() const { return G::ONE_FORM ? grad_out : grad_out_pairs; }
 };
 
 template <class P> struct BackwardTile {
@@ -66,10 +68,10 @@ template <class P> struct BackwardTile {
   alignas(64) word key_columns[N * G::D_WORDS], value_columns[N * G::DV_WORDS];
   alignas(64) word key_rows[G::D_PANELS * N / E::PAIR * PANEL];
   alignas(64) float grad_key[N * G::DQ_ROW], grad_value[N * G::O_ROW];
-  alignas(64) word weights[ROWS / E::PAIR * G::W_ROW];      // by row, or by pairs of rows
-  alignas(64) word grad_pairs[ROWS / E::PAIR * G::W_ROW];   // score gradients laid out alike
-  alignas(64) word grad_rows[ROWS * G::S_ROW];              // and by row, in pairs of keys
-  alignas(64) float p[ROWS * PANEL], slope[ROWS * PANEL], raw[ROWS * PANEL], g[ROWS * PANEL];
+  alignas(64) word weights[N / PANEL * G::W_PANEL];     // panels of keys, by row or by pairs of rows
+  alignas(64) word grad_pairs[N / PANEL * G::W_PANEL];  // score gradients laid out alike
+  alignas(64) word grad_words[G::ONE_FORM ? 1 : (N / E::PAIR + PANEL - 1) / PANEL * G::Q_PANEL];  // and by row, in pairs of keys
+  alignas(64) float panel[G::ONE_FORM ? 1 : ROWS * PANEL], slope[ROWS * PANEL], raw[ROWS * PANEL], g[ROWS * PANEL];
   alignas(64) float keep[P::DROPOUT ? ROWS * (N + 4 * WIDTH) : 1];
   vf totals[P::SITES ? P::SITES * ROWS : 1];
   Sequence s;
@@ -92,16 +94,21 @@ template <class P> struct BackwardTile {
     for (int i = 0; i < N * G::O_ROW; ++i) grad_value[i] = 0;
   }
 
+  // The weights of the panel at `at` in float32: where they stay, if the products take them so.
+  FOCI_INLINE float* weights_of(int at) { return G::ONE_FORM ? (float*)weights + at / PANEL * G::W_PANEL : panel; }
+  FOCI_INLINE const word* grad_rows() const { return G::ONE_FORM ? grad_pairs : grad_words; }
+
   // ---- weights of one panel of keys ---------------------------------------------------------------------------------------
 
   FOCI_INLINE void score_block(const Call& call, const QueryTile<P>& t, int r0, int at, bool finished) {
     vf acc[MR][2];
-    multiply<E, MR, 2, G::Q_ROW, 1>(acc, t.query + r0 * G::Q_ROW, key_columns + at * G::D_WORDS, G::D_WORDS);
-    const float scale = (float)call.scale;
+    multiply_rows<E, G::Q_PANEL>(acc, t.query + r0 * PANEL, key_columns + at * G::D_WORDS, 0, G::D_WORDS);
+    const float scale = (float)call.scale * (finished ? G::Exp::UNIT : 1.0f);
+    float* p = weights_of(at);
     FOCI_UNROLL for (int r = 0; r < MR; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
         vf x = in_order(acc[r][v] * scale);
-        if (finished) x = exp_negative(x - t.lse[r0 + r]);
+        if (finished) x = G::Exp::of(x - t.lse[r0 + r]);
         store(p + (r0 + r) * PANEL + v * WIDTH, x);
       }
   }
@@ -111,6 +118,7 @@ template <class P> struct BackwardTile {
     const int first = kv + at;
     const typename P::Col col[2] = {P::col(call, s.b, first, s.q_len, s.kv_len), P::col(call, s.b, first + WIDTH, s.q_len, s.kv_len)};
     const vb inside[2] = {{iota() + first < s.kv_len}, {iota() + (first + WIDTH) < s.kv_len}};
+    float* p = weights_of(at);
     for (int r = 0; r < rows; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
         const int i = r * PANEL + v * WIDTH;
@@ -121,7 +129,7 @@ template <class P> struct BackwardTile {
           x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d);
           store(slope + i, d);
         }
-        x = exp_negative(x - t.lse[r]);
+        x = G::Exp::of(x * G::Exp::UNIT - t.lse[r]);
         if constexpr (P::MASKED)
           if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
         store(p + i, select(inside[v], x, vf{}));
@@ -132,12 +140,12 @@ template <class P> struct BackwardTile {
   FOCI_INLINE void store_pair(word* to, int r, int column, vf even, vf odd) {
 #ifdef FOCI_PAIRS
     if constexpr (E::PAIR == 2) {
-      store(to + r / 2 * G::W_ROW + column, round_pairs(even, odd));
+      store(to + r / 2 * PANEL + column, round_pairs(even, odd));
       return;
     }
 #endif
-    store(to + r * G::W_ROW + column, even);
-    store(to + (r + 1) * G::W_ROW + column, odd);
+    store(to + r * PANEL + column, even);
+    store(to + (r + 1) * PANEL + column, odd);
   }
 
   FOCI_INLINE vf dropped(const Call& call, int r, int column, vf x) {
@@ -148,7 +156,9 @@ template <class P> struct BackwardTile {
   // Weights and score gradients of MR rows, where products read them.
   FOCI_INLINE void gradient_block(const Call& call, const QueryTile<P>& t, int r0, int at) {
     vf acc[MR][2];
-    if constexpr (G::SCORES) multiply<E, MR, 2, G::DO_ROW, 1>(acc, t.grad_out + r0 * G::DO_ROW, value_columns + at * G::DV_WORDS, G::DV_WORDS);
+    if constexpr (G::SCORES) multiply_rows<E, G::Q_PANEL>(acc, t.grad_out + r0 * PANEL, value_columns + at * G::DV_WORDS, 0, G::DV_WORDS);
+    const float* p = weights_of(at);
+    const int panel = at / PANEL * G::W_PANEL;
     FOCI_UNROLL for (int r = 0; r < MR; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
         const int i = (r0 + r) * PANEL + v * WIDTH, column = at + v * WIDTH;
@@ -163,27 +173,20 @@ template <class P> struct BackwardTile {
           acc[r][v] = ds;
         }
       }
-    if constexpr (P::GRAD_V)
+    if constexpr (P::GRAD_V && !(G::ONE_FORM && !P::DROPOUT))
       FOCI_UNROLL for (int r = 0; r < MR; r += 2)
         FOCI_UNROLL for (int v = 0; v < 2; ++v) {
           const int i = (r0 + r) * PANEL + v * WIDTH, column = at + v * WIDTH;
-          store_pair(weights, r0 + r, column, dropped(call, r0 + r, column, load<vf>(p + i)), dropped(call, r0 + r + 1, column, load<vf>(p + i + PANEL)));
+          store_pair(weights + panel, r0 + r, v * WIDTH, dropped(call, r0 + r, column, load<vf>(p + i)), dropped(call, r0 + r + 1, column, load<vf>(p + i + PANEL)));
         }
-    if constexpr (P::GRAD_K)
+    if constexpr (P::GRAD_K || (P::GRAD_Q && G::ONE_FORM))
       FOCI_UNROLL for (int r = 0; r < MR; r += 2)
-        FOCI_UNROLL for (int v = 0; v < 2; ++v) store_pair(grad_pairs, r0 + r, at + v * WIDTH, acc[r][v], acc[r + 1][v]);
-    if constexpr (P::GRAD_Q)
-      FOCI_UNROLL for (int r = 0; r < MR; ++r) {
-        word* to = grad_rows + (r0 + r) * G::S_ROW + at / E::PAIR;
+        FOCI_UNROLL for (int v = 0; v < 2; ++v) store_pair(grad_pairs + panel, r0 + r, v * WIDTH, acc[r][v], acc[r + 1][v]);
 #ifdef FOCI_PAIRS
-        if constexpr (E::PAIR == 2) {
-          store(to, round_both(acc[r][0], acc[r][1]));
-          continue;
-        }
+    if constexpr (P::GRAD_Q && E::PAIR == 2)
+      FOCI_UNROLL for (int r = 0; r < MR; ++r)
+        store(grad_words + at / 2 / PANEL * G::Q_PANEL + (r0 + r) * PANEL + at / 2 % PANEL, round_both(acc[r][0], acc[r][1]));
 #endif
-        store(to, acc[r][0]);
-        store(to + WIDTH, acc[r][1]);
-      }
   }
 
   FOCI_INLINE vf column_gradients(int column) {
@@ -205,10 +208,10 @@ template <class P> struct BackwardTile {
   }
 
   void clear_panel(int at) {
-    for (int r = 0; r < ROWS / E::PAIR; ++r)
-      for (int i = 0; i < PANEL; ++i) weights[r * G::W_ROW + at + i] = 0, grad_pairs[r * G::W_ROW + at + i] = 0;
-    for (int r = 0; r < ROWS; ++r)
-      for (int i = 0; i < PANEL / E::PAIR; ++i) grad_rows[r * G::S_ROW + at / E::PAIR + i] = 0;
+    for (int i = 0; i < G::W_PANEL; ++i) weights[at / PANEL * G::W_PANEL + i] = 0, grad_pairs[at / PANEL * G::W_PANEL + i] = 0;
+    if constexpr (!G::ONE_FORM)
+      for (int r = 0; r < ROWS; ++r)
+        for (int i = 0; i < PANEL / E::PAIR; ++i) grad_words[at / E::PAIR / PANEL * G::Q_PANEL + r * PANEL + at / E::PAIR % PANEL + i] = 0;
   }
 
   // ---- products -------------------------------------------------------------------------------------------------------------
@@ -218,15 +221,23 @@ template <class P> struct BackwardTile {
     constexpr int VECTORS = (COLUMNS_OF_B + WIDTH - 1) / WIDTH;
     for (int panel = 0; panel < (VECTORS + 1) / 2; ++panel)
       for (int r = from; r < until; r += MR) {
-        const word* b = panels + panel * ROWS / E::PAIR * PANEL;
+        const word *b = panels + panel * G::W_PANEL, *rows = a + r / PANEL * G::W_PANEL + r % PANEL;
         float* to = sums + r * ROW + panel * PANEL;
-        if (VECTORS % 2 && panel == VECTORS / 2) add_block<1, ROW, 1, G::W_ROW>(to, a + r, b, depth);
-        else add_block<2, ROW, 1, G::W_ROW>(to, a + r, b, depth);
+        if (VECTORS % 2 && panel == VECTORS / 2) add_columns_block<1, ROW>(to, rows, b, depth);
+        else add_columns_block<2, ROW>(to, rows, b, depth);
       }
   }
-  template <int VECTORS, int ROW, int A_ROW, int A_DEPTH> static void add_block(float* to, const word* a, const word* b, int depth) {
+  template <int VECTORS, int ROW> static void add_columns_block(float* to, const word* a, const word* b, int depth) {
     vf acc[MR][VECTORS];
-    multiply<E, MR, VECTORS, A_ROW, A_DEPTH>(acc, a, b, depth);
+    multiply_columns<E>(acc, a, b, depth);
+    add_to<ROW>(to, acc);
+  }
+  template <int VECTORS> static void add_query_block(float* to, const word* a, const word* b, int from, int until) {
+    vf acc[MR][VECTORS];
+    multiply_rows<E, G::Q_PANEL>(acc, a, b, from, until);
+    add_to<G::DQ_ROW>(to, acc);
+  }
+  template <int ROW, int VECTORS> FOCI_INLINE static void add_to(float* to, vf (&acc)[MR][VECTORS]) {
     FOCI_UNROLL for (int r = 0; r < MR; ++r)
       FOCI_UNROLL for (int v = 0; v < VECTORS; ++v) store(to + r * ROW + v * WIDTH, load<vf>(to + r * ROW + v * WIDTH) + acc[r][v]);
   }
@@ -265,15 +276,15 @@ template <class P> struct BackwardTile {
     if constexpr (P::SITES > 0)
       for (int i = 0; i < t.rows; ++i) P::flush_gradients(call, t.row[i], sinks, totals + i * P::SITES);
     const int depth = rows / E::PAIR, first = from * PANEL, last = until * PANEL;
-    if constexpr (P::GRAD_V) add_rows<P::DV, G::O_ROW>(grad_value, weights, t.grad_out_panels, first, last, depth);
-    if constexpr (P::GRAD_K) add_rows<P::D, G::DQ_ROW>(grad_key, grad_pairs, t.query_panels, first, last, depth);
+    if constexpr (P::GRAD_V) add_rows<P::DV, G::O_ROW>(grad_value, weights, t.grad_out_rows(), first, last, depth);
+    if constexpr (P::GRAD_K) add_rows<P::D, G::DQ_ROW>(grad_key, grad_pairs, t.query_rows(), first, last, depth);
     if constexpr (P::GRAD_Q)
       for (int panel = 0; panel < G::D_PANELS; ++panel)
         for (int b = 0; b < rows; b += MR) {
-          const word *a = grad_rows + b * G::S_ROW + first / E::PAIR, *k = key_rows + (panel * N + first) / E::PAIR * PANEL;
+          const word *a = grad_rows() + b * PANEL, *k = key_rows + panel * N / E::PAIR * PANEL;
           float* to = grad_query + b * G::DQ_ROW + panel * PANEL;
-          if (G::D_VECTORS % 2 && panel == G::D_VECTORS / 2) add_block<1, G::DQ_ROW, G::S_ROW, 1>(to, a, k, (last - first) / E::PAIR);
-          else add_block<2, G::DQ_ROW, G::S_ROW, 1>(to, a, k, (last - first) / E::PAIR);
+          if (G::D_VECTORS % 2 && panel == G::D_VECTORS / 2) add_query_block<1>(to, a, k, first / E::PAIR, last / E::PAIR);
+          else add_query_block<2>(to, a, k, first / E::PAIR, last / E::PAIR);
         }
   }
 
@@ -317,17 +328,24 @@ template <class P> void write_grad_query(const Call& call, const Sequence& s, in
     BackwardTile<P>::write_row(call.grad_query.at<T>(s.batch, h, s.q_start + q0 + r), call.grad_query.column, total + r * G::DQ_ROW, P::D, (float)call.scale);
 }
 
+FOCI_INLINE void clear_floats(float* at, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) at[i] = 0;
+}
+
 // One task: every `splits`-th tile of a kv head's keys, so that parts of a causal problem weigh the same, against all query
 // tiles of its group. `mine` is the split's private dQ.
 template <class P> void backward_task(const Call& call, const Sequence& s, int hkv, int split, BackwardTile<P>& tile, const QueryTile<P>* query, float* mine, float* const* sinks) {
   typedef Gradient<P> G;
   constexpr int64_t TILE = ROWS * G::DQ_ROW;
   const int64_t group = call.q_heads / call.kv_heads, count = (s.q_len + ROWS - 1) / ROWS;
-  if constexpr (P::GRAD_Q)
-    for (int64_t d = 0; d < group * count * TILE; ++d) mine[d] = 0;
-  for (int64_t kv = (int64_t)split * G::KEYS_TILE; kv < s.kv_len; kv += call.splits * G::KEYS_TILE) {
+  const int64_t first = (int64_t)split * G::KEYS_TILE;
+  if (P::GRAD_Q && first >= s.kv_len) clear_floats(mine, group * count * TILE);
+  for (int64_t kv = first; kv < s.kv_len; kv += call.splits * G::KEYS_TILE) {
     tile.begin(call, s, hkv, (int)kv);
-    for (int64_t j = 0; j < group * count; ++j) tile.meet(call, query[j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
+    for (int64_t j = 0; j < group * count; ++j) {
+      if (P::GRAD_Q && kv == first) clear_floats(mine + j * TILE, TILE);  // here, so that it is in the cache
+      tile.meet(call, query[j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
+    }
     tile.finish(call, hkv);
   }
 }

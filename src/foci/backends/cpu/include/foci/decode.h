@@ -62,7 +62,7 @@ template <class P> int forward_few(const Call& call) {
             const float top = part[K::O_ROW], now = tile.top[r] > top ? tile.top[r] : top;
             if (now == -__builtin_inff() && part[K::O_ROW + 1] == 0) continue;
             const float base = now == -__builtin_inff() ? 0.0f : now;
-            const float old = exp_negative(splat(tile.top[r] - base))[0], fresh = exp_negative(splat(top - base))[0];
+            const float old = K::Exp::of(splat(tile.top[r] - base))[0], fresh = K::Exp::of(splat(top - base))[0];
             for (int d = 0; d < K::O_ROW; ++d) tile.out[r * K::O_ROW + d] = tile.out[r * K::O_ROW + d] * old + part[d] * fresh;
             tile.sum[r] = tile.sum[r] * old + part[K::O_ROW + 1] * fresh;
             tile.top[r] = now;

@@ -20,8 +20,9 @@ template <class P> struct Packing {
   typedef typename P::Storage T;
   typedef typename Computed<T>::type E;
   typedef typename E::word word;
+  typedef Exponential<T> Exp;
   static constexpr int D_WORDS = (P::D + E::PAIR - 1) / E::PAIR;   // depth of Q K^T
-  static constexpr int Q_ROW = round_up(D_WORDS, WIDTH);           // words of a packed query row
+  static constexpr int D_CHUNKS = (D_WORDS + PANEL - 1) / PANEL;   // panels of words that hold a query row
   static constexpr int V_PANELS = (P::DV + PANEL - 1) / PANEL;
   static constexpr int V_VECTORS = (P::DV + WIDTH - 1) / WIDTH;
   static constexpr int O_ROW = V_VECTORS * WIDTH;
@@ -48,13 +49,15 @@ template <class P> struct ForwardTile {
   typedef Packing<P> K;
   typedef typename K::E E;
   typedef typename K::word word;
-  static constexpr int S_ROW = KEYS + WIDTH;  // not a power of two, lest rows share cache sets
+  typedef typename K::Exp Exp;
+  // Words from one panel to the next: no powers of two, lest the panels of a row share cache sets.
+  static constexpr int Q_PANEL = (ROWS + MR) * PANEL, S_PANEL = (ROWS + 1) * PANEL;
 
-  alignas(64) word q[ROWS * K::Q_ROW];
-  alignas(64) float scores[ROWS * S_ROW];
+  alignas(64) word q[K::D_CHUNKS * Q_PANEL];
+  alignas(64) float scores[KEYS / PANEL * S_PANEL];  // panels; then, in place, the weights
   alignas(64) float out[ROWS * K::O_ROW];
   vf peak[ROWS];
-  float top[ROWS], sum[ROWS], shrink[ROWS];
+  float top[ROWS], sum[ROWS], shrink[ROWS];  // top: the largest score, in units of the exponential
   typename P::Row row[ROWS];
   int head[ROWS], position[ROWS];
   int rows, padded;  // padded: rows of whole micro-kernel blocks
@@ -72,9 +75,12 @@ template <class P> struct ForwardTile {
       const int64_t i = first + min_int(r, count - 1);
       head[r] = hkv * group + (int)(i / s.q_len);
       position[r] = (int)(i % s.q_len);
-      pack_row<E>(q + r * K::Q_ROW, call.query.at<T>(s.batch, head[r], s.q_start + position[r]), call.query.column, P::D, K::D_WORDS);
+      pack_row<E>(q + r * PANEL, Q_PANEL, call.query.at<T>(s.batch, head[r], s.q_start + position[r]), call.query.column, P::D, K::D_WORDS);
       if (P::PLAIN_SCORE && call.scale <= 0)  // the largest product stays the largest score
-        for (int i = 0; i < K::D_WORDS; ++i) q[r * K::Q_ROW + i] = call.scale < 0 ? negative_word(q[r * K::Q_ROW + i]) : 0;
+        for (int i = 0; i < K::D_WORDS; ++i) {
+          word& x = q[i / PANEL * Q_PANEL + r * PANEL + i % PANEL];
+          x = call.scale < 0 ? negative_word(x) : 0;
+        }
       row[r] = P::row(call, s.b, head[r], position[r], s.q_len, s.kv_len);
       top[r] = -__builtin_inff();
       sum[r] = 0;
@@ -91,12 +97,14 @@ template <class P> struct ForwardTile {
     return P::classify(call, r);
   }
 
+  FOCI_INLINE float* score(int r, int key) { return scores + key / PANEL * S_PANEL + r * PANEL + key % PANEL; }
+
   // N rows of the panel's products. Where nothing else is to be done to a score, its maximum is taken as well.
   template <int N> FOCI_INLINE void score_block(const word* panel, int r0, int at, bool finished) {
     vf acc[N][2];
-    multiply<E, N, 2, K::Q_ROW, 1>(acc, q + r0 * K::Q_ROW, panel, K::D_WORDS);
+    multiply_rows<E, Q_PANEL>(acc, q + r0 * PANEL, panel, 0, K::D_WORDS);
     FOCI_UNROLL for (int r = 0; r < N; ++r) {
-      float* to = scores + (r0 + r) * S_ROW + at;
+      float* to = score(r0 + r, at);
       store(to, acc[r][0]);
       store(to + WIDTH, acc[r][1]);
       if (finished) peak[r0 + r] = maximum(peak[r0 + r], maximum(acc[r][0], acc[r][1]));
@@ -110,7 +118,7 @@ template <class P> struct ForwardTile {
     const float scale = (float)call.scale;
     const vb inside[2] = {{iota() + kv < (int)extent.kv_len}, {iota() + (kv + WIDTH) < (int)extent.kv_len}};
     for (int r = 0; r < padded; ++r) {
-      float* to = scores + r * S_ROW + at;
+      float* to = score(r, at);
       vf s[2] = {load<vf>(to), load<vf>(to + WIDTH)};
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
         if constexpr (!P::PLAIN_SCORE) s[v] = P::score(call, row[r], col[v], s[v] * scale, kv + v * WIDTH);
@@ -134,33 +142,33 @@ template <class P> struct ForwardTile {
 
   // Turns a row of scores into weights relative to its running maximum, and rounds them to what the product takes.
   void weigh_row(const Call& call, int r, int kv, int keys) {
-    float* s = scores + r * S_ROW;
-    const float before = top[r], found = in_order(splat(reduce_max(peak[r])) * unit)[0], now = before > found ? before : found;
+    const float before = top[r], factor = unit * Exp::UNIT, found = in_order(splat(reduce_max(peak[r])) * factor)[0], now = before > found ? before : found;
     const float base = now == -__builtin_inff() ? 0.0f : now;
     vf total{};
     alignas(64) float keep[P::DROPOUT ? KEYS + 4 * WIDTH : 1];
     if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, keys, keep);
     for (int i = 0; i < keys; i += PANEL) {
-      vf p0 = exp_negative(in_order(load<vf>(s + i) * unit) - base), p1 = exp_negative(in_order(load<vf>(s + i + WIDTH) * unit) - base);
+      const float* s = score(r, i);
+      vf p0 = Exp::of(in_order(load<vf>(s) * factor) - base), p1 = Exp::of(in_order(load<vf>(s + WIDTH) * factor) - base);
       total += p0 + p1;
       if constexpr (P::DROPOUT) p0 *= load<vf>(keep + i), p1 *= load<vf>(keep + i + WIDTH);
 #ifdef FOCI_PAIRS
       if constexpr (E::PAIR == 2) {
-        store(s + i / 2, round_both(p0, p1));
+        store(score(r, i / 2), round_both(p0, p1));
         continue;
       }
 #endif
-      store(s + i, p0);
-      store(s + i + WIDTH, p1);
+      store(score(r, i), p0);
+      store(score(r, i) + WIDTH, p1);
     }
-    shrink[r] = before == now ? 1.0f : exp_negative(splat(before - base))[0];
+    shrink[r] = before == now ? 1.0f : Exp::of(splat(before - base))[0];
     sum[r] = sum[r] * shrink[r] + reduce_sum(total);
     top[r] = now;
   }
 
   template <int N, int VECTORS> FOCI_INLINE void add_block(const word* values, int r0, int panel, int at, int depth, bool first) {
     vf acc[N][VECTORS];
-    multiply<E, N, VECTORS, S_ROW, 1>(acc, (const word*)scores + r0 * S_ROW + at, values, depth);
+    multiply_rows<E, S_PANEL>(acc, (const word*)scores + r0 * PANEL, values - at * PANEL, at, at + depth);
     FOCI_UNROLL for (int r = 0; r < N; ++r)
       FOCI_UNROLL for (int v = 0; v < VECTORS; ++v) {
         float* o = out + (r0 + r) * K::O_ROW + panel * PANEL + v * WIDTH;
@@ -231,8 +239,9 @@ template <class P> struct ForwardTile {
         for (int d = 0; d < P::DV; ++d) narrow(to + d * call.out.column, o[d] * factor);
       }
       const int64_t at = row_offset(call, s, head[r]) + position[r];
-      call.lse[at] = none ? -__builtin_inff() : top[r] + __builtin_logf(sum[r]);
-      if (call.row_max) call.row_max[at] = none ? -__builtin_inff() : top[r];
+      const float largest = top[r] / Exp::UNIT;
+      call.lse[at] = none ? -__builtin_inff() : largest + __builtin_logf(sum[r]);
+      if (call.row_max) call.row_max[at] = none ? -__builtin_inff() : largest;
     }
   }
 };

@@ -4,16 +4,23 @@
 
 namespace foci {
 
-// WIDTH words of one row from column `at` on, zero beyond `columns`.
+// WIDTH words of one row from column `at` on, where all of them exist and are neighbours.
+template <class E> FOCI_INLINE bool whole_words(int64_t stride, int at, int columns) { return stride == 1 && E::PAIR * (at + WIDTH) <= columns; }
+template <class T> FOCI_INLINE vf load_words(Single, const T* row, int at) { return widen(row + at); }
+#ifdef FOCI_PAIRS
+template <class T> FOCI_INLINE vu load_words(Pair, const T* row, int at) { return load<vu>(row + 2 * at); }
+#endif
+
+// The same for any row, zero beyond `columns`.
 template <class T> FOCI_INLINE vf row_words(Single, const T* row, int64_t stride, int at, int columns) {
-  if (stride == 1 && at + WIDTH <= columns) return widen(row + at);
+  if (whole_words<Single>(stride, at, columns)) return load_words(Single(), row, at);
   vf x{};
   for (int i = 0; i < WIDTH && at + i < columns; ++i) x[i] = widen(row[(at + i) * stride]);
   return x;
 }
 #ifdef FOCI_PAIRS
 template <class T> FOCI_INLINE vu row_words(Pair, const T* row, int64_t stride, int at, int columns) {
-  if (stride == 1 && 2 * (at + WIDTH) <= columns) return load<vu>(row + 2 * at);
+  if (whole_words<Pair>(stride, at, columns)) return load_words(Pair(), row, at);
   vu x{};
   for (int i = 0; i < 2 * WIDTH && 2 * at + i < columns; ++i) x[i / 2] |= (uint32_t)row[(2 * at + i) * stride].bits << 16 * (i & 1);
   return x;
@@ -39,8 +46,14 @@ void pack_columns(typename E::word* panel, const T* from, int64_t row_stride, in
   for (int half = 0; half < PANEL; half += WIDTH)
     for (int at = 0; at < words; at += WIDTH) {
       vu m[WIDTH];
-      FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
-        m[i] = half + i < rows ? (vu)row_words(E(), from + (half + i) * row_stride, column_stride, at, columns) : vu{};
+      if (half + WIDTH <= rows && whole_words<E>(column_stride, at, columns)) {
+        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) m[i] = (vu)load_words(E(), from + (half + i) * row_stride, at);
+      } else {
+        vu edge[WIDTH];
+#pragma GCC unroll 1
+        for (int i = 0; i < WIDTH; ++i) edge[i] = half + i < rows ? (vu)row_words(E(), from + (half + i) * row_stride, column_stride, at, columns) : vu{};
+        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) m[i] = edge[i];
+      }
       transpose(m);
       FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
         if (at + i < words) store(panel + (at + i) * PANEL + half, m[i]);
@@ -78,10 +91,10 @@ void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, in
 FOCI_INLINE float negative_word(float x) { return -x; }
 FOCI_INLINE uint32_t negative_word(uint32_t pair) { return pair ^ 0x80008000u; }
 
-// Rows as they are: block[row][word], `words` of each.
+// One row of panels that are `panel_stride` words apart.
 template <class E, class T>
-FOCI_INLINE void pack_row(typename E::word* to, const T* row, int64_t column_stride, int columns, int words) {
-  for (int at = 0; at < words; at += WIDTH) store(to + at, row_words(E(), row, column_stride, at, columns));
+FOCI_INLINE void pack_row(typename E::word* to, int64_t panel_stride, const T* row, int64_t column_stride, int columns, int words) {
+  for (int at = 0; at < words; at += WIDTH) store(to + at / PANEL * panel_stride + at % PANEL, row_words(E(), row, column_stride, at, columns));
 }
 
 }  // namespace foci

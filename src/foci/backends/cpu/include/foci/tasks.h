@@ -4,8 +4,13 @@
 
 extern "C" void* aligned_alloc(decltype(sizeof 0), decltype(sizeof 0)) noexcept;
 extern "C" void free(void*) noexcept;
+#if defined(__linux__)
+extern "C" int madvise(void*, decltype(sizeof 0), int) noexcept;
+#endif
 
 namespace foci {
+
+constexpr int64_t HUGE_PAGE = 2 << 20;
 
 enum Class { EMPTY = 0, PARTIAL = 1, FULL = 2 };
 
@@ -14,10 +19,17 @@ struct Rectangle {
   int b, h0, h1, q0, q1, kv0, kv1, q_len, kv_len;
 };
 
-// Aligned memory, freed at the end of its scope. `data` is null when there is none.
+// Aligned memory, freed at the end of its scope. `data` is null when there is none. Fresh pages cost more than what is done
+// with them, so large buffers ask for huge ones.
 struct Buffer {
   char* data;
-  explicit Buffer(int64_t bytes) : data((char*)aligned_alloc(64, (decltype(sizeof 0))(bytes > 0 ? (bytes + 63) / 64 * 64 : 64))) {}
+  explicit Buffer(int64_t bytes) {
+    const int64_t page = bytes >= HUGE_PAGE ? HUGE_PAGE : 64, whole = bytes > 0 ? (bytes + page - 1) / page * page : page;
+    data = (char*)aligned_alloc((decltype(sizeof 0))page, (decltype(sizeof 0))whole);
+#if defined(__linux__)
+    if (data && page == HUGE_PAGE) madvise(data, (decltype(sizeof 0))whole, 14);  // MADV_HUGEPAGE; refusal is no error
+#endif
+  }
   ~Buffer() { free(data); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
