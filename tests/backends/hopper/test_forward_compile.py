@@ -34,7 +34,7 @@ class Compiler:
     """Stands in for a kernel: compiles where the kernel would launch."""
 
     def __init__(self, function, found):
-        self.function, self.found = function, found
+        self.function, self.found, self.signature = function, found, function.signature
 
     def __getitem__(self, grid):
         def compile_it(*args, **options):

@@ -15,7 +15,7 @@ from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
-VERSIONS: Final[tuple[str, ...]] = ()
+VERSIONS: Final = ("3.6",)
 """Releases of Triton whose Gluon the kernels are written for."""
 
 _FLOPS: Final = 6e14

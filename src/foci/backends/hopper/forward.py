@@ -21,7 +21,7 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import copy_in, copy_out, find, run_of, step
+from foci.backends.hopper.tiles import causal_tiles, copy_in, copy_out, find, run_of, step
 from foci.backends.triton.tiles import FORCED, LN2, LOG2E, number, sequence, start_of
 
 ROWS = gl.constexpr(64)
@@ -32,28 +32,38 @@ def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.cons
     """Scores of a tile of products, -inf where masked. When the score is plain they lack the factor `scale`."""
     b, h, q_idx, q_len, kv_len, first, aux, factor = at
     x = raw
-    kv_idx = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
-    inside = kv_idx < kv_len
+    column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+    kv_idx = column
     if MASKED:
-        kv_idx = gl.minimum(kv_idx, kv_len - 1)
+        kv_idx = gl.minimum(column, kv_len - 1)
     if not c.PLAIN:
         x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-    if MASKED:
+    if MASKED and c.MODE == "causal":
+        x = gl.where(column <= gl.minimum(q_idx, kv_len - 1), x, float("-inf"))
+    elif MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         if c.BLOCKS:
             keep = keep | (tile >= FORCED)
-        x = gl.where(keep & inside, x, float("-inf"))
+        x = gl.where(keep & (column < kv_len), x, float("-inf"))
     return x
 
 
 @gluon.jit
+def by_thread(p):
+    """Sums over the columns that one thread holds, so that threads meet once, at the end."""
+    return gl.sum(p.reshape([ROWS, p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
 def fold_softmax(x, most, total, factor):
-    """(weights of a tile, factor of what was summed before, new maximum, new total)."""
+    """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
     higher = gl.maximum(most, gl.max(x, 1))
     shift = gl.where(higher == float("-inf"), 0.0, higher) * factor
     p = gl.exp2(x * factor - shift[:, None])
     alpha = gl.exp2(most * factor - shift)
-    return p, alpha, higher, total * alpha + gl.sum(p, 1)
+    sums = by_thread(p)
+    LAYOUT: gl.constexpr = sums.type.layout
+    return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
 
 
 @gluon.jit
@@ -143,12 +153,32 @@ def fold_overlapped(
 
 
 @gluon.jit
+def pass_over(bars, low, high, c):
+    """Lets tiles go by that no row of this consumer attends to."""
+    keys, values, k_full, k_free, v_full, v_free = bars
+    for i in range(low, high):
+        stage = i % c.STAGES
+        phase = (i // c.STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_free.index(stage), count=1)
+
+
+@gluon.jit
 def fold(acc, most, total, q, bars, at, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds all tiles of a run, partial ones first."""
     part = run[6]
     count = run[2] + part
     if not c.OVERLAPPED:
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, 0, part, table, numbers, env, c, score, mask, True)
+        low = part * 0
+        if c.MODE == "causal":
+            # the last tiles, which come first, may be beyond this consumer's rows, and the first partial ones whole for them
+            own_full, own_count = causal_tiles(at[5], ROWS, at[3], at[4], c)
+            low = count - own_count
+            part = count - own_full
+            pass_over(bars, 0, low, c)
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, low, part, table, numbers, env, c, score, mask, True)
         acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, part, count, table, numbers, env, c, score, mask, False)
     elif count > 0:
         keys, values, k_full, k_free, v_full, v_free = bars
@@ -187,10 +217,11 @@ def consume(
         factor = numbers.scale * LOG2E
     at = (b, h, q_idx, q_len, kv_len, first, pre(b, h, q_idx, q_len, kv_len, numbers.scale, env), factor)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
+    total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
     mbarrier.wait(q_full.index(ME), 0)
     acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, run, table, numbers, env, c, score, mask)
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
     gl.store(lse + head + rows, gl.where(total == 0.0, float("-inf"), natural + gl.log(total)), mask=rows < q_len)

@@ -4,7 +4,7 @@
 from foci.backends.hopper.interface import bring, gl, gluon, send
 from foci.backends.triton.tiles import number, place, visited, visits
 
-__all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step"]
+__all__ = ["FAR", "causal_tiles", "copy_in", "copy_out", "find", "run_of", "step"]
 
 FAR = gl.constexpr(1 << 30)
 
@@ -44,12 +44,19 @@ def find(size, spans, c):
 
 
 @gluon.jit
+def causal_tiles(first, rows, q_len, kv_len, c):
+    """(whole tiles of keys, all tiles) that so many rows from the first one attend to under the causal mask."""
+    last = gl.minimum(gl.minimum(first + rows, q_len), kv_len)
+    count = (last + c.TILE_KV - 1) // c.TILE_KV
+    return gl.minimum(gl.minimum(first + 1, kv_len) // c.TILE_KV, count), count
+
+
+@gluon.jit
 def run_of(table, b, h, task, first, q_len, kv_len, c):
     """Tiles of keys for the rows from `first`: (row of the lists, first full, full, first partial, before, gap, partial)."""
     if c.MODE == "causal":
-        full = gl.minimum(first + 1, kv_len) // c.TILE_KV
-        last = gl.minimum(gl.minimum(first + c.TILE_Q, q_len), kv_len)
-        part = (last + c.TILE_KV - 1) // c.TILE_KV - full
+        full, count = causal_tiles(first, c.TILE_Q, q_len, kv_len, c)
+        part = count - full
         return task, full * 0, full, full, part, full * 0, part
     else:
         return visits(table, b, h, task, kv_len, c, c.TILE_KV)
