@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+
+import foci
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,7 +27,7 @@ def facts(device: str = "cpu") -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "foci": importlib.metadata.version("foci"),
+        "foci": foci.__version__,
         "commit": commit,
     }
 

@@ -288,7 +288,7 @@ def biased_3d(length, batch=BATCH):
 
 
 FORMS = (
-    Spelling("divided by a constant", divided, qkv, divided_twin, "dim"),
+    Spelling("divided by a constant", divided, qkv, divided_twin, "over the keys"),
     Spelling("multiplied by a constant", multiplied, qkv, multiplied_twin),
     Spelling("divided, with dropout of nothing", divided_dropout, qkv, divided_dropout_twin, ""),
     Spelling("multiplied, dropout off", multiplied_dropout, qkv, multiplied_dropout_twin, ""),
@@ -296,7 +296,7 @@ FORMS = (
     Spelling("an added mask first, dropout of nothing, scaled queries", added_mask_dropout, additive, added_mask_dropout_twin, ""),
     Spelling("from [B, S, H, D], softmax in float32, dropout off", upcast, bshd, upcast_twin, ""),
     Spelling("from [B, S, H, D], scores in float32", upcast_no_dropout, bshd, upcast_no_dropout_twin),
-    Spelling("divided queries", scaled_query, bshd, scaled_query_twin),
+    Spelling("divided queries", scaled_query, bshd, scaled_query_twin, twin_fused=1),
     Spelling("divided queries, scores in float32", scaled_query_upcast, bshd),
     Spelling("scaled keys", scaled_key, qkv, scaled_key_twin, ""),
     Spelling("permuted in and out", permuted_out, bshd, permuted_out_twin),

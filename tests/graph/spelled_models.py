@@ -323,8 +323,10 @@ class Swin(nn.Module):
 
 
 class SwinTwin(Swin):
+    """Weights are made sharper after the softmax."""
+
     def weights(self, scores):
-        return scores.transpose(-1, -2).softmax(-1)
+        return scores.softmax(-1) ** 2
 
 
 def windows(length, batch=BATCH):

@@ -108,11 +108,10 @@ def in_place(q, k, v, keep):
 
 
 def in_place_twin(q, k, v, keep):
-    """The keys change between the product and the weights' use."""
-    k = k.clone()
-    weights = (q @ k.mT * SCALE).softmax(-1)
-    weights *= 2
-    return weights @ v, weights.sum()
+    """A write through a view changes the first head's scores, and nobody reads its result."""
+    scores = q @ k.mT * SCALE
+    scores[:, :1].mul_(2)
+    return scores.softmax(-1) @ v
 
 
 def chunked_projection(q, k, v):
@@ -203,7 +202,7 @@ TRICKS = (
     Spelling("minus the row's largest", shifted, qkv, shifted_twin, ""),
     Spelling("a learned bias", learned_bias, biased),
     Spelling("a bias of distance", bias_of_distance, qkv, bias_of_distance_twin, "", variant=("q_idx", "kv_idx")),
-    Spelling("in place", in_place, padded, in_place_twin, ""),
+    Spelling("in place", in_place, padded, in_place_twin, "written"),
     Spelling("one tensor for keys and values", chunked_projection, qkv),
     Spelling("cross attention of few queries", one_query, cross, one_query_twin),
     Spelling("a temperature of queries", temperature_of_queries, qkv, temperature_of_queries_twin, ""),

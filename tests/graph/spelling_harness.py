@@ -103,9 +103,16 @@ class Counted:
         return compiled
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, rest: str = "eager") -> tuple[Callable[..., Any], Counted]:
+def fused_only(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    """A backend that runs the fused graph as it is, under ordinary autograd: a tenth of the time of a compilation."""
+    found = foci.graph.fuse(graph_module, example_inputs)
+    foci.graph.report.tell(found.sites)
+    return found.graph_module
+
+
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, backend: Any = None) -> tuple[Callable[..., Any], Counted]:
     torch._dynamo.reset()
-    counted = Counted(Compiler(rest=rest))
+    counted = Counted(Compiler(rest="eager") if backend is None else backend)
     return torch.compile(function, backend=counted, dynamic=dynamic, fullgraph=True), counted
 
 
