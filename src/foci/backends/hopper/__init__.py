@@ -11,6 +11,7 @@ import torch
 
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.schedules import forward_schedule
+from foci.backends.triton import BACKEND as TRITON
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
@@ -36,6 +37,8 @@ class HopperBackend:
             return "needs Triton, which is not installed"
         if not any(f"triton-{version}" in target.features for version in VERSIONS):
             return f"is written for the Gluon of Triton {', '.join(VERSIONS)}; another version is installed"
+        if problem.needs_backward and (reason := TRITON.reject(problem, target)) is not None:
+            return f"takes gradients as the backend triton does, which {reason}"
         return self._reject_problem(problem)
 
     def _reject_problem(self, problem: Problem) -> str | None:

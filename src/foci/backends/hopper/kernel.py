@@ -34,7 +34,6 @@ class HopperKernel(host.TritonKernel):
         super().__init__(plan)
         formula = self.problem.formula
         self.is_causal = is_causal(self.variant) and formula.block_size is None
-        self.is_whole = self.variant.mask.op == "const" and self.variant.mask.value is True and formula.block_size is None
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_causal else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
@@ -44,7 +43,7 @@ class HopperKernel(host.TritonKernel):
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem)
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1)
-        visits = self.visits(call, tiles, "queries")
+        visits = self._visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)
         if is_jagged:
             recorder.launch(
@@ -61,11 +60,11 @@ class HopperKernel(host.TritonKernel):
         )  # fmt: skip
         return Results(out, lse, row_max)
 
-    def visits(self, call: host.Pass, schedule: Tiles, side: str) -> Visits:
-        """Which tiles each task of a kernel visits; under the causal mask each finds them by arithmetic."""
+    def _visits(self, call: host.Pass, tiles: Tiles) -> Visits:
+        """Which tiles of keys each task visits; under the causal mask it finds them by arithmetic."""
         if not self.is_causal:
-            return super().visits(call, schedule, side)
-        return replace(self._unmasked.visits(call, schedule, side), mode="causal")
+            return self.visits(call, tiles, "queries")
+        return replace(self._unmasked.visits(call, tiles, "queries"), mode="causal")
 
     def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool) -> Config:
         """What a launch is compiled for."""
