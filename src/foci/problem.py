@@ -106,11 +106,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether the last dimension is contiguous, other strides are positive, and all of them and the address multiples of 16 bytes."""
-    *outer, last = tensor.stride()
+    b, h, s, _ = tensor.shape
+    b_stride, h_stride, s_stride, last = tensor.stride()
     unit = 16 // tensor.element_size()
-    if last != 1 or tensor.data_ptr() & 15:
-        return False
-    return all((stride > 0 and stride % unit == 0) or n == 1 for stride, n in zip(outer, tensor.shape, strict=False))
+    x, y, z = b_stride if b > 1 else unit, h_stride if h > 1 else unit, s_stride if s > 1 else unit
+    return last == 1 and x > 0 and y > 0 and z > 0 and (x | y | z) % unit == 0 and tensor.data_ptr() & 15 == 0
 
 
 def empty_out(query: Tensor, value: Tensor) -> Tensor:

@@ -85,9 +85,12 @@ class TritonBackend:
         """Kernels of a plan. Triton compiles each when it is first launched."""
         from foci.backends.triton.kernel import TritonKernel
         from foci.backends.triton.paged import PagedKernel
+        from foci.backends.triton.tuning import TunedKernel
 
         if plan.problem.formula.layout is Layout.PAGED:
             return PagedKernel(plan)
+        if plan.problem.tuned:
+            return TunedKernel(plan, TritonKernel)
         return TritonKernel(plan)
 
 

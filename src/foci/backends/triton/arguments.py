@@ -130,7 +130,7 @@ def encode_word(value: int) -> int:
     return (1 << 40) + (value << 5) + 1
 
 
-def encode_strides(tensor: Tensor, unit: int) -> Strides:
-    """Strides of a [B, H, S, D] tensor; a dimension of length 1 strides by 0, whatever torch says of it."""
-    b, h, s, d = (0 if n == 1 else stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Strides(encode(b // unit), encode(h // unit), encode(s // unit), encode(d))
+def encode_strides(strides: tuple[int, int, int, int], unit: int) -> Strides:
+    """Strides of a [B, H, S, D] tensor as `Strides` holds them."""
+    b, h, s, d = strides
+    return Strides(4 * (b // unit) + 3, 4 * (h // unit) + 3, 4 * (s // unit) + 3, 4 * d + 3)

@@ -27,7 +27,6 @@ from foci.backends.triton.tiles import (
     visits,
 )
 
-
 HUGE = tl.constexpr(float(1 << 30))
 """Scores in base 2 from which on a product with LOG2E, rounded, is off by more than an exponent may be: a power of two takes
 the factor's place, whose products are exact. Keys whose scores differ at all are then too far apart to share weight."""
@@ -161,16 +160,22 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False)
+    acc, total, most, base = fold_tiles(
+        acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False
+    )
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE)
+    acc, total, most, base = fold_tiles(
+        acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE
+    )
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc, total, most, base = fold_tiles(acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True)
+        acc, total, most, base = fold_tiles(
+            acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True
+        )
     store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c)
 
 

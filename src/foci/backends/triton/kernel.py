@@ -24,7 +24,7 @@ from foci.backends.triton.functions import Functions, environment_numbers, funct
 from foci.backends.triton.recording import Recorder, may_replay, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
-from foci.backends.triton.streams import is_aligned, streamed, takes_descriptor
+from foci.backends.triton.streams import layout_of, streamed
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results
 
@@ -311,11 +311,12 @@ class TritonKernel:
     def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
         """What the kernels of one call share; `extra` are the tensors with strides besides query, key and value."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
-        unit = 8 if all(map(is_aligned, tensors.values())) else 1
+        layouts = {name: layout_of(t) for name, t in tensors.items()}
+        unit = 8 if all(layout.is_aligned for layout in layouts.values()) else 1
         lies = lies_of(operands.captures)
         sizes, strides = environment_numbers(operands.captures, lies)
         p = operands.dropout_p
-        encoded = {name: encode_strides(t, unit) for name, t in tensors.items()}
+        encoded = {name: encode_strides(layout.strides, unit) for name, layout in layouts.items()}
         recorder.keep((sequences.q_start, sequences.q_length, sequences.kv_start, sequences.kv_length))
         return Pass(
             operands=operands,
@@ -332,9 +333,9 @@ class TritonKernel:
             sequences=sequences,
             strides=Tensors(*(encoded.get(name, encoded["q"]) for name in Tensors._fields)),
             unit=unit,
-            is_wide=any(stride * 512 >= 2**31 for t in tensors.values() for stride in t.stride()[2:]),
+            is_wide=any(layout.is_wide for layout in layouts.values()),
             is_plain=self.variant.score.op == "var" and abs(operands.scale) > 1e-30,
-            takes_descriptors=unit == 8 and all(map(takes_descriptor, tensors.values())),
+            takes_descriptors=all(layout.takes_descriptor for layout in layouts.values()),
         )
 
     def config(self, call: Pass, schedule: Schedule, visits: Visits | None) -> Config:

@@ -12,7 +12,7 @@ from typing import Final
 
 from foci.variant import Variant
 
-__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "padded", "schedule_for", "shared_bytes", "tile_bytes"]
+__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "family_of", "padded", "schedule_for", "shared_bytes", "tile_bytes"]
 
 KINDS: Final = (
     "forward",
@@ -98,7 +98,8 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
 }
 
 
-def _family(arch: int) -> str:
+def family_of(arch: int) -> str:
+    """The part of the table that is for an architecture."""
     return "hopper" if 90 <= arch < 100 else "ampere"
 
 
@@ -149,7 +150,7 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     if arch == 0:
         return Schedule(16, 16, 4, 1)
     width = max(64, *dims)
-    rows = SCHEDULES.get((_family(arch), kind, itemsize, width), ())
+    rows = SCHEDULES.get((family_of(arch), kind, itemsize, width), ())
     limit = LIMITS.get(arch, 101376)
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
         if shared_bytes(kind, row, dims, itemsize, scratch=scratch) <= limit:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.triton.arguments import Config
 from foci.backends.triton.schedules import padded
 
-__all__ = ["is_aligned", "streamed", "takes_descriptor"]
+__all__ = ["Layout", "layout_of", "streamed"]
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    *outer, last = tensor.stride()
-    rows = all(stride % 8 == 0 for stride, n in zip(outer, tensor.shape, strict=False) if n > 1)
-    return rows and (last == 1 or tensor.shape[-1] == 1) and tensor.data_ptr() % 16 == 0
+class Layout(NamedTuple):
+    """How a tensor [B, H, S, D] lies.
+
+    Attributes:
+        strides: of each dimension, 0 where its length is 1, whatever torch says of it.
+        is_aligned: rows begin at multiples of 8 elements and 16 bytes, and have no gaps.
+        takes_descriptor: a tensor descriptor may describe it: besides, no stride is 0 and each is a multiple of 16 bytes.
+        is_wide: offsets within a tile may need 64 bits.
+    """
+
+    strides: tuple[int, int, int, int]
+    is_aligned: bool
+    takes_descriptor: bool
+    is_wide: bool
 
 
-def takes_descriptor(tensor: Tensor) -> bool:
-    """Whether a tensor descriptor may describe it: no zero strides, 16-byte steps."""
-    steps = ((stride, n) for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1)
-    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride, _ in steps)
+def layout_of(tensor: Tensor) -> Layout:
+    """How a tensor lies."""
+    b, h, s, d = tensor.shape
+    b_stride, h_stride, s_stride, d_stride = tensor.stride()
+    strides = (b_stride if b > 1 else 0, h_stride if h > 1 else 0, s_stride if s > 1 else 0, d_stride if d > 1 else 0)
+    together = strides[0] | strides[1] | strides[2]
+    is_aligned = together % 8 == 0 and strides[3] <= 1 and tensor.data_ptr() % 16 == 0
+    steps = not ((b > 1 and b_stride == 0) or (h > 1 and h_stride == 0) or (s > 1 and s_stride == 0))
+    is_describable = is_aligned and steps and together * tensor.element_size() % 16 == 0
+    return Layout(strides, is_aligned, is_describable, max(strides[2:]) * 512 >= 2**31)
 
 
 def streamed(config: Config, rows: int, tensor: Tensor) -> Tensor | TensorDescriptor:
