@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.triton import BACKEND as TRITON
@@ -71,7 +72,8 @@ class HopperBackend:
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
         turns = max(1.0, tiles / _PROCESSORS)
         seconds = turns * 2.0 * rows * problem.kv_len * (problem.head_dim + problem.value_dim) / (_FLOPS / _PROCESSORS)
-        return _LAUNCH + seconds * (3.5 if problem.needs_backward else 1.0)
+        part = 0.5 if is_causal(problem.variant) else 1.0
+        return _LAUNCH + part * seconds * (3.5 if problem.needs_backward else 1.0)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
