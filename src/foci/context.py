@@ -12,7 +12,7 @@ from foci import backends
 from foci.backends.contract import Rejection
 from foci.problem import Problem
 
-__all__ = ["Call", "Log", "allowed_backends", "observe", "observers", "use"]
+__all__ = ["Call", "Log", "allowed_backends", "is_tuning", "observe", "observers", "use"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ class _Local(threading.local):
 _local = _Local()
 
 
+# How many `use(tune=True)` are open; process-wide, as the autograd engine runs backward passes on threads of its own.
+_tuning = 0
+
+
+def is_tuning() -> bool:
+    """Whether backends may time their choices."""
+    return _tuning > 0
+
+
 def observers() -> list[Log]:
     """The logs that are open."""
     return _logs
@@ -95,11 +104,14 @@ def observe() -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def use(*names: str) -> Iterator[None]:
+def use(*names: str, tune: bool = False) -> Iterator[None]:
     """Restricts calls that this thread makes inside to the named backends; their backward passes are bound by it wherever they run.
 
     Args:
-        names: of backends; a call that none of them accepts raises `NoViableBackend`.
+        names: of backends; a call that none of them accepts raises `NoViableBackend`. With `tune` alone, all are allowed.
+        tune: lets a backend time what it might do at the first call of each kind, forward and backward passes that run inside,
+            in the whole process. The choice is kept on disk, by device, formula and version, and made once. Nothing is timed
+            without it, and what was chosen is used only inside. The Triton backend tunes tiles, warps and stages.
 
     Raises:
         ValueError: for a name that no backend has.
@@ -109,13 +121,19 @@ def use(*names: str) -> Iterator[None]:
         >>> q = torch.randn(1, 2, 16, 8)
         >>> with foci.use("blocked"):
         ...     out = foci.attention(q, q, q)
+        >>> with foci.use(tune=True):
+        ...     out = foci.attention(q, q, q)
     """
+    global _tuning
     for name in names:
         if name not in backends.names():
             raise ValueError(f"no backend {name!r}; there are {', '.join(backends.names())}")
     before = _local.allowed
-    _local.allowed = names
+    if names or not tune:
+        _local.allowed = names
+    _tuning += tune
     try:
         yield
     finally:
         _local.allowed = before
+        _tuning -= tune

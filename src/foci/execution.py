@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci import backends
 from foci.backends.contract import Kernel
-from foci.context import Call, observers
+from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
     Cotangents,
@@ -58,6 +58,7 @@ def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
         capture_grads=needs[3],
         deterministic=torch.are_deterministic_algorithms_enabled(),
         aligned=_is_aligned(query, key, value),
+        tuned=is_tuning(),
     )
 
 
@@ -80,7 +81,7 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
     signature = (
         formula, needs, allowed, query.dtype, query.device, query.shape[1], query.shape[3], key.shape[1], value.shape[3],
         *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.names(),
-        _is_aligned(query, key, value),
+        _is_aligned(query, key, value), is_tuning(),
     )  # fmt: skip
     found = _decisions.get(signature)
     if found is None:

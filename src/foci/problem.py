@@ -135,6 +135,7 @@ class Problem:
         deterministic: gradients must be bitwise repeatable.
         aligned: rows of query, key and value are contiguous, their other strides positive, and every row begins at a multiple of
             16 bytes: what a GPU's copy engine asks for.
+        tuned: backends that can may time schedules before they settle on one (`foci.use(tune=True)`).
     """
 
     formula: Formula
@@ -152,6 +153,7 @@ class Problem:
     capture_grads: tuple[bool, ...] = ()
     deterministic: bool = False
     aligned: bool = True
+    tuned: bool = False
 
     @property
     def variant(self) -> Variant:

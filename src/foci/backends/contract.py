@@ -23,9 +23,10 @@ class Plan:
         p = self.problem
         grads = "".join(letter for letter, on in zip("qkv", (p.query_grad, p.key_grad, p.value_grad), strict=True) if on)
         captures = "".join(str(int(on)) for on in p.capture_grads)
+        tuned = ";tuned" if p.tuned else ""
         return (
             f"backend={self.backend};device={self.target.device};arch={self.target.arch};dtype={p.dtype};"
-            f"D={p.head_dim};Dv={p.value_dim};grads={grads}:{captures}\n{p.formula.text}"
+            f"D={p.head_dim};Dv={p.value_dim};grads={grads}:{captures}{tuned}\n{p.formula.text}"
         )
 
 

@@ -1,0 +1,193 @@
+"""Schedules chosen by timing, on request: candidates that provably fit, measured once, the choice kept on disk.
+
+Triton is imported when something is timed, so that the store and the choice can be tested without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from foci.backends import disk
+from foci.backends.contract import Plan
+from foci.backends.triton.schedules import LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, shared_bytes, tile_bytes
+from foci.problem import Cotangents, Gradients, Operands, Results
+
+__all__ = ["Scheduled", "Store", "TunedKernel", "candidates", "fitted", "key_of"]
+
+_MOST: Final = 24
+"""Candidates of one kernel: each costs a compilation."""
+
+
+class Scheduled(Protocol):
+    """A kernel whose schedules may be set before it runs; it enters those that it chose itself."""
+
+    schedules: dict[str, Schedule]
+
+    def forward(self, operands: Operands, /) -> Results:
+        """Attention of the operands."""
+        ...
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Gradients of the operands."""
+        ...
+
+
+def fitted(schedule: Schedule, block_size: tuple[int, int] | None) -> Schedule:
+    """The schedule with tiles that divide the blocks of a caller's block mask."""
+    if block_size is None:
+        return schedule
+    return replace(schedule, tile_q=math.gcd(schedule.tile_q, block_size[0]), tile_kv=math.gcd(schedule.tile_kv, block_size[1]))
+
+
+def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
+    """What a kernel may be tuned to, the table's own choice first: the table's rows for any head dim, with more and fewer warps
+    and stages, as far as they fit the device's shared memory by `shared_bytes`."""
+    p, arch = plan.problem, plan.target.arch
+    dims, itemsize = (padded(p.head_dim), padded(p.value_dim)), p.dtype.itemsize
+    scratch = tile_bytes(p.variant) or int(p.formula.dropout)
+    own = schedule_for(kind, arch, dims, itemsize, scratch=scratch)
+    if own is None or arch == 0:
+        return () if own is None else (fitted(own, p.formula.block_size),)
+    names = (kind, "forward") if kind.startswith("forward") else (kind,)
+    rows = [row for (family, name, size, _), row in SCHEDULES.items() if (family, size) == (family_of(arch), itemsize) and name in names]
+    seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
+    near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
+    limit = LIMITS.get(arch, min(LIMITS.values()))
+    fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, scratch=scratch) <= limit]
+    return tuple(dict.fromkeys(fitted(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
+
+
+def key_of(plan: Plan, device: str) -> str:
+    """What a choice holds for: the device, the plan, Triton's version."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    return f"{device}\ntriton {version}\n{plan.text}"
+
+
+@dataclass(frozen=True)
+class Store:
+    """Choices on disk, one file for each key. A folder that cannot be used, or a file that does not read as one of its own,
+    counts as empty; `directory` None keeps nothing."""
+
+    directory: Path | None
+
+    def _path(self, key: str) -> Path | None:
+        return None if self.directory is None else self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
+
+    def read(self, key: str) -> dict[str, Schedule]:
+        """Schedules by kernel."""
+        path = self._path(key)
+        if path is None or not disk.is_private(path):
+            return {}
+        try:
+            content = json.loads(path.read_bytes())
+            return {kind: _schedule(values) for kind, values in content["schedules"].items()} if content["key"] == key else {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+    def write(self, key: str, schedules: dict[str, Schedule]) -> None:
+        """Keeps schedules, or warns that they cannot be kept."""
+        path = self._path(key)
+        try:
+            if path is not None:
+                content = {"key": key, "schedules": {kind: asdict(s) for kind, s in sorted(schedules.items())}}
+                disk.write_atomically(path, json.dumps(content, indent=1).encode())
+                return
+        except OSError:
+            pass
+        warnings.warn("the schedules found by tuning cannot be kept on disk; set FOCI_CACHE_DIR to a folder of your own", stacklevel=2)
+
+
+def _schedule(values: dict[str, Any]) -> Schedule:
+    found = Schedule(**values)
+    for field in fields(Schedule):
+        if type(getattr(found, field.name)) is not (bool if field.type == "bool" else int):
+            raise TypeError(f"{field.name} is {getattr(found, field.name)!r}")
+    return found
+
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=5, rep=30, return_mode="median"))
+
+
+class TunedKernel:
+    """A kernel that times the candidates of each of its kernels when it first meets it, or finds the choice in the store.
+
+    Args:
+        plan: of the kernel.
+        make: makes a kernel of a plan.
+        store: where choices are kept; the user's folder by default.
+        time: milliseconds of a call.
+        device: name of the device; that of the first operands by default.
+    """
+
+    def __init__(
+        self, plan: Plan, make: Callable[[Plan], Scheduled], *, store: Store | None = None, time: Timer = _milliseconds,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.make = make
+        self.kernel = make(plan)
+        self.store = Store(disk.cache_directory("triton")) if store is None else store
+        self.time = time
+        self.device = device
+        self.chosen: dict[str, Schedule] | None = None
+
+    def forward(self, operands: Operands, /) -> Results:
+        """Attention of the operands."""
+        self._tune(operands, lambda kernel: kernel.forward(operands))
+        return self.kernel.forward(operands)
+
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Gradients of the operands."""
+        self._tune(operands, lambda kernel: kernel.backward(operands, results, cotangents))
+        return self.kernel.backward(operands, results, cotangents)
+
+    def _tune(self, operands: Operands, run: Callable[[Scheduled], object]) -> None:
+        """Settles every kernel that the pass launches and that is not settled yet."""
+        if operands.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        key = key_of(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
+        if self.chosen is None:
+            found = self.store.read(key)
+            self.chosen = {kind: s for kind, s in found.items() if s in candidates(kind, self.plan)}
+            self.kernel = self._with(self.chosen)
+        run(self.kernel)
+        for kind in [k for k in self.kernel.schedules if k not in self.chosen]:
+            self.chosen[kind] = self._fastest(kind, run)
+            self.kernel = self._with(self.chosen)
+            # what another process settled meanwhile stays
+            self.store.write(key, self.store.read(key) | self.chosen)
+
+    def _with(self, schedules: dict[str, Schedule]) -> Scheduled:
+        kernel = self.make(self.plan)
+        kernel.schedules |= schedules
+        return kernel
+
+    def _fastest(self, kind: str, run: Callable[[Scheduled], object]) -> Schedule:
+        """The candidate with the least time of the whole pass; the first of equals."""
+        assert self.chosen is not None
+        others = {k: s for k, s in self.kernel.schedules.items() if k != kind}
+
+        def seconds(schedule: Schedule) -> float:
+            return self.time(functools.partial(run, self._with(others | {kind: schedule})))
+
+        return min(candidates(kind, self.plan), key=seconds)
