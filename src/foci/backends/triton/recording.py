@@ -10,12 +10,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from foci.backends.triton.arguments import Config, Size, Strides
 
 __all__ = ["Kept", "Recorder", "Recording", "may_replay", "stream_of"]
 
@@ -59,6 +61,9 @@ class _Launch(NamedTuple):
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
     """Of the parameters after those that are given: a launcher wants them all."""
     return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
+
+
+_NUMBERS_ALONE: Final = (Config, Size, Strides)
 
 
 class _UnknownTensor(Exception):
@@ -125,7 +130,7 @@ class Recorder:
             elif isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor":  # Gluon has one of its own
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
                 noted.tiles.append((at, self._role(arg.base), type(arg), rest))
-            elif isinstance(arg, tuple):
+            elif isinstance(arg, tuple) and not isinstance(arg, _NUMBERS_ALONE):
                 inner = self._noted(arg)
                 noted.values[at] = tuple(inner.values)
                 if inner.places or inner.parts:
