@@ -25,6 +25,7 @@ from foci.backends.triton.recording import Recorder, may_replay, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
+from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results
 
@@ -94,10 +95,7 @@ class TritonKernel:
             scratch = self.tile_bytes if self.reads_tiles else int(self.problem.formula.dropout)
             found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch)
             assert found is not None, "a plan is made only where a schedule exists"
-            blocks = self.problem.formula.block_size
-            if blocks is not None:
-                tile_q, tile_kv = (math.gcd(tile, block) for tile, block in zip((found.tile_q, found.tile_kv), blocks, strict=True))
-                found = Schedule(tile_q, tile_kv, found.warps, found.stages, found.descriptors, found.turned)
+            found = fitted(found, self.problem.formula.block_size)
             self.schedules[kind] = found
         return found
 
