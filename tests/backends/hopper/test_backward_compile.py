@@ -25,11 +25,12 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from foci.backends.hopper import backward  # noqa: E402
-from foci.backends.triton import capture_gradients, sparsity  # noqa: E402
+from foci.backends.triton import capture_gradients, kernel, sparsity  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BYSTANDERS = {
-    backward: ("prepare_rows", "finish_query_gradient"),
+    backward: ("clear_between", "clear_turns", "align_rows", "finish_query_gradient"),
+    kernel: ("prepare_rows",),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
     capture_gradients: ("capture_gradient",),
 }
@@ -73,7 +74,7 @@ CASES = {
     "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "fused": True},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 560, "fused": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
-    "jagged causal": {"mask": masks.causal(), "jagged": True},
+    "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
     "dropout": {"dropout": 0.1, "stack": 1100, "fused": True},
 }
 
@@ -121,7 +122,8 @@ def launch(case):
     problem = Problem(formula, dtype, dim, value.shape[-1], 4, 2, 2, 512, 512, True, True, True, tuple(False for _ in bound.captures))
     gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
     out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
-    if gradients.is_fused:
+    if case.get("fused"):
+        gradients.is_fused = True
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
         gradients.is_fused = False
     gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

@@ -1,13 +1,15 @@
 """Backward, host side: which kernels a call launches, and with what.
 
-Rows, visits and gradients of captured tensors are found as the backend `triton` finds them.
+What precedes the launches, what is kept between calls, and gradients of captured tensors are as in the Triton backend.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Final
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -20,19 +22,19 @@ from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
-from foci.backends.hopper.backward_sums import finish_query_gradient
+from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
-from foci.backends.triton.arguments import encode
-from foci.backends.triton.backward import prepare_rows
+from foci.backends.triton import kernel as host
+from foci.backends.triton.arguments import Spans, encode
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.functions import is_half, lies_of
-from foci.backends.triton.kernel import Pass, TritonKernel
 from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.sparsity import ALL, DENSE, Visits, sequences_of
-from foci.problem import Cotangents, Gradients, Operands, Results
+from foci.backends.triton.schedules import Schedule as Tiles
+from foci.backends.triton.sparsity import Sequences, Visits
+from foci.ir.expr import const
+from foci.problem import Operands
 
 __all__ = ["HopperGradients"]
 
@@ -46,129 +48,173 @@ class Cut:
     stages: int
 
     @property
-    def schedule(self) -> Schedule:
+    def tiles(self) -> Tiles:
         """The same as the search for visited tiles takes it."""
-        return Schedule(self.tile_q, self.tile_kv, 4, self.stages)
+        return Tiles(self.tile_q, self.tile_kv, 4, self.stages)
 
 
 QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
 """By the wider of the padded head dims."""
-FUSED: Final = Cut(64, 128, 2)
-_LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
+FUSED: Final = {(64, 64): Cut(128, 128, 2), (128, 128): Cut(64, 128, 2)}
+"""By padded head dims."""
+_LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-class HopperGradients:
+class _Streams(NamedTuple):
+    """Tensors that descriptors describe, and what makes these."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    ragged: bool
+    lines: tuple[Tensor, Tensor, int]
+    """lse in base 2 and delta in lines that TMA may copy, and elements of a head in them."""
+
+    def of(self, tensor: Tensor, rows: int) -> TensorDescriptor:
+        return describe(tensor, rows, ragged=self.ragged)
+
+    def rows_of(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor, int]:
+        return _line(self.lines[0], rows), _line(self.lines[1], rows), encode(self.lines[2])
+
+
+class HopperGradients(host.TritonKernel):
     """The backward of a plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.problem = plan.problem
-        self.rows = TritonKernel(plan)
-        self.dims = self.rows.dims
-        mask, formula = self.problem.variant.mask, self.problem.formula
-        is_prefix = is_causal(self.problem.variant) or (mask.op == "const" and mask.value is True)
-        self.is_fused = self.dims == (128, 128) and is_prefix and formula.block_size is None
+        super().__init__(plan)
+        mask, formula = self.variant.mask, self.problem.formula
+        self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
+        self.is_fused = False  # self.is_prefix and self.dims in FUSED
+        self._tasks = host.TritonKernel(_without_mask(plan))
 
-    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
-        """Gradients of the operands."""
+    def _backward(
+        self, operands: Operands, given: host.Given, sequences: Sequences, recorder: Recorder, flow: Any = None
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel() and p.needs_backward):
-            return self.rows.backward(operands, results, cotangents)
-        fresh = torch.zeros_like if operands.cu_q is not None else torch.empty_like
-        wanted = (p.query_grad, p.key_grad, p.value_grad)
-        dq, dk, dv = (
-            fresh(t, memory_format=torch.contiguous_format) if on else None for t, on in zip((query, key, value), wanted, strict=True)
-        )
-        dout = _described(cotangents.out)
-        extra = {"out": results.out, "dout": dout} | {n: t for n, t in (("dq", dq), ("dk", dk), ("dv", dv)) if t is not None}
-        call = self.rows.begin(operands, extra, sequences_of(operands), Recorder((), None))
-        lse2, delta = self._prepare(call, results, dout, cotangents.lse)
-        if dq is not None and dk is not None and dv is not None and self.is_fused and operands.cu_q is None:
-            self._fused(call, dout, (lse2, delta), (dq, dk, dv))
+        if not (query.numel() and key.numel() and value.numel()):
+            return super()._backward(operands, given, sequences, recorder, flow)
+        tensors = (query, key, value, given.dout)
+        if not all(map(takes_descriptor, tensors)):
+            recorder.forget()
+        query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
+        given = given._replace(dout=dout)
+        wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
+        grads = {name: recorder.empty(t.shape, _strides(t.shape), t.dtype, t) for name, (t, on) in wanted.items() if on}
+        call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        lse2, delta = (recorder.empty(given.lse.shape, _strides(given.lse.shape), torch.float32, given.lse) for _ in range(2))
+        self._prepare(call, given, (lse2, delta))
+        streams = _Streams(query, key, value, dout, operands.cu_q is not None, self._lines(call, lse2, delta))
+        dq, dk, dv = (grads.get(name) for name in wanted)
+        if dq is not None and dk is not None and dv is not None and self.is_fused:
+            self._all_gradients(call, streams, (dq, dk, dv))
         else:
-            if dq is not None:
-                self._query_gradient(call, dout, (lse2, delta), dq)
-            for pair in self._key_passes(dk, dv):
-                self._key_gradient(call, dout, (lse2, delta), pair)
-        captures: tuple[Tensor | None, ...] = tuple(None for _ in operands.captures)
-        if any(p.capture_grads):
-            captures = capture_gradients(self.rows, call, (dout, lse2, delta), cotangents.lse)
-        return Gradients(dq, dk, dv, captures)
+            self._apart(call, streams, (lse2, delta), (dq, dk, dv))
+        if operands.cu_q is not None:
+            self._clear_gaps(call, (dq, dk, dv))
+        if not any(p.capture_grads):
+            return list(grads.values()), ()
+        return list(grads.values()), capture_gradients(self, call, (given.dout, lse2, delta), given.dlse)
 
-    def _prepare(self, call: Pass, results: Results, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """lse in base 2, and delta: float32 [B, Hq, Sq], contiguous."""
-        lse2, delta = (torch.empty_like(results.lse, memory_format=torch.contiguous_format) for _ in range(2))
-        tile = 128 if self.dims[1] <= 128 else 32
-        batch, heads, length = results.lse.shape
-        dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-        prepare_rows[(batch * heads * triton.cdiv(length, tile),)](
-            results.out, dout, results.lse.contiguous(), dlse, lse2, delta,
-            self.rows.strides(call), self.rows.size(call, heads, 1), self.rows.config(call, Schedule(tile, tile, 4, 1), None), num_warps=4,
+    def _lines(self, call: host.Pass, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, int]:
+        batch, heads, length = lse2.shape
+        if call.operands.cu_q is None and length % 4 == 0:
+            return lse2, delta, length
+        tiles = Tiles(128, 128, 4, 1)
+        found = host.TritonKernel.visits(self._tasks, call, tiles, "queries")
+        pitch = (length // 128 + call.operands.cu_q.shape[0] if call.operands.cu_q is not None else found.tasks) * 128
+        made = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, lse2) for _ in range(2))
+        call.recorder.launch(
+            align_rows, (batch * heads * found.tasks,),
+            lse2, delta, *made, self.size(call, heads, found.tasks), found.spans, encode(pitch), self.config(call, tiles, None),
+            num_warps=4,
         )  # fmt: skip
-        return lse2, delta
+        return made[0], made[1], pitch
 
-    def _query_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
-        cut, operands = QUERIES[max(self.dims)], call.operands
-        visits, functions = self.rows.visits(call, cut.schedule, "queries"), self._functions(operands, "q_idx")
-        ragged = operands.cu_q is not None
-        query, key, value = map(_described, (operands.query, operands.key, operands.value))
-        of = functools.partial(describe, ragged=ragged)
-        attention_query_gradient[(operands.query.shape[0] * operands.query.shape[1] * visits.tasks,)](
-            of(query, 64), of(key, cut.tile_kv), of(value, cut.tile_kv), of(dout, 64), *rows, of(dq, 64),
-            self.rows.size(call, query.shape[1], visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
-            call.environment, self._config(call, cut, visits), functions.pre, functions.both, functions.mask, num_warps=4,
-        )  # fmt: skip
-
-    def _fused(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor]) -> None:
-        operands, functions, (dq, dk, dv) = call.operands, self._functions(call.operands, "kv_idx"), grads
-        ragged = operands.cu_q is not None
-        query, key, value = map(_described, (operands.query, operands.key, operands.value))
-        of = functools.partial(describe, ragged=ragged)
-        (batch, heads, length, _), kv_heads, tasks = query.shape, key.shape[1], triton.cdiv(key.shape[2], FUSED.tile_kv)
-        slots = triton.cdiv(length, FUSED.tile_q)
-        turns = torch.zeros(1 + batch * heads * slots, dtype=torch.int32, device=query.device)
-        sums = torch.empty(batch * heads * slots * FUSED.tile_q * self.dims[0], dtype=torch.float32, device=query.device)
-        visits = Visits(tasks, "causal" if is_causal(self.problem.variant) else "all", DENSE, ALL)
-        config = self._config(call, FUSED, visits)
-        attention_gradients[(batch * kv_heads * tasks,)](
-            of(query, FUSED.tile_q), of(key, 64), of(value, 64), of(dout, FUSED.tile_q), *(_row_values(t, FUSED.tile_q) for t in rows),
-            sums, of(dk, 64), of(dv, 64), turns, encode(slots), self.rows.size(call, kv_heads, tasks), DENSE, call.numbers,
-            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
-        )  # fmt: skip
-        finish_query_gradient[(batch * heads * slots,)](
-            sums, turns, dq, self.rows.size(call, heads, slots), DENSE, encode(slots), operands.scale, config, num_warps=4
-        )
-
-    def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
-        """dk and dv in one kernel, or in two where their sums would not fit the registers together."""
+    def _apart(
+        self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None, Tensor | None]
+    ) -> None:
+        """dq in one kernel; dk and dv in another, or in two where their sums would not fit the registers together."""
+        dq, dk, dv = grads
+        if dq is not None:
+            self._queries(call, streams, rows, dq)
         if dk is not None and dv is not None and sum(self.dims) > 256:
-            return (dk, None), (None, dv)
-        return () if dk is None and dv is None else ((dk, dv),)
+            self._keys(call, streams, (dk, None))
+            self._keys(call, streams, (None, dv))
+        elif dk is not None or dv is not None:
+            self._keys(call, streams, (dk, dv))
 
-    def _key_gradient(self, call: Pass, dout: Tensor, rows: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
-        cut, operands = KEYS[max(self.dims)], call.operands
-        visits, functions = self.rows.visits(call, cut.schedule, "keys"), self._functions(operands, "kv_idx")
-        ragged = operands.cu_q is not None
-        query, key, value = map(_described, (operands.query, operands.key, operands.value))
-        of = functools.partial(describe, ragged=ragged)
-        half = cut.tile_kv // 2
-        attention_key_gradient[(key.shape[0] * key.shape[1] * visits.tasks,)](
-            of(query, cut.tile_q), of(key, half), of(value, half), of(dout, cut.tile_q), *(_row_values(t, cut.tile_q) for t in rows),
-            *(None if t is None else of(t, half) for t in grads),
-            self.rows.size(call, key.shape[1], visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
-            call.environment, self._config(call, cut, visits), functions.pre, functions.both, functions.mask,
+    def _queries(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+        cut, operands, of = QUERIES[max(self.dims)], call.operands, streams.of
+        visits, functions = self._found(call, cut, "queries"), self._functions(operands, "q_idx")
+        batch, heads = streams.query.shape[:2]
+        call.recorder.launch(
+            attention_query_gradient, (batch * heads * visits.tasks,),
+            of(streams.query, 64), of(streams.key, cut.tile_kv), of(streams.value, cut.tile_kv), of(streams.dout, 64), *rows, of(dq, 64),
+            self.size(call, heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+        )  # fmt: skip
+
+    def _keys(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None]) -> None:
+        cut, operands, of = KEYS[max(self.dims)], call.operands, streams.of
+        visits, functions = self._found(call, cut, "keys"), self._functions(operands, "kv_idx")
+        batch, kv_heads = streams.key.shape[:2]
+        call.recorder.launch(
+            attention_key_gradient, (batch * kv_heads * visits.tasks,),
+            of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
+            *streams.rows_of(cut.tile_q), *(None if t is None else of(t, 64) for t in grads),
+            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
-    def _functions(self, operands: Operands, resident: str) -> Functions:
-        return functions_of(self.rows.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
+    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+        """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
+        operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
+        (batch, heads, length, _), kv_heads = streams.query.shape, streams.key.shape[1]
+        cut = FUSED[self.dims]
+        by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
+        # a sequence begins anew in a tile
+        slots = length // cut.tile_q + call.operands.cu_q.shape[0] if call.operands.cu_q is not None else by_query.tasks
+        count = batch * heads * slots
+        turns = recorder.empty((1 + 2 * count,), (1,), torch.int32, streams.query)
+        sums = recorder.empty((2 * count * cut.tile_q * self.dims[0],), (1,), torch.float32, streams.query)
+        config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
+        recorder.launch(clear_turns, (triton.cdiv(1 + 2 * count, 1024),), turns, encode(1 + 2 * count), num_warps=4)
+        recorder.launch(
+            attention_gradients, (batch * kv_heads * by_key.tasks,),
+            of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
+            *streams.rows_of(cut.tile_q), sums, *(of(t, 64) for t in grads[1:]), turns, encode(slots),
+            self.size(call, kv_heads, by_key.tasks), by_key.spans, call.numbers, operands.scale, call.environment, config,
+            functions.pre, functions.both, functions.mask, num_warps=4,
+        )  # fmt: skip
+        recorder.launch(
+            finish_query_gradient, (batch * heads * by_query.tasks,),
+            sums, turns, grads[0], self.size(call, heads, by_query.tasks), by_query.spans, encode(slots), operands.scale, config,
+            num_warps=4,
+        )  # fmt: skip
 
-    def _config(self, call: Pass, cut: Cut, visits: Visits) -> Config:
+    def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:
+        """Zeros in the rows of packed gradients that belong to no sequence."""
+        heads, kv_heads, found = call.operands.query.shape[1], call.operands.key.shape[1], call.sequences
+        count = 0 if found.q_start is None else found.q_start.shape[0]
+        spans = Spans(None, found.q_start, found.q_length, found.kv_start, found.kv_length, encode(count))
+        clear = (*grads, call.strides, self.size(call, heads, 1), encode(kv_heads), spans, self.config(call, Tiles(64, 64, 4, 1), None))
+        call.recorder.launch(clear_between, (max(heads, kv_heads),), *clear, num_warps=4)
+
+    def _found(self, call: host.Pass, cut: Cut, side: str) -> Visits:
+        """As the Triton backend finds them: masks of any kind by classes of tiles."""
+        return host.TritonKernel.visits(self, call, cut.tiles, side)
+
+    def _functions(self, operands: Operands, resident: str) -> Functions:
+        return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
+
+    def _cut_config(self, call: host.Pass, cut: Cut, mode: str) -> Config:
         p = self.problem
         return _config(
             (
-                2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], visits.mode,
+                2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
             )
         )  # fmt: skip
@@ -179,11 +225,17 @@ def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
 
 
-def _described(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where TMA cannot read it as it lies."""
-    return tensor if takes_descriptor(tensor) else tensor.contiguous()
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _row_values(tensor: Tensor, rows: int) -> TensorDescriptor:
+def _without_mask(plan: Plan) -> Plan:
+    formula = plan.problem.formula
+    everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
+    return replace(plan, problem=replace(plan.problem, formula=everything))
+
+
+def _line(tensor: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of runs of a float32 tensor, which is contiguous."""
-    return TensorDescriptor(tensor.view(-1), [tensor.numel()], [1], [rows], _LINE)
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [rows], _LINE)

@@ -2,15 +2,15 @@
 """dq, dk and dv of a tile of keys in one pass: five products instead of the seven of two kernels.
 
 Two warpgroups hold 64 keys each, as in `backward_keys`. They exchange the gradients of their scores through shared memory, and
-each sums half of the width of the tile's share in dq, which it adds to a float32 sum in device memory. Tiles of keys add to a
-tile of queries one after the other, from the first to the last, so the sum has one order and the same bits each time: one warp
-waits for the tile's turn, another passes it on. Programs take their tiles in the order in which they start, so nothing waits
-for a tile that has not begun.
+each computes half of the tile's share in dq, 64 columns of 128 or 64 rows of 128, and adds it to float32 sums in device memory.
+Tiles of keys add to a tile of queries one after the other, from the first to the last, the even ones to one sum and the odd ones
+to another, so a sum has one order and the same bits each time: one warp waits for the tile's turn, another passes it on. Programs
+take their tiles in the order in which they start, so nothing waits for a tile that has not begun.
 
 It holds where the tiles of keys that a tile of queries visits are the first so many: without a mask, and under the causal one.
 """
 
-from foci.backends.hopper.backward_tiles import keep_places, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import copy_in, copy_out
@@ -68,9 +68,13 @@ def query_runs(first, q_len, kv_len, c):
 
 
 @gluon.jit
-def first_slot(memory_b, h, b, q_start, slots, heads, c):
-    """Where the tiles of queries of a head, or of a sequence in it, begin among all: `slots` of them to a head."""
-    head = (memory_b * heads + h) * slots
+def first_slot(memory_b, h, b, q_start, tile, slots, size, c):
+    """Where the tiles of queries of a head, or of a sequence in it, begin among all: `slots` of them to a head.
+
+    Tiles of keys add in turn to the first and to the second of two sums.
+    """
+    heads = number(size.heads) * number(size.group)
+    head = ((tile % 2 * number(size.batch) + memory_b) * heads + h) * slots
     if c.JAGGED:
         return head + q_start // c.TILE_Q + b
     else:
@@ -78,7 +82,7 @@ def first_slot(memory_b, h, b, q_start, slots, heads, c):
 
 
 @gluon.jit
-def fused_producer(sources, held, buffers, bars, place, spans, size, c):
+def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, c):
     """One warp: keys and values once, then the queries of each head that shares them, from the last to the first."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = held
@@ -99,7 +103,7 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, c):
         here = (last - n % count) * c.TILE_Q
         stage = n % c.STAGES
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-        at = (memory_b * number(size.heads) * group + h) * number(size.rows) + q_start + here
+        at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
         copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
@@ -121,7 +125,7 @@ def await_turns(turns, bars, place, spans, size, slots, c):
     group = number(size.group)
     for n in range(0, count * group):
         h = kv_h * group + n // count
-        slot = first_slot(memory_b, h, b, q_start, slots, number(size.heads) * group, c) + last - n % count
+        slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
         mbarrier.wait(passed.index(n % 2), ((n // 2) & 1) ^ 1)
         gl.inline_asm_elementwise(
             """{
@@ -134,7 +138,7 @@ def await_turns(turns, bars, place, spans, size, slots, c):
             mov.u32 $0, seen;
             }""",
             "=r,l,r",
-            [turns + 1 + slot, tile],
+            [turns + 1 + slot, tile // 2],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -153,13 +157,13 @@ def pass_turns(turns, bars, place, spans, size, slots, c):
     group = number(size.group)
     for n in range(0, count * group):
         h = kv_h * group + n // count
-        slot = first_slot(memory_b, h, b, q_start, slots, number(size.heads) * group, c) + last - n % count
+        slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
         mbarrier.wait(added.index(n % 2), (n // 2) & 1)
         gl.inline_asm_elementwise(
             """st.release.gpu.global.u32 [$1], $2;
             mov.u32 $0, 0;""",
             "=r,l,r",
-            [turns + 1 + slot, tile + 1],
+            [turns + 1 + slot, tile // 2 + 1],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -168,8 +172,11 @@ def pass_turns(turns, bars, place, spans, size, slots, c):
 
 
 @gluon.jit
-def add_share(sums, share, is_first, c):
-    """Adds a warpgroup's [64, 64] share to the sums at `sums`, which lie as the threads hold them, four to a thread in a row."""
+def add_share(sums, share, how):
+    """Adds a warpgroup's [64, 64] share to the sums at `sums`, which lie as the threads hold them, four to a thread in a row.
+
+    `how`: 0 to add, 1 to store what is the first to be there, 2 to leave it.
+    """
     A: gl.constexpr = product(64)
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, A)), 1)
     col = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, A)), 0)
@@ -178,18 +185,19 @@ def add_share(sums, share, is_first, c):
     gl.inline_asm_elementwise(
         """{
         .reg .u64 at;
-        .reg .pred first;
+        .reg .pred adds, stores;
         mad.wide.u32 at, $8, 4, $4;
-        setp.ne.u32 first, $16, 0;
-        @first st.global.v4.f32 [at], {$12, $13, $14, $15};
-        @!first red.relaxed.gpu.global.add.v4.f32 [at], {$12, $13, $14, $15};
+        setp.eq.u32 adds, $16, 0;
+        setp.eq.u32 stores, $16, 1;
+        @stores st.global.v4.f32 [at], {$12, $13, $14, $15};
+        @adds red.relaxed.gpu.global.add.v4.f32 [at], {$12, $13, $14, $15};
         mov.u32 $0, 0;
         mov.u32 $1, 0;
         mov.u32 $2, 0;
         mov.u32 $3, 0;
         }""",
         "=r,=r,=r,=r,l,l,l,l,r,r,r,r,f,f,f,f,r,r,r,r",
-        [sums.to(gl.int64, bitcast=True), offset, share, is_first],
+        [sums.to(gl.int64, bitcast=True), offset, share, how],
         dtype=gl.int32,
         is_pure=False,
         pack=4,
@@ -197,38 +205,63 @@ def add_share(sums, share, is_first, c):
 
 
 @gluon.jit
+def begin_share(ds_tiles, k_tiles, two, none, c, half: gl.constexpr):
+    """Begins this warpgroup's half of a tile's share in dq: the gradients of both warpgroups' scores by all the keys."""
+    first_ds, second_ds = ds_tiles.index(two * 2), ds_tiles.index(two * 2 + 1)
+    first_k, second_k = k_tiles.index(0), k_tiles.index(1)
+    if c.D_PAD == 128:
+        first_k, second_k = first_k.slice(half * 64, 64, dim=1), second_k.slice(half * 64, 64, dim=1)
+    else:
+        first_ds, second_ds = first_ds.slice(half * 64, 64, dim=1), second_ds.slice(half * 64, 64, dim=1)
+    share = warpgroup_mma(first_ds.permute((1, 0)), first_k, none, use_acc=False, is_async=True)
+    return warpgroup_mma(second_ds.permute((1, 0)), second_k, share, is_async=True)
+
+
+@gluon.jit
 def fold_fused(
-    sums, tiles, buffers, bars, at, run, n, dq, scale, numbers, env, aux, c,
+    sums, tiles, buffers, bars, at, run, n, before, dq, scale, numbers, env, aux, c,
     half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds one run of tiles of queries to (dk, dv) of 64 keys, and their share to dq. MASKED tiles may also overhang."""
+    """Adds one run of tiles of queries to (dk, dv) of 64 keys, and to dq the share of the tile before each.
+
+    A share waits for the other warpgroup, so it comes a tile late. MASKED tiles may also overhang. `before` is the slot of
+    the tile before.
+    """
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
     k_tiles, v_tiles = tiles
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles = buffers
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
-    b, h, kv_idx, q_len, kv_len, is_first, slot = at
+    b, h, kv_idx, q_len, kv_len, how, slot = at
     last, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     k = k_tiles.index(half)
     v = v_tiles.index(half)
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
-    none = gl.zeros([c.TILE_Q, c.D_PAD // 2], gl.float32, product(c.D_PAD // 2))
+    none = gl.zeros([64, 64], gl.float32, product(64))
     for i in range(0, count):
         tile = last - i
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         two = n % 2
+        is_late = n > 0
+        late_phase = ((n - 1) // 2) & 1
         queries = q_tiles.index(stage)
         douts = do_tiles.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
         s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(do_full.index(stage), phase)
-        dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.wait(ds_full.index(1 - two), late_phase, pred=is_late)
+        share = begin_share(ds_tiles, k_tiles, 1 - two, none, c, half)
+        s = warpgroup_mma_wait(2, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        share = warpgroup_mma_wait(0, deps=[share])
+        mbarrier.wait(turn.index(1 - two), late_phase, pred=is_late)
+        add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, gl.where(is_late, how, 2))
+        mbarrier.arrive(added.index(1 - two), count=1, pred=is_late)
+        mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
         if c.DROPOUT:
             keep = keep_places(numbers, b, h, q_idx, kv_idx)
         dropped = p
@@ -241,41 +274,23 @@ def fold_fused(
         if c.DROPOUT:
             dp = gl.where(keep, dp * numbers.keep_factor, 0.0)
         ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
-        # the other warpgroup read what lies here two tiles ago: its arrival a tile ago came after that
+        # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(two), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
-        mbarrier.wait(ds_full.index(two), (n // 2) & 1)
-        share = none
-        share = warpgroup_mma(
-            ds_tiles.index(two * 2).permute((1, 0)),
-            k_tiles.index(0).slice(half * (c.D_PAD // 2), c.D_PAD // 2, dim=1),
-            share,
-            use_acc=False,
-            is_async=True,
-        )
-        share = warpgroup_mma(
-            ds_tiles.index(two * 2 + 1).permute((1, 0)),
-            k_tiles.index(1).slice(half * (c.D_PAD // 2), c.D_PAD // 2, dim=1),
-            share,
-            is_async=True,
-        )
-        dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         mbarrier.arrive(empty.index(stage), count=1)
-        share = warpgroup_mma_wait(0, deps=[share])
-        mbarrier.wait(turn.index(two), (n // 2) & 1)
-        add_share(dq + ((slot + tile).to(gl.int64) * 2 + half) * (c.TILE_Q * c.D_PAD // 2), share, is_first, c)
-        mbarrier.arrive(added.index(two), count=1)
+        before = slot + tile
         n += 1
-    return dk, dv, n
+    return dk, dv, n, before
 
 
 @gluon.jit
 def fused_consumer(
     half: gl.constexpr, held, buffers, bars, outputs, place, told, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
 ):
-    """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of the width of their share in dq."""
+    """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
     spans, size, slots, numbers, scale, env = told
     dq, dk_out, dv_out = outputs
@@ -289,24 +304,49 @@ def fused_consumer(
     dk = gl.zeros([ROWS, c.D_PAD], gl.float32, product(c.D_PAD))
     dv = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     last, ending, whole, diagonal = query_runs(first, q_len, kv_len, c)
-    is_first = (tile == 0).to(gl.int32)
+    how = (tile < 2).to(gl.int32)
     mbarrier.wait(kv_full, 0)
     n = 0
+    before = tile * 0
     group = number(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        slot = first_slot(memory_b, h, b, q_start, slots, number(size.heads) * group, c)
+        slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c)
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
-        at = (b, h, kv_idx, q_len, kv_len, is_first, slot)
-        dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last, ending), n, dq, scale, numbers, env, aux, c, half, both, mask, True
+        at = (b, h, kv_idx, q_len, kv_len, how, slot)
+        dk, dv, n, before = fold_fused(
+            (dk, dv), held, buffers, bars, at, (last, ending), n, before, dq, scale, numbers, env, aux, c, half, both, mask, True
         )
-        dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, dq, scale, numbers, env, aux, c, half, both, mask, False
+        dk, dv, n, before = fold_fused(
+            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, before, dq, scale, numbers, env, aux, c, half, both, mask, False
         )
-        dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending - whole, diagonal), n, dq, scale, numbers, env, aux, c, half, both, mask, True
+        dk, dv, n, before = fold_fused(
+            (dk, dv),
+            held,
+            buffers,
+            bars,
+            at,
+            (last - ending - whole, diagonal),
+            n,
+            before,
+            dq,
+            scale,
+            numbers,
+            env,
+            aux,
+            c,
+            half,
+            both,
+            mask,
+            True,
         )
+    if n > 0:
+        mbarrier.wait(ds_full.index((n - 1) % 2), ((n - 1) // 2) & 1)
+        share = begin_share(buffers[4], k_tiles, (n - 1) % 2, gl.zeros([64, 64], gl.float32, product(64)), c, half)
+        share = warpgroup_mma_wait(0, deps=[share])
+        mbarrier.wait(turn.index((n - 1) % 2), ((n - 1) // 2) & 1)
+        add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, how)
+        mbarrier.arrive(added.index((n - 1) % 2), count=1)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
     v.store(dv.to(v.dtype))
@@ -330,12 +370,13 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def attention_gradients(
-    q, k, v, do, lse, delta, dq, dk, dv, turns, slots, size, spans, numbers, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dq, dk, dv, turns, slots, size, spans, numbers, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries, a slot to a tile.
 
-    `turns` is int32 [1 + B * Hq * slots] of zeros: the next place to take, and how many tiles of keys have added to a slot.
+    `turns` is int32 [1 + 2 * B * Hq * slots] of zeros: the next place to take, and how many tiles of keys have added to a
+    slot of each of two sums.
     """
     place = take_place(turns, size, spans, c)
     if place[0] < 0:
@@ -361,7 +402,7 @@ def attention_gradients(
         [
             (fused_consumer, (0, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
             (fused_consumer, (1, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
-            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, c)),
+            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, c)),
             (await_turns, (turns, bars, place, spans, size, slots, c)),
             (pass_turns, (turns, bars, place, spans, size, slots, c)),
         ],

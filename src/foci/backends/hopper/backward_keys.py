@@ -5,7 +5,7 @@ Scores are held turned, keys as rows, so that the weights and the score's gradie
 that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
 """
 
-from foci.backends.hopper.backward_tiles import keep_places, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import copy_in, copy_out
@@ -51,7 +51,7 @@ def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.co
 
 
 @gluon.jit
-def key_producer(sources, stationary, buffers, bars, task, spans, size, table, c, KEY: gl.constexpr):
+def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr):
     """One warp: keys and values once, then the queries of each head that shares them."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = stationary
@@ -69,7 +69,7 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, table, c
     group = number(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        head = (memory_b * number(size.heads) * group + h) * number(size.rows) + q_start
+        head = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c)
         line, whole, masked = key_runs(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
         n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty), at, whole, line, n, table, c, KEY)
@@ -189,10 +189,11 @@ def key_consumer(
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, dk, dv, size, spans, table, numbers, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, numbers, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors."""
+    """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
+    `backward_sums.align_rows` leaves them."""
     b, kv_h, index = place(size, spans, c, number(size.tasks), False)
     memory_b = b
     tile = index
@@ -229,7 +230,7 @@ def attention_key_gradient(
         [
             (key_consumer, (0, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
             (key_consumer, (1, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
-            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, table, c, KEY)),
+            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c, KEY)),
         ],
         [4, 1],
         [240, 24],

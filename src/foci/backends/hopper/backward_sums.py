@@ -4,7 +4,56 @@
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import number, sequence
+from foci.backends.triton.tiles import clear_gaps, number, sequence
+
+
+@triton.jit
+def align_rows(lse2, delta, lse2_lines, delta_lines, size, spans, pitch, c):
+    """lse2 and delta [B, Hq, Sq] copied so that each sequence begins at a multiple of 128; inf and 0 beyond its rows.
+
+    TMA copies runs that begin at multiples of 16 bytes. One program for 128 rows of a head, `pitch` the elements of a head.
+    """
+    heads = number(size.heads)
+    task = tl.program_id(0) // heads
+    h = tl.program_id(0) - task * heads
+    memory_b = task // number(size.tasks)
+    tile = task - memory_b * number(size.tasks)
+    b = memory_b
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        memory_b = 0
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    rows = tile * 128 + tl.arange(0, 128)
+    at = (memory_b * heads + h).to(tl.int64) * number(size.rows) + q_start + rows
+    to = (memory_b * heads + h) * number(pitch) + rows
+    if c.JAGGED:
+        to += (q_start // 128 + b) * 128
+    tl.store(lse2_lines + to, tl.load(lse2 + at, mask=rows < q_len, other=float("inf")))
+    tl.store(delta_lines + to, tl.load(delta + at, mask=rows < q_len, other=0.0))
+
+
+@triton.jit
+def clear_turns(turns, count):
+    """Zeros."""
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
+
+
+@triton.jit
+def clear_between(dq, dk, dv, strides, size, kv_heads, spans, c):
+    """Zeros in the rows of packed gradients that belong to no sequence. One program for each head."""
+    h = tl.program_id(0)
+    if dq is not None:  # noqa: SIM102  the first is known when the kernel is compiled
+        if h < number(size.heads):
+            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, number(size.rows), c, 16, c.D, c.D_PAD)
+    if h < number(kv_heads):
+        if dk is not None:
+            clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.D, c.D_PAD)
+        if dv is not None:
+            clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.DV, c.DV_PAD)
 
 
 @triton.jit
@@ -12,8 +61,8 @@ def finish_query_gradient(sums, turns, dq, size, spans, slots, scale, c):
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 
     Args:
-        sums: float32, a slot of [2, 64, 64] to a tile, in the order of `backward_fused.add_share`.
-        turns: int32, how many tiles of keys have added to a slot, after one other number.
+        sums: float32, two of a slot of [2, 64, 64] for each tile, in the order of `backward_fused.add_share`.
+        turns: int32, how many tiles of keys have added to a slot, for each of the two, after one other number.
         dq: [B, Hq, Sq, D], contiguous.
     """
     heads = number(size.heads)
@@ -31,14 +80,22 @@ def finish_query_gradient(sums, turns, dq, size, spans, slots, scale, c):
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     slot = (memory_b * heads + h) * number(slots) + tile
     if c.JAGGED:
-        slot += q_start // 64 + b
+        slot += q_start // c.TILE_Q + b
+    total = number(size.batch) * heads * number(slots)
     is_there = tl.load(turns + 1 + slot) > 0
-    rows = tile * 64 + tl.arange(0, 64)
+    is_second_there = tl.load(turns + 1 + total + slot) > 0
     head = (memory_b * heads + h).to(tl.int64) * number(size.rows) + q_start
     for half in tl.static_range(2):
         at = sums + (slot.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
         held = tl.load(at, mask=is_there, other=0.0)
+        held += tl.load(at + total.to(tl.int64) * 8192, mask=is_second_there, other=0.0)
         share = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64) * scale
-        cols = half * 64 + tl.arange(0, 64)
+        # half of the columns, or half of the rows
+        rows = tile * c.TILE_Q + tl.arange(0, 64)
+        cols = tl.arange(0, 64)
+        if c.TILE_Q == 64:
+            cols += half * 64
+        else:
+            rows += half * 64
         inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
         tl.store(dq + (head + rows)[:, None] * c.D + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)

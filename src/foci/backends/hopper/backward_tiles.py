@@ -8,7 +8,17 @@ With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delt
 import triton.language as tl
 
 from foci.backends.hopper.interface import gl, gluon
-from foci.backends.triton.tiles import FORCED, LOG2E
+from foci.backends.triton.tiles import FORCED, LOG2E, number
+
+
+@gluon.jit
+def line_of(b, memory_b, h, heads, q_start, pitch, c):
+    """Where the rows of a head, or of a sequence in it, begin in `backward_sums.align_rows`' lines."""
+    head = (memory_b * heads + h) * number(pitch)
+    if c.JAGGED:
+        return head + (q_start // 128 + b) * 128
+    else:
+        return head
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config
+from foci.backends.hopper.backward import HopperGradients
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
@@ -27,8 +28,8 @@ from foci.problem import Operands, Results
 __all__ = ["HopperKernel"]
 
 
-class HopperKernel(host.TritonKernel):
-    """Forward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
+class HopperKernel(HopperGradients):
+    """Forward and backward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
