@@ -46,12 +46,19 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
         block = (q_tile // number(per_q)) * number(given_width) + kv_tile // number(per_kv)
         known = tl.load(given + b * number(given_b) + h * number(given_h) + block).to(tl.int32)
     if known == PARTIAL:
-        q_idx = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)[:, None]
-        kv_idx = kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)[None, :]
-        inside = (q_idx < q_len) & (kv_idx < kv_len)
-        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.maximum(tl.minimum(kv_idx, kv_len - 1), 0), q_len, kv_len, env)
-        attended = tl.sum(tl.sum((inside & keep).to(tl.int32), 1), 0)
-        there = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
+        # a tile of 192 rows is looked at 64 at a time: ranges are powers of two
+        ROWS: tl.constexpr = c.TILE_Q & -c.TILE_Q
+        KEYS_AT_ONCE: tl.constexpr = c.TILE_KV & -c.TILE_KV
+        attended = 0
+        there = 0
+        for i in tl.static_range(c.TILE_Q // ROWS):
+            for j in tl.static_range(c.TILE_KV // KEYS_AT_ONCE):
+                q_idx = q_tile * c.TILE_Q + i * ROWS + tl.arange(0, ROWS)[:, None]
+                kv_idx = kv_tile * c.TILE_KV + j * KEYS_AT_ONCE + tl.arange(0, KEYS_AT_ONCE)[None, :]
+                inside = (q_idx < q_len) & (kv_idx < kv_len)
+                keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+                attended += tl.sum(tl.sum((inside & keep).to(tl.int32), 1), 0)
+                there += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
         known = tl.where(attended == 0, EMPTY, tl.where(attended == there, FULL, PARTIAL))
     known = tl.where((q_tile * c.TILE_Q >= q_len) | (kv_tile * c.TILE_KV >= kv_len), EMPTY, known)
     tl.store(classes + pid, known.to(tl.int8))
