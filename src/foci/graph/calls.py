@@ -151,9 +151,8 @@ def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | No
     wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
     batch = shape_of(operands[0])[0]
     alike = [same_size(shape_of(t)[0], batch) for t in operands]
-    operands = [
-        t if same else emitter.method("expand", t, emitter.size(batch), -1, -1, -1) for t, same in zip(operands, alike, strict=True)
-    ]
+    wide = () if all(alike) else (emitter.size(batch), -1, -1, -1)
+    operands = [t if same else emitter.method("expand", t, *wide) for t, same in zip(operands, alike, strict=True)]
     captures = [nodes[id(t)] for t in bound.captures]
     asked = Asked(float(number_of(scale)), 0.0, wanted, blocks, block_size)
     made = attention(emitter, operands, bound, captures, asked)

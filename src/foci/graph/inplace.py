@@ -29,18 +29,17 @@ _OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
 def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
     """Replaces in-place operations of `graph` by functional ones, where that changes nothing. Linear in the graph."""
     position = {node: n for n, node in enumerate(graph.nodes)}
-    aliases: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        storage = _storage(node)
-        if storage is not None:
-            aliases.setdefault(storage, []).append(node)
+    storages = {node: _storage(node) for node in graph.nodes}
+    aliases: dict[int | None, list[fx.Node]] = {}
+    for node, storage in storages.items():
+        aliases.setdefault(storage, []).append(node)
     for node in list(graph.nodes):
         call = call_of(node)
         if call is None or not call.in_place or not call.args or not isinstance(call.args[0], fx.Node) or "out" in call.kwargs:
             continue
         target = call.args[0]
-        storage = _storage(target)
-        if storage is None or not _is_private(node, target, aliases[storage], position) or not _keeps_type(target, call.args[1:]):
+        group = aliases[storages[target]]
+        if storages[target] is None or not _is_private(node, target, group, position) or not _keeps_type(target, call.args[1:]):
             continue
         if _functional(node):
             _rewire(node, target, position, mode)

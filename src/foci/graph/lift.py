@@ -49,7 +49,7 @@ _OF_SCORES: Final = frozenset((
 
 # What a search upward from a softmax may pass on its way to the product.
 PASSED: Final = frozenset(
-    {*VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "cat", "pad", "tril", "triu", "amax", "amin", "mean", "logsumexp"}
+    {*VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "dropout", "cat", "pad", "tril", "triu", "amax", "amin", "mean", "logsumexp"}
 )
 
 Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr | None]
@@ -147,6 +147,10 @@ class Lift:
             return self.element(*moved)
         if call.name in _MAKERS:
             return _MAKERS[call.name](self, node, call, index)
+        if call.name == "dropout":
+            if call.argument(2, "training", True) is False or number_of(call.argument(1, "p", 0.5)) == 0.0:
+                return self.element(call.args[0], index)
+            raise NoRule("the scores go through a dropout")
         if call.name in CASTS or call.name == "detach":
             return self._cast(node, call, index)
         if call.name in POINTWISE or (call.name in _OF_SCORES and self._worthwhile(node)):

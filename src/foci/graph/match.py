@@ -164,7 +164,7 @@ def read(
         return _scored(first, index, lift)
 
     lift = Lift(device_of(first.node), score, on_path)
-    walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax.node, between, lift)
+    walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift)
     keys = naming.all(roles["keys"])
     if walk.index[softmax.dim] != keys:
         raise NoRule("the softmax is not over the keys")
@@ -180,7 +180,7 @@ def read(
     read_value = Place(second.operands[value], naming.index(second.labels[value]))
     return Match(
         second.node, (dtype_of(first.node), dtype_of(second.node)), left, right, read_value, atoms, expression,
-        walk, sink, lift, (on_path & passed) | softmax.inside | between, naming.index(second.out),
+        walk, sink, lift, (on_path & passed) | softmax.inside | between | walk.tests, naming.index(second.out),
     )  # fmt: skip
 
 

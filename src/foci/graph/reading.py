@@ -43,6 +43,7 @@ _ALIASES: Final[Mapping[str, str]] = {
     "special_softmax": "softmax", "_to_copy": "to", "concat": "cat", "concatenate": "cat", "native_dropout": "dropout",
     "_native_dropout": "dropout", "constant_pad_nd": "pad", "special_exp2": "exp2", "expand_copy": "expand", "t_copy": "t",
 }  # fmt: skip
+_ATTRIBUTES: Final[Mapping[str, str]] = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint", "data": "detach"}
 _IN_PLACE_OPERATORS: Final = frozenset((
     "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
 ))  # fmt: skip
@@ -78,6 +79,8 @@ def call_of(node: fx.Node) -> Call | None:
     in_place = name in _IN_PLACE_OPERATORS or (raw.endswith("_") and not raw.endswith("__") and raw not in ("and_", "or_"))
     name = name.rstrip("_") if in_place and name not in _IN_PLACE_OPERATORS else name
     args = tuple(reversed(node.args)) if reflected and len(node.args) == 2 else tuple(node.args)
+    if raw == "getattr" and str(args[1]) in _ATTRIBUTES:
+        name, args = _ATTRIBUTES[str(args[1])], args[:1]
     if raw == "rsub" and len(node.args) >= 2:
         name, args = "sub", (args[1], args[0], *args[2:])
     return Call(_ALIASES.get(name, name), args, dict(node.kwargs), in_place or node.kwargs.get("inplace") is True or _writes(node))

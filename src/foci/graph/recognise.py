@@ -132,7 +132,8 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
     above, passed = path_to(softmax.source)
     location = location_of(softmax.node)
     if not above:
-        return None
+        hidden = _hidden_above(softmax.source, passed) if any(product.shared for product, _ in seconds) else None
+        return None if hidden is None else Site(False, location, "", f"the scores go through `{hidden}`", "matmul-softmax-matmul")
     if not seconds:
         passed_through = _outsider(softmax.node, below) if any(_is_score_like(n) for n in above) else None
         reason = f"the weights go through `{passed_through}` before the product with the values"
@@ -187,6 +188,23 @@ def _outsider(softmax: fx.Node, below: frozenset[fx.Node]) -> str | None:
             first = call_of(through)
             return None if first is None or node is through else first.name
         frontier += [(user, through) for user in node.users if not reads_only_shape(user)]
+    return None
+
+
+def _hidden_above(source: fx.Node, passed: frozenset[fx.Node]) -> str | None:
+    """The operation between a softmax and a product near above it that no score function has."""
+    frontier = [(n, n) for p in passed or (source,) for n in ([source] if not passed else p.all_input_nodes) if n not in passed]
+    seen: set[fx.Node] = set()
+    while frontier and len(seen) < _NEAR:
+        node, through = frontier.pop(0)
+        call = call_of(node)
+        if node in seen or call is None:
+            continue
+        seen.add(node)
+        if node is not through and _is_score_like(node):
+            first = call_of(through)
+            return None if first is None else first.name
+        frontier += [(n, through) for n in node.all_input_nodes]
     return None
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from foci.graph.indices import NoRule
 from foci.graph.reading import call_of, location_of, tensor_of
+from foci.graph.views import VIEWS
 from foci.graph.weights import reads_only_shape
 
 __all__ = ["Writes", "check_exclusive"]
@@ -73,5 +74,16 @@ def check_exclusive(inside: frozenset[fx.Node], last: fx.Node) -> None:
         for user in node.users:
             if user in inside or user is last or reads_only_shape(user):
                 continue
-            where = "returned" if user.op == "output" else f"read at {location_of(user) or user.name}"
-            raise NoRule(f"{node.name} ({location_of(node) or 'scores'}) is also {where}")
+            place = location_of(user) or user.name
+            how = "returned" if user.op == "output" else f"written in place at {place}" if _is_written(user) else f"read at {place}"
+            raise NoRule(f"{node.name} ({location_of(node) or 'scores'}) is also {how}")
+
+
+def _is_written(user: fx.Node) -> bool:
+    """Whether a reader is, or is a view for, a write in place."""
+    call = call_of(user)
+    if call is None:
+        return False
+    if call.in_place or call.name == "setitem":
+        return True
+    return call.name in VIEWS and any(_is_written(u) for u in user.users)

@@ -67,8 +67,6 @@ def step(node: fx.Node, index: Index, number: Callable[[Size], Expr], element: C
         return None
     if call.name == "getitem" and call.args and not is_tensor(call.args[0]):
         return _part(node, call, index, number)
-    if call.name == "getattr":
-        call = Call(_ATTRIBUTES.get(call.args[1], "getattr"), call.args[:1], {})
     rule = VIEWS.get(call.name)
     return None if rule is None else rule(At(node, call, index, number, element))
 
@@ -360,7 +358,6 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     return source, (*index[:dim], digits, *index[dim + 1 :])
 
 
-_ATTRIBUTES: Final = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint"}
 _PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
 
 VIEWS: Final[Mapping[str, Rule]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import fx
 
 from foci.graph.indices import Index, NoRule
 from foci.graph.lift import CASTS, Lift
-from foci.graph.reading import Call, call_of, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.reading import Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
 from foci.graph.views import step
 
 __all__ = ["Softmax", "Walk", "reads_only_shape", "softmax_of", "walk_up"]
@@ -82,6 +83,7 @@ class Walk:
         scale: a constant that multiplies the weights.
         factors: nodes that multiply the weights and are constant along each row.
         zeroed: masks, each as (node, index, truth that zeroes), of weights that become zero.
+        tests: nodes that ask whether a row has scores at all, which nobody else needs.
     """
 
     index: Index
@@ -89,14 +91,15 @@ class Walk:
     scale: float = 1.0
     factors: list[fx.Node] = field(default_factory=list)
     zeroed: list[tuple[fx.Node, Index, bool]] = field(default_factory=list)
+    tests: frozenset[fx.Node] = frozenset()
 
 
-def walk_up(start: fx.Node, index: Index, stop: fx.Node, between: frozenset[fx.Node], lift: Lift) -> Walk:
+def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[fx.Node], lift: Lift) -> Walk:
     """From the second product's operand up to the softmax.
 
     Args:
         start: the operand, read at `index`.
-        stop: the softmax.
+        softmax: where the walk ends.
         between: the nodes on the way.
 
     Raises:
@@ -104,7 +107,7 @@ def walk_up(start: fx.Node, index: Index, stop: fx.Node, between: frozenset[fx.N
         NeedsSplit: where a view splits a dimension.
     """
     walk, node = Walk(index), start
-    while node is not stop:
+    while node is not softmax.node:
         moved = step(node, walk.index, lift.number, lift.element)
         if moved is not None and moved[0] in between:
             node, walk.index = moved
@@ -114,15 +117,20 @@ def walk_up(start: fx.Node, index: Index, stop: fx.Node, between: frozenset[fx.N
             raise NoRule(f"{node.name} stands between the softmax and the second product")
         if call.name == "getitem" and call.args[1] == 0 and (made := call_of(call.args[0])) is not None and made.name == "dropout":
             call = made  # native_dropout gives the result and its mask
-        node = _above(walk, node, call, index, between)
+        node = _above(walk, node, call, start, index, between, softmax)
     return walk
 
 
-def _above(walk: Walk, node: fx.Node, call: Call, start: Index, between: frozenset[fx.Node]) -> fx.Node:
+def _above(
+    walk: Walk, node: fx.Node, call: Call, start_node: fx.Node, start: Index, between: frozenset[fx.Node], softmax: Softmax
+) -> fx.Node:
     source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
     if not isinstance(source, fx.Node):
         raise NoRule(f"{call.name} stands between the softmax and the second product")
-    if call.name in CASTS or call.name == "nan_to_num":
+    if call.name in CASTS:
+        _check_cast(node, start_node)
+        return source
+    if call.name == "nan_to_num":
         return source
     if call.name == "dropout":
         _drop(walk, call)
@@ -131,9 +139,15 @@ def _above(walk: Walk, node: fx.Node, call: Call, start: Index, between: frozens
         _multiply(walk, call, source, unmoved=walk.index == start)
         return source
     if call.name in ("masked_fill", "where"):
-        _zero(walk, call, source)
+        _zero(walk, call, source, softmax)
         return source
     raise NoRule(f"{call.name} stands between the softmax and the second product")
+
+
+def _check_cast(node: fx.Node, read: fx.Node) -> None:
+    """Weights that are rounded and widened again are not those of a softmax."""
+    if is_half(dtype_of(node)) and dtype_of(read) == torch.float32:
+        raise NoRule(f"the weights are rounded to {str(dtype_of(node)).removeprefix('torch.')} and widened again")
 
 
 def _drop(walk: Walk, call: Call) -> None:
@@ -196,7 +210,7 @@ def _kept_at_random(node: fx.Node) -> float | None:
     return None
 
 
-def _zero(walk: Walk, call: Call, source: fx.Node) -> None:
+def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax) -> None:
     if call.name == "masked_fill":
         mask, fill, when = call.argument(1, "mask"), call.argument(2, "value"), True
     else:
@@ -210,7 +224,26 @@ def _zero(walk: Walk, call: Call, source: fx.Node) -> None:
         number = 0 if made is not None and made.name in ("zeros", "zeros_like", "new_zeros") else None
     if not is_tensor(mask) or number != 0:
         raise NoRule("weights are replaced after the softmax")
-    walk.zeroed.append((mask, walk.index, when))
+    tested = _tested_empty(mask, softmax)
+    if tested is None:
+        walk.zeroed.append((mask, walk.index, when))
+    elif when:
+        walk.tests |= tested  # a softmax without scores gives zeros already
+    else:
+        raise NoRule("weights of rows with scores are zeroed")
+
+
+def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:
+    """The nodes of a test whether a row's scores are all -inf, or None for another mask."""
+    call = call_of(node)
+    if call is None or call.name != "all" or not call.argument(2, "keepdim", False) or not isinstance(call.args[0], fx.Node):
+        return None
+    inner, dim = call_of(call.args[0]), call.argument(1, "dim", call.kwargs.get("axis"))
+    if inner is None or inner.name not in ("eq", "isneginf") or not isinstance(dim, int) or inner.args[0] is not softmax.source:
+        return None
+    if dim % rank_of(node) != softmax.dim or (inner.name == "eq" and inner.args[1] != -math.inf):
+        return None
+    return frozenset({node, call.args[0]})
 
 
 _SHAPE_READERS: Final = frozenset((
