@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
-from foci.operator import attend
+from foci.operator import as_batch, attend, attend_packed, packed_rows, takes_packed
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
 
-__all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now"]
+__all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now", "run_packed_now"]
 
 Function = Callable[..., Any] | None
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -25,6 +25,17 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
     """Attention without its sink, eagerly or while a graph is made of tensor operations. Arguments as `foci.dispatch.run`."""
     formula, operands = prepare(tensors, score, mask, extras)
     return attend(formula, operands, allowed)
+
+
+def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
+    """`run_now` of packed tensors [T, H, D]; out is [T, Hq, Dv], and lse, the only other output it may be asked for, [Hq, T]."""
+    if not takes_packed(tensors):
+        results = run_now(tuple(map(as_batch, tensors)), score, mask, extras, allowed)  # type: ignore[arg-type]
+        return Results(packed_rows(results.out), results.lse.squeeze(0))
+    with torch.no_grad():
+        batches = tuple(map(as_batch, tensors))
+    formula, operands = prepare(batches, score, mask, extras)  # type: ignore[arg-type]
+    return attend_packed(formula, operands, allowed, tensors)
 
 
 def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:

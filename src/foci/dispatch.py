@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.core import Function, Tensors, allowed_for, run_now
+from foci.core import Function, Tensors, allowed_for, run_now, run_packed_now
 from foci.prepare import Extras
 from foci.problem import Results
 
-__all__ = ["run"]
+__all__ = ["run", "run_packed"]
 
 
 def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
@@ -32,6 +32,15 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
     else:
         results = run_now(tensors, score, mask, extras, allowed)
     return results if extras.sink is None else _with_sink(results, extras.sink)
+
+
+def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+    """`run` of packed tensors [T, H, D], without a sink; out is [T, Hq, Dv], and lse, the only other output to ask for, [Hq, T]."""
+    if not torch.compiler.is_dynamo_compiling():
+        return run_packed_now(tensors, score, mask, extras, allowed_for(extras))
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
+    results = run((query, key, value), score, mask, extras)
+    return Results(results.out.squeeze(0).transpose(0, 1), results.lse.squeeze(0))
 
 
 def _with_sink(results: Results, sink: Tensor) -> Results:

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci import masks, scores
 from foci.arguments import causal_bias, check_broadcasts, mask_parts, score_parts
 from foci.core import Function
-from foci.dispatch import run
+from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, is_nested
 from foci.prepare import Extras, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
@@ -369,10 +369,8 @@ def varlen_attn(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
-    tensors = tuple(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    results = run(tensors, score_parts(score, None), _varlen_mask(window_size, mask, query, key), extras)  # type: ignore[arg-type]
-    out = results.out.squeeze(0).transpose(0, 1)
-    return (out, results.lse.squeeze(0)) if outputs.lse else out
+    results = run_packed((query, key, value), score_parts(score, None), _varlen_mask(window_size, mask, query, key), extras)
+    return (results.out, results.lse) if outputs.lse else results.out
 
 
 def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Tensor) -> Function:

@@ -367,6 +367,32 @@ def test_varlen_of_some_keys():  # JAG-01 JAG-06
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v)))
 
 
+def test_varlen_to_the_second_order():  # JAG-01 SDPA-18
+    cu, table = torch.tensor([0, 3, 7]), rand(2, seed=5).requires_grad_()
+    tensors = tuple(rand(7, 2, 3, seed=n).requires_grad_() for n in range(3))
+
+    def call(q, k, v, t):
+        return foci.varlen_attn(q, k, v, cu, cu, 4, 4, score=lambda s, b, h, i, j: s * t[h], return_aux=ASKED)
+
+    assert torch.autograd.gradcheck(call, (*tensors, table))
+    assert torch.autograd.gradgradcheck(call, (*tensors, table))
+    assert torch.autograd.gradcheck(call, (*tensors, table), check_batched_grad=True)
+
+
+def test_varlen_under_autocast_and_torch_func():  # JAG-01 SDPA-17
+    cu = torch.tensor([0, 3, 7])
+    q = rand(7, 2, 8).float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = foci.varlen_attn(q, q, q, cu, cu, 4, 4)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    plain = q.detach()
+    want = torch.autograd.grad(foci.varlen_attn(q, q, q, cu, cu, 4, 4).square().sum(), q)[0]
+    got = torch.func.grad(lambda t: foci.varlen_attn(t, t, t, cu, cu, 4, 4).square().sum())(plain)
+    torch.testing.assert_close(got, want)
+
+
 def test_varlen_takes_functions_and_shared_offsets():  # JAG-01 JAG-04
     cu = torch.tensor([0, 4, 9])
     q = rand(9, 4, 8)

@@ -7,6 +7,7 @@ traces or exports sees the operators (`library`). All end in `foci.execution`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from foci.execution import Allowed, Needs, run_forward
 from foci.operator import library as library  # registers the operators
 from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
-from foci.operator.eager import EagerAttention
+from foci.operator.eager import EagerAttention, as_batch, packed_rows
 from foci.operator.transforms import Transformed, TransformedCall
 from foci.problem import Formula, Operands, Results
 
-__all__ = ["attend"]
+__all__ = ["as_batch", "attend", "attend_packed", "packed_rows", "takes_packed"]
 
 _Kind: Final = torch._C._functorch.TransformType
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
@@ -44,8 +45,39 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
     if torch.is_grad_enabled():
         needs = (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
         if any(needs[:3]) or any(needs[3]):
-            return Results(*EagerAttention.apply(formula, operands, needs, allowed, *tensors))  # type: ignore[no-untyped-call]
+            return Results(*EagerAttention.apply(formula, operands, needs, allowed, False, *tensors))  # type: ignore[no-untyped-call]
     return run_forward(formula, operands, needs, allowed)
+
+
+def takes_packed(tensors: Sequence[Tensor]) -> bool:
+    """Whether `attend_packed` may be given these: a gradient is asked for, and nothing but autograd looks on."""
+    device = tensors[0].device.type
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad for t in tensors)
+        and _is_plain_eager(tensors)
+        and torch.autograd.forward_ad._current_level < 0
+        and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
+    )
+
+
+def attend_packed(formula: Formula, operands: Operands, allowed: Allowed, tensors: tuple[Tensor, Tensor, Tensor]) -> Results:
+    """Attention of packed tensors [T, H, D], for which `takes_packed` holds: out [T, Hq, Dv] and lse [Hq, T].
+
+    Args:
+        operands: with query, key and value as [1, H, T, D], of which autograd knows nothing: views cost it more than launches.
+        tensors: query, key and value, that gradients are for.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    if not _is_plain_eager(operands.captures):
+        query, key, value = map(as_batch, tensors)
+        results = attend(formula, replace(operands, query=query, key=key, value=value), allowed)
+        return Results(packed_rows(results.out), results.lse[0])
+    needs: Needs = (*(t.requires_grad for t in tensors), tuple(t.requires_grad for t in operands.captures))  # type: ignore[assignment]
+    found = EagerAttention.apply(formula, operands, needs, allowed, True, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
+    return Results(*found)
 
 
 def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
