@@ -17,6 +17,8 @@ from foci.backends.hopper.tiles import copy_in, copy_out
 from foci.backends.triton.tiles import HEAD_GROUP, number, sequence
 
 ROWS = gl.constexpr(64)
+AHEAD = gl.constexpr(4)
+"""Tiles whose turns are known before the first of them has been passed on."""
 
 
 @gluon.jit
@@ -126,7 +128,7 @@ def await_turns(turns, bars, place, spans, size, slots, c):
     for n in range(0, count * group):
         h = kv_h * group + n // count
         slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
-        mbarrier.wait(passed.index(n % 2), ((n // 2) & 1) ^ 1)
+        mbarrier.wait(passed.index(n % AHEAD), ((n // AHEAD) & 1) ^ 1)
         gl.inline_asm_elementwise(
             """{
             .reg .pred done;
@@ -143,7 +145,7 @@ def await_turns(turns, bars, place, spans, size, slots, c):
             is_pure=False,
             pack=1,
         )
-        mbarrier.arrive(turn.index(n % 2), count=1)
+        mbarrier.arrive(turn.index(n % AHEAD), count=1)
 
 
 @gluon.jit
@@ -158,7 +160,7 @@ def pass_turns(turns, bars, place, spans, size, slots, c):
     for n in range(0, count * group):
         h = kv_h * group + n // count
         slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
-        mbarrier.wait(added.index(n % 2), (n // 2) & 1)
+        mbarrier.wait(added.index(n % AHEAD), (n // AHEAD) & 1)
         gl.inline_asm_elementwise(
             """st.release.gpu.global.u32 [$1], $2;
             mov.u32 $0, 0;""",
@@ -168,7 +170,7 @@ def pass_turns(turns, bars, place, spans, size, slots, c):
             is_pure=False,
             pack=1,
         )
-        mbarrier.arrive(passed.index(n % 2), count=1)
+        mbarrier.arrive(passed.index(n % AHEAD), count=1)
 
 
 @gluon.jit
@@ -245,21 +247,22 @@ def fold_fused(
         phase = (n // c.STAGES) & 1
         two = n % 2
         is_late = n > 0
-        late_phase = ((n - 1) // 2) & 1
+        late = (n + AHEAD - 1) % AHEAD
+        late_phase = ((n - 1) // AHEAD) & 1
         queries = q_tiles.index(stage)
         douts = do_tiles.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
         s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(ds_full.index(1 - two), late_phase, pred=is_late)
+        mbarrier.wait(ds_full.index(1 - two), ((n - 1) // 2) & 1, pred=is_late)
         share = begin_share(ds_tiles, k_tiles, 1 - two, none, c, half)
         s = warpgroup_mma_wait(2, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         share = warpgroup_mma_wait(0, deps=[share])
-        mbarrier.wait(turn.index(1 - two), late_phase, pred=is_late)
+        mbarrier.wait(turn.index(late), late_phase, pred=is_late)
         add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, gl.where(is_late, how, 2))
-        mbarrier.arrive(added.index(1 - two), count=1, pred=is_late)
+        mbarrier.arrive(added.index(late), count=1, pred=is_late)
         mbarrier.wait(do_full.index(stage), phase)
         dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
         if c.DROPOUT:
@@ -344,9 +347,9 @@ def fused_consumer(
         mbarrier.wait(ds_full.index((n - 1) % 2), ((n - 1) // 2) & 1)
         share = begin_share(buffers[4], k_tiles, (n - 1) % 2, gl.zeros([64, 64], gl.float32, product(64)), c, half)
         share = warpgroup_mma_wait(0, deps=[share])
-        mbarrier.wait(turn.index((n - 1) % 2), ((n - 1) // 2) & 1)
+        mbarrier.wait(turn.index((n - 1) % AHEAD), ((n - 1) // AHEAD) & 1)
         add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, how)
-        mbarrier.arrive(added.index((n - 1) % 2), count=1)
+        mbarrier.arrive(added.index((n - 1) % AHEAD), count=1)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
     v.store(dv.to(v.dtype))
@@ -391,7 +394,7 @@ def attention_gradients(
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (
         barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2),
-        barriers(2, 2), barriers(2, 1), barriers(2, 2), barriers(2, 1),
+        barriers(2, 2), barriers(AHEAD, 1), barriers(AHEAD, 2), barriers(AHEAD, 1),
     )  # fmt: skip
     fence_async_shared()
     held = (k_tiles, v_tiles)
