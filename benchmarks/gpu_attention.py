@@ -1,4 +1,4 @@
-"""Attention on the GPU at hand: foci's Triton backend and its peers, in one run.
+"""Attention on the GPU at hand: foci's backends and their peers, in one run.
 
     python benchmarks/gpu_attention.py --compile 0/8     # one of eight processes that fill the caches
     python benchmarks/gpu_attention.py [row ...]         # times; one line each, a table last
@@ -11,14 +11,11 @@ $OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
 import json
 import math
 import os
-import pstats
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +30,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import foci
 from foci import masks, scores
+from foci.backends import load
 from foci.backends.contract import Plan
-from foci.backends.triton import BACKEND
 from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 
 DEVICE = torch.device("cuda")
+OURS = ("triton", "hopper")
+"""foci's backends of their own kernels; the planner takes the first for a problem that the second declines."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,8 @@ def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
     return [t.requires_grad_(grad) for t in made[:3]], made[3]
 
 
-def ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward and backward of foci's Triton backend."""
+def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of one of foci's backends."""
     (q, k, v), dout = inputs(row)
     bound = bind(row.score() if row.score else None, row.mask() if row.mask else None, DEVICE)
     jagged: dict[str, Any] = {}
@@ -166,10 +165,10 @@ def ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
     grads = tuple(row.learned and t.is_floating_point() for t in bound.captures)
     problem = Problem(formula, torch.bfloat16, d, d, h, k.shape[1], bucket(b), bucket(s), bucket(s), True, True, True, grads)
     target = target_of(DEVICE)
-    reason = BACKEND.reject(problem, target)
+    reason = load(backend).reject(problem, target)
     if reason:
         raise NotImplementedError(reason)
-    kernel = BACKEND.compile(Plan("triton", problem, target))
+    kernel = load(backend).compile(Plan(backend, problem, target))
     results = kernel.forward(operands)
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     return lambda: kernel.forward(operands), lambda: kernel.backward(operands, results, Cotangents(dout))
@@ -237,7 +236,7 @@ def flops(row: Row) -> float:
 def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None:
     """One line: TFLOP/s and milliseconds of forward and backward."""
     try:
-        forward, backward = ours(row) if name == "foci" else peer(row, name)
+        forward, backward = ours(row, name) if name in OURS else peer(row, name)
         if only_compile:
             forward(), backward()
             torch.cuda.synchronize()
@@ -274,33 +273,11 @@ def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None
     }  # fmt: skip
 
 
-def host_overhead() -> None:
-    """Microseconds of the host for one small call, forward and backward, of which the device waits."""
-    row = Row("small", (1, 2, 64, 64), mask=masks.causal)
-    for name, function in zip(("forward", "backward"), ours(row), strict=True):
-        for _ in range(20):
-            function()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):
-            function()
-        print(f"host {name}: {(time.perf_counter() - start) / 200 * 1e6:.0f} us", flush=True)
-        torch.cuda.synchronize()
-    profile = cProfile.Profile()
-    forward = ours(row)[0]
-    forward()
-    profile.enable()
-    for _ in range(200):
-        forward()
-    profile.disable()
-    pstats.Stats(profile).sort_stats("tottime").print_stats(18)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", default="", help="i/n: only fill the caches, every n-th row")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--host", action="store_true", help="only the host's time for a small call")
+    parser.add_argument("--backends", default=",".join(OURS), help="of foci")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     todo = [row for row in rows() if not options.names or row.name in options.names]
@@ -309,12 +286,9 @@ def main() -> None:
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
     table = []
-    if options.host:
-        host_overhead()
-        return
     for row in todo[part::parts]:
         found = {}
-        for name in ("foci", *(() if options.no_peers else row.peers)):
+        for name in (*options.backends.split(","), *(() if options.no_peers else row.peers)):
             line = measure(row, name, only_compile=bool(options.compile))
             if line is not None:
                 found[name] = line
@@ -326,11 +300,7 @@ def main() -> None:
             f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"
             for n, m in found.items()
         )
-        table.append(
-            f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}  ({found['foci']['backward_ms']:.2f} ms bwd, {found['foci']['peak_mb']:.0f} MB)"
-            if "foci" in found
-            else f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}"
-        )
+        table.append(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}")
         if not options.compile:
             print(table[-1], flush=True)
 
