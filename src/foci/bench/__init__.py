@@ -1,0 +1,7 @@
+"""Measurements of foci beside what a user would take instead, in one run on the machine at hand: `foci bench`."""
+
+from foci.bench.cases import CASES, Case, Sizes
+from foci.bench.measure import Line, facts, measure
+from foci.bench.report import draw, table
+
+__all__ = ["CASES", "Case", "Line", "Sizes", "draw", "facts", "measure", "table"]

@@ -1,0 +1,97 @@
+"""Measured lines as a table for people, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from foci.bench.measure import Line
+
+__all__ = ["draw", "table"]
+
+
+def table(lines: Sequence[Line], title: str) -> Table:
+    """One row for each case: rate of foci, forward / backward, and for each peer how many times faster foci is."""
+    others = list(dict.fromkeys(line.who for line in lines if line.who != "foci"))
+    shown = Table(title=title)
+    for name in ("case", "B,H,S,D", "foci", "backend", *others):
+        shown.add_column(name, justify="left" if name in ("case", "backend") else "right", overflow="fold")
+    for case, sizes in dict.fromkeys((line.case, line.sizes) for line in lines):
+        row = {line.who: line for line in lines if (line.case, line.sizes) == (case, sizes)}
+        ours = row.get("foci")
+        backend = "" if ours is None or ours.backend is None else ours.backend
+        shown.add_row(case, sizes, _rates(ours), backend, *(_times(row.get(name), ours) for name in others))
+    return shown
+
+
+def _rates(line: Line | None) -> str:
+    if line is None or line.error is not None:
+        return "cannot"
+    rates = " / ".join(f"{rate:.3g}" for rate in (line.forward_rate, line.backward_rate) if rate is not None)
+    return f"{rates} {line.unit}" if line.unit.endswith("B/s") else rates
+
+
+def _times(line: Line | None, ours: Line | None) -> str:
+    if line is None:
+        return ""
+    if line.error is not None:
+        return "cannot"
+    return " / ".join(f"{ratio:.2f}" for ratio in ratios(line, ours) if ratio is not None)
+
+
+def ratios(line: Line, ours: Line | None) -> tuple[float | None, float | None]:
+    """How many times faster foci is than a peer, forward and backward."""
+    if ours is None:
+        return None, None
+    pairs = ((line.forward_ms, ours.forward_ms), (line.backward_ms, ours.backward_ms))
+    forward, backward = (None if theirs is None or own is None else theirs / own for theirs, own in pairs)
+    return forward, backward
+
+
+def draw(lines: Sequence[Line], path: Path, title: str) -> None:
+    """A picture of the ratios of `lines`, forward and backward side by side: right of the line at 1 foci is faster.
+
+    Raises:
+        ModuleNotFoundError: when the extra `plots` is not installed.
+        ValueError: for no line of a peer beside one of foci.
+    """
+    found = [(line, ratios(line, ours)) for line in lines for ours in (_ours_beside(line, lines),) if line.who != "foci" and ours]
+    found = [(line, pair) for line, pair in found if pair[0] is not None]
+    if not found:
+        raise ValueError("lines hold no peer beside foci; nothing can be compared")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = list(dict.fromkeys((line.case, line.sizes) for line, _ in found))
+    names = list(dict.fromkeys(line.who for line, _ in found))
+    figure = Figure(figsize=(11, 1.2 + 0.27 * len(rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for side, (axis, direction) in enumerate(zip(axes, ("forward", "backward"), strict=True)):
+        for i, name in enumerate(names):
+            points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in found if line.who == name]
+            points = [(x, y) for x, y in points if x is not None]
+            axis.scatter(
+                [x for x, _ in points], [y for _, y in points], s=34, label=name, color=f"C{i}", marker="osD^vP*X"[i % 8], zorder=3
+            )
+        axis.axvline(1.0, color="#555555", linewidth=1)
+        axis.set_xscale("log")
+        ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+        axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axis.minorticks_off()
+        axis.grid(axis="x", color="#dddddd")
+        axis.set_title(direction)
+        axis.set_xlabel("time of the peer / time of foci")
+    axes[0].set_yticks(range(len(rows)), [f"{case}  {sizes}" for case, sizes in rows], fontsize=8)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path)
+
+
+def _ours_beside(line: Line, lines: Sequence[Line]) -> Line | None:
+    same = (other for other in lines if (other.case, other.sizes, other.dtype) == (line.case, line.sizes, line.dtype))
+    return next((other for other in same if other.who == "foci" and other.error is None), None)

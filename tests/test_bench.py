@@ -1,0 +1,89 @@
+"""`foci bench`: every case runs at a small size, lines are whole, wrong names are named.  # ECO-03"""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foci.bench import CASES, Line, Sizes, draw, measure, table
+from foci.bench.measure import Request
+from foci.bench.report import ratios
+from foci.cli.app import app
+
+SMALL = Sizes(1, 4, 4, 64, 64, 16)
+REQUEST = Request(torch.device("cpu"), torch.float32, seconds=0.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_measured(case):
+    lines = list(measure(case, SMALL, REQUEST))
+    ours = next(line for line in lines if line.who == "foci")
+    assert ours.error is None
+    assert ours.backend is not None
+    assert ours.forward_ms > 0
+    assert ours.forward_rate > 0
+    assert (ours.backward_ms is not None) == case.trains
+    assert len({line.who for line in lines}) == len(lines)
+
+
+def test_rates_count_the_attended_pairs():
+    lengths = {case.name: next(iter(measure(case, SMALL, Request(REQUEST.device, REQUEST.dtype, 0.0, ())))) for case in CASES}
+    work = {name: line.forward_rate * line.forward_ms for name, line in lengths.items()}
+    assert work["causal"] == pytest.approx(work["dense"] / 2)
+    assert work["dense"] * 1e6 == pytest.approx(4 * 4 * 64 * 64 * 16)
+    assert work["documents 32"] < work["documents 8"] < work["documents 2"] < work["dense"]
+    assert work["decode"] * 1e6 == pytest.approx(2 * 4 * 64 * 16 * 4)  # bytes of keys and values: 4 entries, one key head
+    assert work["window"] < work["causal"] * 1.1
+
+
+def test_a_peer_that_cannot_is_a_line_with_its_reason():
+    causal = next(case for case in CASES if case.name == "jagged causal")
+    lines = {line.who: line for line in measure(causal, SMALL, REQUEST)}
+    if lines["nested"].error is None:
+        pytest.skip("this torch has causal attention of NestedTensors on the CPU")
+    assert "scaled_dot_product_attention" in lines["nested"].error
+    assert lines["foci"].error is None
+    assert lines["nested"].as_json().keys() == {"case", "sizes", "dtype", "who", "unit", "error"}
+
+
+def made(who, forward, backward=None):
+    return Line("dense", "1,2,3,4", "float32", who, forward_ms=forward, backward_ms=backward, forward_rate=1.0, backward_rate=1.0)
+
+
+def test_ratios_and_table():
+    lines = [made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0), made("flex", 8.0)]
+    assert ratios(lines[1], lines[0]) == (1.5, 0.5)
+    assert ratios(lines[2], lines[0]) == (4.0, None)
+    shown = table(lines, "title")
+    assert [column.header for column in shown.columns] == ["case", "B,H,S,D", "foci", "backend", "SDPA", "flex"]
+    assert [list(column.cells) for column in shown.columns][4] == ["1.50 / 0.50"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_picture(suffix, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    path = tmp_path / f"ratios.{suffix}"
+    draw([made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0)], path, "title")
+    assert path.stat().st_size > 1000
+    with pytest.raises(ValueError, match="no peer"):
+        draw([made("foci", 2.0)], path, "title")
+
+
+def test_command(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    options = ["--device", "cpu", "--dtype", "float32", "--length", "64", "--heads", "4", "--dim", "16", "--batch", "1", "--seconds", "0"]
+    done = CliRunner().invoke(app, ["bench", "dense", "decode p", *options, "--out", str(out), "--peers", "SDPA"])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["case"], line["who"]) for line in lines] == [("dense", "foci"), ("dense", "SDPA"), ("decode paged", "foci")]
+    assert all({"device", "torch", "foci", "threads"} <= line.keys() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["dens", "nothing"], "no case begins"), (["--peers", "cudn"], "no peer 'cudn'"), (["--device", "mars"], "mars")]
+)
+def test_wrong_names_are_named(options, words):
+    done = CliRunner().invoke(app, ["bench", *options], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert done.exit_code == 2
+    assert words in done.output
