@@ -158,6 +158,9 @@ def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
     out = emitter.result(out, result_groups, match.out, shape_of(match.node))
     for factor in match.walk.factors:
         out = emitter.call(operator.mul, out, factor)
+    if match.walk.added is not None:
+        addend, factor = match.walk.added
+        out = emitter.call(torch.add, addend if factor == 1 else emitter.call(operator.mul, addend, factor), out)
     return _cast(emitter, out, match.dtypes[1])
 
 

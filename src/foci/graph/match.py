@@ -165,6 +165,9 @@ def read(
 
     lift = Lift(device_of(first.node), score, on_path)
     walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift)
+    walk.scale *= second.alpha
+    if second.addend is not None and second.beta != 0:
+        walk.added = (second.addend, second.beta)
     keys = naming.all(roles["keys"])
     if walk.index[softmax.dim] != keys:
         raise NoRule("the softmax is not over the keys")

@@ -8,6 +8,7 @@ writes the operator. What cannot be read gives the reason that the report prints
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import NeedsSplit, NoRule
+from foci.graph.inline import open_composites
 from foci.graph.inplace import without_writes
 from foci.graph.lift import CASTS
 from foci.graph.lower import Prepared, lower, prepare
@@ -47,12 +49,13 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     mode = _with_values(module, example_inputs)
     sites: list[Site] = []
     graph = module.graph
+    opened = open_composites(graph, mode)
     without_writes(graph, mode)
     writes, sizes = Writes.of(graph), Sizes(graph)
     for node in list(graph.nodes):
         site = _site(graph, node, writes, sizes, mode)
         if site is not None:
-            sites.append(site)
+            sites.append(replace(site, kind="mha") if node in opened else site)
     graph.lint()
     module.recompile()
     return Fused(module, tuple(sites))
@@ -217,7 +220,7 @@ def _is_score_like(node: fx.Node) -> bool:
 def _products_of(below: frozenset[fx.Node]) -> list[tuple[Product, int]]:
     users = {user: None for node in below for user in node.users if user not in below}
     products = [product for user in users if (product := product_of(user)) is not None]
-    return [(p, side) for p in products for side in (0, 1) if p.operands[side] in below and p.addend is None]
+    return [(p, side) for p in products for side in (0, 1) if p.operands[side] in below]
 
 
 def _prepared(
@@ -232,7 +235,7 @@ def _prepared(
             naming.split(request)
             continue
         match = prepared.match
-        check_exclusive(match.inside, second.node)
+        check_exclusive(match.inside, second.node, frozenset({second.operands[1 - side]}))
         read_later = [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values()]
         writes.check_unwritten(read_later, second.node)
         return prepared

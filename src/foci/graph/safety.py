@@ -66,13 +66,13 @@ def _storage(node: fx.Node) -> int | None:
         return None
 
 
-def check_exclusive(inside: frozenset[fx.Node], last: fx.Node) -> None:
+def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset[fx.Node]) -> None:
     """Raises NoRule if a node of the attention is read from outside it."""
     for node in inside:
         if node is last:
             continue
         for user in node.users:
-            if user in inside or user is last or reads_only_shape(user):
+            if user in inside or (user is last and node not in values) or reads_only_shape(user):
                 continue
             place = location_of(user) or user.name
             how = "returned" if user.op == "output" else f"written in place at {place}" if _is_written(user) else f"read at {place}"

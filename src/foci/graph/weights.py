@@ -83,6 +83,7 @@ class Walk:
         scale: a constant that multiplies the weights.
         factors: nodes that multiply the weights and are constant along each row.
         zeroed: masks, each as (node, index, truth that zeroes), of weights that become zero.
+        added: what is added to the product with the values, and its factor.
         tests: nodes that ask whether a row has scores at all, which nobody else needs.
     """
 
@@ -92,6 +93,7 @@ class Walk:
     factors: list[fx.Node] = field(default_factory=list)
     zeroed: list[tuple[fx.Node, Index, bool]] = field(default_factory=list)
     tests: frozenset[fx.Node] = frozenset()
+    added: tuple[fx.Node, Any] | None = None
 
 
 def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[fx.Node], lift: Lift) -> Walk:
