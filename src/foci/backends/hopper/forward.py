@@ -29,7 +29,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
-    """Scores of a tile of products, -inf where masked. When the score is plain they lack the factor `scale`."""
+    """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
     b, h, q_idx, q_len, kv_len, first, aux, factor = at
     x = raw
     column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
@@ -212,10 +212,9 @@ def consume(
     first = block * c.TILE_Q + ME * ROWS
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
-    factor = LOG2E
-    if c.PLAIN:
-        factor = numbers.scale * LOG2E
-    at = (b, h, q_idx, q_len, kv_len, first, pre(b, h, q_idx, q_len, kv_len, numbers.scale, env), factor)
+    aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
+    factor = LOG2E * (numbers.scale if c.PLAIN else aux[0])
+    at = (b, h, q_idx, q_len, kv_len, first, aux, factor)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))

@@ -1,18 +1,20 @@
 """The small functions of a variant as the warps of a tile call them: what a tile needs once, then score, slope and mask.
 
     pre(b, h, at, q_len, kv_len, scale, env) -> aux
-    score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score
+    score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
     both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
 keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
-loop is not moved out of it by the compiler.
+loop is not moved out of it by the compiler. aux[0] is 1, or a positive factor of all scores: the exponential's own factor
+takes it in, so that it costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,9 +23,9 @@ from foci.backends.triton.functions import float_early, jit_function
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
-from foci.ir.expr import DType, Expr, node, variable
+from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
-from foci.ir.rewrite import free_axes, substitute
+from foci.ir.rewrite import free_axes, rewrite, substitute
 from foci.variant import Variant
 
 __all__ = ["Functions", "functions_of"]
@@ -31,21 +33,38 @@ __all__ = ["Functions", "functions_of"]
 _TAIL: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
 _SCORE: Final = variable("score")
 _SCALE: Final = node("var", (), DType.FLOAT, "scale")
+_ONE: Final = const(1.0)
+_SMALLEST: Final = 1e-6
 
 
 @dataclass(frozen=True)
 class Functions:
-    """Jit functions, each to be passed as a `constexpr` argument of its own; `source` is what they were made of."""
+    """Jit functions, each to be passed as a `constexpr` argument of its own; `outer` is the factor in aux[0], `source` what they
+    were made of."""
 
     pre: Any
     score: Any
     both: Any
     mask: Any
+    outer: Expr
     source: str
+
+    def takes(self, scale: float, floats: Sequence[float]) -> bool:
+        """Whether the factor in aux[0] is positive, and not so small that dividing by it would overflow."""
+        return _value(self.outer, scale, floats) > _SMALLEST
+
+
+def _value(e: Expr, scale: float, floats: Sequence[float]) -> float:
+    """A factor of scores as the number it is in a call; 0 where it is not one for all calls alike."""
+    if e.op == "const":
+        return float(str(e.value))
+    if e is _SCALE or e.op == "param":
+        return scale if e is _SCALE else floats[int(str(e.value))]
+    return math.prod(_value(arg, scale, floats) for arg in e.args) if e.op == "mul" else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
-def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, resident: str) -> Functions:
+def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, resident: str, divided: bool = False) -> Functions:
     """The functions of a variant. One object for each, so that Triton compiles kernels once.
 
     Args:
@@ -53,22 +72,67 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
         lies: how the captured tensors lie.
         half: whether half precision's rounding is enough for transcendental functions.
         resident: "q_idx" or "kv_idx", see above.
+        divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
     """
     scaled = apply("mul", _SCORE, _SCALE)
-    score, slope = (substitute(float_early(e), {_SCORE: scaled}) for e in (variant.score, score_derivative(variant.score)))
-    roots, kept = _hoist((score, slope, variant.mask), resident)
+    score, slope = (
+        rewrite(substitute(float_early(e), {_SCORE: scaled}), _gather) for e in (variant.score, score_derivative(variant.score))
+    )
+    inner, outer = _divide(score) if divided else (score, _ONE)
+    roots, kept = _hoist((inner, score, slope, variant.mask), resident)
     spelling = spelling_for(lies, half=half)
-    before = [f"    {resident} = at"]
-    emitted = emit(kept, spelling)
-    results = ", ".join((*emitted.results, "b"))
-    sources = {
-        "pre": _function("pre", "b, h, at, q_len, kv_len, scale, env", (*before, *_indent(emitted.lines), f"    return ({results},)"))
-    }
-    parts = {"score": ("score, ", roots[:1]), "both": ("score, ", roots[:2]), "mask": ("", roots[2:])}
+    emitted = emit((outer, *kept), spelling)
+    before = (f"    {resident} = at", *_indent(emitted.lines))
+    results = ", ".join(emitted.results)
+    sources = {"pre": _function("pre", "b, h, at, q_len, kv_len, scale, env", (*before, f"    return ({results},)"))}
+    parts = {"score": ("score, ", roots[:1]), "both": ("score, ", roots[1:3]), "mask": ("", roots[3:])}
     for name, (first, exprs) in parts.items():
         sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
     made = {name: jit_function(name, source) for name, source in sources.items()}
-    return Functions(**made, source="\n\n".join(sources.values()))
+    return Functions(**made, outer=outer, source="\n\n".join(sources.values()))
+
+
+def _is_fixed(e: Expr) -> bool:
+    """Whether it is one number for all of a tile."""
+    return e.dtype is DType.FLOAT and not e.variables() & {"score", "q_idx", "kv_idx"} and not free_axes(e)[e]
+
+
+def _gather(e: Expr) -> Expr | None:
+    """Factors that are one number for all of a tile are multiplied with each other first; dividing by one multiplies."""
+    if e.op == "div" and _is_fixed(e.args[1]) and not _is_fixed(e.args[0]):
+        product = apply("mul", e.args[0], apply("div", _ONE, e.args[1]))
+        return _gather(product) or product
+    if e.op == "mul":
+        inner, factor = _factored(e)
+        if inner.op == "mul" and not _is_fixed(inner):
+            deeper, other = _factored(inner)
+            if other is not _ONE and factor is not _ONE:
+                return apply("mul", deeper, apply("mul", other, factor))
+    return None
+
+
+def _factored(e: Expr) -> tuple[Expr, Expr]:
+    """(what varies, the fixed factor) of a product."""
+    if e.op == "mul":
+        left, right = e.args
+        if _is_fixed(right):
+            return left, right
+        if _is_fixed(left):
+            return right, left
+    return e, _ONE
+
+
+def _divide(score: Expr) -> tuple[Expr, Expr]:
+    """(the score by its factor, the factor): a run-time number of a product, or the scale of score + fixed * something."""
+    inner, factor = _factored(score)
+    if factor is not _ONE and all(e is _SCALE or e.op in ("param", "const", "mul") for e in factor.walk()):
+        return inner, factor
+    if score.op == "add":
+        for scaled, other in (score.args, score.args[::-1]):
+            part, fixed = _factored(other)
+            if _factored(scaled) == (_SCORE, _SCALE) and fixed is not _ONE:
+                return apply("add", _SCORE, apply("mul", part, apply("div", fixed, _SCALE))), _SCALE
+    return score, _ONE
 
 
 def _hoist(roots: Sequence[Expr], resident: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
@@ -111,7 +175,7 @@ def _written(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any, 
         results[0] = results[0] if reads & {"q_idx", "kv_idx"} else f"((kv_idx < 0) | {results[0]})"
     elif "score" not in reads:
         results[0] = f"((q_idx + kv_idx) * 0.0 + {results[0]})"
-    unpacked = [f"    aux{n} = aux[{n}]" for n in range(count)]
+    unpacked = [f"    aux{n} = aux[{n + 1}]" for n in range(count)]
     return _function(name, arguments, (*unpacked, *_indent(emitted.lines), f"    return {', '.join(results)}"))
 
 

@@ -50,7 +50,10 @@ class HopperKernel(HopperGradients):
             recorder.launch(
                 fill_between, (query.shape[1],), out, lse, row_max, call.strides.out, size, visits.spans, self.config(call, tiles, visits)
             )
-        functions = functions_of(self.variant, lies_of(operands.captures), half=True, resident="q_idx")
+        lies = lies_of(operands.captures)
+        functions = functions_of(self.variant, lies, half=True, resident="q_idx", divided=True)
+        if not functions.takes(operands.scale, operands.floats):
+            functions = functions_of(self.variant, lies, half=True, resident="q_idx")
         rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
         sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
         recorder.launch(
