@@ -83,7 +83,8 @@ def problem(case: Case, device: str) -> Problem:
     dtypes = tuple(case.dtype if c.dtype.is_floating_point else c.dtype for c in variant.captures)
     captured = tuple(replace(c, dtype=d) for c, d in zip(variant.captures, dtypes))
     formula = replace(formula, variant=replace(variant, captures=captured))
-    return Problem(formula, case.dtype, s.D, case.value_dim or s.D, s.Hq, s.Hkv, batch, q_len, kv_len, *case.wants, grads)
+    aligned = case.memory not in ("transposed", "expanded")
+    return Problem(formula, case.dtype, s.D, case.value_dim or s.D, s.Hq, s.Hkv, batch, q_len, kv_len, *case.wants, grads, aligned=aligned)
 
 
 def operands(case: Case, device: str) -> Operands:

@@ -13,7 +13,7 @@ from foci.problem import Outputs
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["triton"]
+BACKENDS = ["triton", *(["hopper"] if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else [])]
 HALF = torch.bfloat16
 
 
@@ -60,7 +60,7 @@ def test_opcheck(backend, name):  # SDPA-21
     mask, score = options.get("mask"), options.get("score")
     extras = Extras(Outputs(lse=True), dropout_p=options.get("dropout_p", 0.0))
     functions = (None if score is None else score.function, None if mask is None else mask.function)
-    formula, operands = prepare(inputs(sq=40, skv=200, dtype=torch.float32), *functions, extras)
+    formula, operands = prepare(inputs(sq=40, skv=200, dtype=HALF if backend == "hopper" else torch.float32), *functions, extras)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.foci.attention.default, flatten(formula, operands, (backend,)), test_utils=checks)
 
