@@ -152,6 +152,8 @@ def test_two_streams(backend):
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_odd_sizes(backend, sq, skv, d, dv, dtype):  # SDPA-10 SDPA-12
+    if backend == "hopper" and (dtype == torch.float32 or (d | dv) % 8):
+        pytest.skip("declined in words: see tests/backends/hopper/test_planning.py")
     tensors = inputs(1, 4, 2, sq, skv, d, dv, dtype)
     options = {"mask": masks.causal_lower_right(), "score": scores.softcap(15.0)}
     with foci.use(backend):
