@@ -46,7 +46,7 @@ def _encoder_layer(
         keep = ~(hidden[:, None, None] if mask_type == 1 else hidden)
 
     def attend(x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in F.linear(x, qkv, qkv_bias).chunk(3, -1))
+        q, k, v = (t.reshape(*t.shape[:2], heads, -1).transpose(1, 2) for t in F.linear(x, qkv, qkv_bias).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         return F.linear(mixed.transpose(1, 2).flatten(2), out, out_bias)
 

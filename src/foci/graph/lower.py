@@ -13,11 +13,12 @@ from torch import fx
 
 from foci.binding import Bound, bind_expressions
 from foci.graph.emit import Emitter
-from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index
+from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index, size_of
 from foci.graph.layout import Layout, arrange, source_place, uncast_place
 from foci.graph.masking import leading_scale, masked
 from foci.graph.match import Match, Place
-from foci.graph.reading import device_of, dtype_of, is_half, shape_of
+from foci.graph.profitable import obstacle
+from foci.graph.reading import device_of, dtype_of, hint_of, is_half, shape_of
 from foci.graph.views import step
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -80,6 +81,10 @@ def prepare(match: Match) -> Prepared:
         raise NoRule("the scores are scaled by infinity")
     if any(e.op == "axis" and isinstance(e.value, int) and e.value < 0 for root in (score, found.mask) for e in root.walk()):
         raise NoRule("the scores depend on something that is no position")
+    lengths = (hint_of(size_of(digits)) for digits in (layout.queries, layout.keys))
+    unprofitable = obstacle(device_of(match.node).type, *lengths)
+    if unprofitable is not None:
+        raise NoRule(unprofitable)
     bound = bind_expressions(score, found.mask, match.lift.tracer)
     uniform = found.uniform and match.sink is None and not match.walk.zeroed
     return Prepared(match, layout, query, key, value, bound, scale, uniform, dtype)

@@ -20,6 +20,7 @@ __all__ = [
     "call_of",
     "device_of",
     "dtype_of",
+    "hint_of",
     "is_half",
     "is_tensor",
     "location_of",
@@ -142,6 +143,11 @@ def same_size(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(statically_known_true(a == b))
+
+
+def hint_of(size: Size) -> int:
+    """A size of the example inputs; asks without adding a guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def is_half(dtype: torch.dtype) -> bool:

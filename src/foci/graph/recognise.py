@@ -28,6 +28,7 @@ from foci.graph.reading import call_of, location_of, rank_of, value_of
 from foci.graph.replacing import erase, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
+from foci.graph.spelled import divided_early
 from foci.graph.views import VIEWS
 from foci.graph.weights import Softmax, reads_only_shape, softmax_of
 from foci.ir.trace import TraceError
@@ -51,7 +52,9 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     graph = module.graph
     opened = open_composites(graph, mode)
     without_writes(graph, mode)
-    writes, sizes = Writes.of(graph), Sizes(graph)
+    sizes = Sizes(graph)
+    divided_early(graph, sizes, mode)
+    writes = Writes.of(graph)
     for node in list(graph.nodes):
         site = _site(graph, node, writes, sizes, mode)
         if site is not None:
