@@ -12,11 +12,10 @@ from foci.graph.padding.legal import Fix, How, Illegal, is_legal_to_pad, rows_fi
 from foci.graph.padding.model import Machine, is_profitable_to_pad, seconds
 from foci.graph.padding.reading import Matrix, Product, hints, value_of
 from foci.graph.padding.strides import padding_bytes
-from foci.graph.padding.tables import Role
 
-__all__ = ["Choice", "Verdict", "decide"]
+__all__ = ["BY_ROWS", "Choice", "Verdict", "decide"]
 
-_BY_ROWS_OVERHEAD = 1.06
+BY_ROWS = 1.06
 """Of a product by groups of rows: the same product of aligned rows takes this much less."""
 
 
@@ -28,7 +27,7 @@ class Verdict:
         base: the tensor.
         products: that read or write it with misaligned rows.
         fix: chosen, or None.
-        seconds: expected gain of all that was chosen with it.
+        seconds: expected gain, shared with what was chosen together with it.
         reason: if nothing was chosen.
     """
 
@@ -56,10 +55,8 @@ class Choice:
         assert self.machine.table is not None
         if kind is None:
             return None
-        misaligned: dict[Role, int] = {
-            matrix.role: matrix.alignment for matrix in product.matrices if self._misaligned(matrix) and matrix.base not in also
-        }
-        return seconds(self.machine.table, kind, product.shape, misaligned)
+        faults = {m.role: m.fault(self.machine.load, mended=m.base in self.taken or m.base in also) for m in product.matrices}
+        return seconds(self.machine.table, kind, product.shape, {role: fault for role, fault in faults.items() if fault is not None})
 
     def _misaligned(self, matrix: Matrix) -> bool:
         return matrix.alignment < self.machine.load and matrix.base not in self.taken
@@ -130,7 +127,7 @@ def _settle(choice: Choice, product: Product, readers: Mapping[fx.Node, Sequence
     for base in chosen:
         fix = choice.fixes[base]
         assert isinstance(fix, Fix)
-        choice.taken[base], choice.gains[base] = fix, gain
+        choice.taken[base], choice.gains[base] = fix, gain / len(chosen)
 
 
 def _sum(choice: Choice, products: Mapping[Product, None], also: frozenset[fx.Node]) -> float | None:
@@ -153,7 +150,7 @@ def _by_rows_instead(choice: Choice, product: Product, gain: float) -> tuple[Fix
     before, aligned = choice.time(product), choice.time(product, frozenset({matrix.base}))
     if fix is None or before is None or aligned is None:
         return None
-    after = aligned * _BY_ROWS_OVERHEAD
+    after = aligned * BY_ROWS
     if before - after > gain and is_profitable_to_pad(before, after, 0.0):
         return fix, before - after
     return None

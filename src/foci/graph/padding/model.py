@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from foci.graph.padding.tables import Kind, Role, Shape, Table, find_table
+from foci.graph.padding.tables import Fault, Kind, Role, Shape, Table, find_table
 from foci.graph.padding.tuning import device_name, family
 
 __all__ = ["Machine", "is_profitable_to_pad", "machine_of", "seconds"]
@@ -62,25 +62,27 @@ def _machine(name: str, kin: str, tf32: bool) -> Machine:
     return Machine(name, 16, tf32, find_table(name, kin))
 
 
-def seconds(table: Table, kind: Kind, shape: Shape, misaligned: Mapping[Role, int]) -> float | None:
+def seconds(table: Table, kind: Kind, shape: Shape, faults: Mapping[Role, Fault]) -> float | None:
     """Of one product, or None where nothing like it was measured.
 
-    A roofline carries the time of the nearest measurement over to this shape; the slowest of the misaligned matrices decides.
+    A roofline carries the time of the nearest measurement over to this shape; the worst of the faults decides.
 
     Args:
         table: of the device.
         kind: of arithmetic.
         shape: of the product.
-        misaligned: by role, the bytes that the rows are multiples of.
+        faults: of its matrices.
     """
-    rows = [table.nearest(kind, role, alignment, shape) for role, alignment in misaligned.items()]
-    if any(row is None for row in rows):
-        return None
-    base = table.nearest(kind, "out", min((row.alignment for row in table.rows if row.kind == kind), default=0), shape)
+    slowdown = 1.0
+    for role, fault in faults.items():
+        row = table.nearest(kind, role, fault.alignment, shape)
+        if row is None:
+            return None
+        slowdown = max(slowdown, row.slowdown(fault.padded))
+    base = min((row for row in table.rows if row.kind == kind), key=lambda row: (row.shape.distance(shape), str(row.shape)), default=None)
     if base is None:
         return None
-    measured = base.aligned / _roofline(table, kind, base.shape)
-    return _roofline(table, kind, shape) * measured * max((row.slowdown for row in rows if row is not None), default=1.0)
+    return _roofline(table, kind, shape) * base.aligned / _roofline(table, kind, base.shape) * slowdown
 
 
 def _roofline(table: Table, kind: Kind, shape: Shape) -> float:

@@ -13,16 +13,17 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.graph.padding import lowering
+from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.model import Machine
-from foci.graph.padding.passes import default_machine, pad, spread_bias
+from foci.graph.padding.passes import default_machine, pad, visible_outputs
 from foci.graph.padding.report import tell
 
-__all__ = ["BiasPass", "StridesPass", "options", "visible_outputs"]
+__all__ = ["SizesPass", "StridesPass", "options"]
 
 
 @dataclass(frozen=True)
-class BiasPass(CustomGraphPass):
-    """Before autograd's graph is cut in two: biases leave the products whose rows will be padded.
+class SizesPass(CustomGraphPass):
+    """Before autograd's graph is cut in two: dims of bad size grow.
 
     Attributes:
         machine: to decide for; by default the graph's own device.
@@ -33,10 +34,10 @@ class BiasPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         machine = self.machine or default_machine(graph)
         if machine is not None:
-            spread_bias(graph, machine)
+            tell(grow_dims(graph, machine))
 
     def uuid(self) -> Any:
-        return "bias", repr(self.machine), _fingerprint()
+        return "sizes", repr(self.machine), _fingerprint()
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,6 @@ class StridesPass(CustomGraphPass):
         return "strides", repr(self.machine), _fingerprint()
 
 
-def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph."""
-    output = graph.output_node()
-    nodes = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
-    context = torch._guards.TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    seen = output.meta.get("user_visible_output_idxs")
-    backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
-    if metadata is None or seen is None or backward:
-        return frozenset(nodes)
-    # an output that aliases another is made from it, strides and all, after the graph has run
-    leaving = {*seen, *range(metadata.num_forward_returns)}
-    return frozenset(node for index, node in enumerate(output.args[0]) if index in leaving and isinstance(node, fx.Node))  # type: ignore[arg-type]
-
-
 def options(machine: Machine | None = None) -> dict[str, Any]:
     """Inductor's options that bring the passes, for `torch.compile(model, options=...)`.
 
@@ -89,7 +75,7 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
         >>> model = torch.compile(torch.nn.Linear(64, 30523), options=options())
     """
     return {
-        "joint_custom_pre_pass": BiasPass(machine),
+        "joint_custom_pre_pass": SizesPass(machine),
         "post_grad_custom_pre_pass": StridesPass(machine),
         "shape_padding": False,
     }

@@ -11,13 +11,13 @@ from torch import Tensor, fx
 
 from foci.graph.padding.decide import Verdict, decide
 from foci.graph.padding.legal import Fix, How
-from foci.graph.padding.model import Machine, is_profitable_to_pad, machine_of, seconds
+from foci.graph.padding.model import Machine, machine_of
 from foci.graph.padding.operators import OPERATORS
-from foci.graph.padding.reading import VIEWS, Matrix, Product, chain_to, hints, products_of, value_of
+from foci.graph.padding.reading import VIEWS, Matrix, Product, chain_to, hints, location_of, products_of, value_of
 from foci.graph.padding.report import Padding
 from foci.graph.padding.strides import pad_strides, padding_bytes
 
-__all__ = ["Padded", "default_machine", "pad", "spread_bias"]
+__all__ = ["Padded", "default_machine", "pad", "visible_outputs"]
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def pad(
             in `meta["val"]`.
         example_inputs: one for each placeholder, or none; their strides count, as those of the nodes may be older.
         machine: to decide for; by default the device of the first product.
-        visible: outputs whose strides somebody may look at; by default all of them.
+        visible: outputs whose strides somebody may look at; by default `visible_outputs`.
 
     Returns:
         The graph and a report.
@@ -74,9 +74,8 @@ def pad(
     machine = machine or default_machine(graph)
     if machine is None:
         return Padded(graph_module, ())
-    spread_bias(graph, machine)
     products = list(products_of(graph, machine.load))
-    outputs = frozenset(_outputs(graph) if visible is None else visible)
+    outputs = visible_outputs(graph) if visible is None else frozenset(visible)
     verdicts, by_rows = decide(products, outputs, machine)
     paddings = tuple(_entry(verdict, products) for verdict in verdicts)
     for verdict in verdicts:
@@ -88,42 +87,6 @@ def pad(
         graph.lint()
         graph_module.recompile()
     return Padded(graph_module, paddings)
-
-
-def spread_bias(graph: fx.Graph, machine: Machine) -> bool:
-    """Writes `addmm` with rows that will be padded as a product and a sum, which the loops that read it take over.
-
-    A product with a bias is fast only into rows without gaps. Before autograd's graph is cut in two, so that the cut can go
-    between product and sum.
-
-    Returns:
-        Whether anything changed.
-    """
-    changed = False
-    for product in list(products_of(graph, machine.load)):
-        bias, node = product.node.args[0], product.node
-        if node.target is not aten.addmm.default or node.kwargs or not isinstance(bias, fx.Node) or not _gains(product, machine):
-            continue
-        with graph.inserting_before(node):
-            mm = graph.call_function(aten.mm.default, node.args[1:])
-            total = graph.call_function(aten.add.Tensor, (mm, bias))
-        mm.meta, total.meta = dict(node.meta), dict(node.meta)
-        mm.meta["val"] = value_of(node)
-        node.replace_all_uses_with(total)
-        graph.erase_node(node)
-        changed = True
-    return changed
-
-
-def _gains(product: Product, machine: Machine) -> bool:
-    """Whether padded rows of its result alone would pay."""
-    out = next(matrix for matrix in product.matrices if matrix.role == "out")
-    kind = machine.kind(product.dtype)
-    if machine.table is None or kind is None or out.alignment >= machine.load:
-        return False
-    before = seconds(machine.table, kind, product.shape, {"out": out.alignment})
-    after = seconds(machine.table, kind, product.shape, {})
-    return before is not None and after is not None and is_profitable_to_pad(before, after, 0.0)
 
 
 def _refresh_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> None:
@@ -153,8 +116,16 @@ def default_machine(graph: fx.Graph) -> Machine | None:
     return None
 
 
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.output_node().all_input_nodes)
+def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph."""
+    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    leaving = range(len(outputs))
+    if metadata is not None and not any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
+        # what was saved comes last; an output that aliases another is made from it, strides and all, after the graph has run
+        leaving = range(metadata.num_forward_returns)
+    return frozenset(node for index, node in enumerate(outputs) if index in leaving and isinstance(node, fx.Node))
 
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------------
@@ -302,7 +273,7 @@ def _entry(verdict: Verdict, products: Sequence[Product]) -> Padding:
     value = value_of(verdict.base)
     sizes, strides = (hints(value.shape), hints(value.stride())) if value is not None else ((), ())
     named = tuple(dict.fromkeys(map(str, verdict.products)))
-    location = next((found for product in verdict.products if (found := _location(product.node))), None)
+    location = next((found for product in verdict.products if (found := location_of(product.node))), None)
     fix = verdict.fix
     if fix is None or value is None:
         return Padding(verdict.base.name, named, sizes, strides, reason=verdict.reason, location=location)
@@ -310,13 +281,3 @@ def _entry(verdict: Verdict, products: Sequence[Product]) -> Padding:
     if fix.how in (How.WRITTEN_TWICE, How.COPIED, How.COPIED_ONCE):
         taken += value.dtype.itemsize * int(torch.Size(sizes).numel())
     return Padding(verdict.base.name, named, sizes, strides, fix.strides, fix.how.value, verdict.seconds, taken, location=location)
-
-
-def _location(node: fx.Node) -> str | None:
-    """The line of the user's code that a node came from."""
-    lines = [line for line in str(node.meta.get("stack_trace", "")).splitlines() if line.lstrip().startswith("File ")]
-    if not lines:
-        return None
-    parts = lines[-1].strip().split('"')
-    line = parts[2].split("line ")[1].split(",")[0] if len(parts) > 2 and "line " in parts[2] else "?"
-    return f"{parts[1]}:{line}"

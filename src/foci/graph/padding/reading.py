@@ -11,9 +11,22 @@ import torch
 from torch import Tensor, fx
 
 from foci.graph.padding.strides import known
-from foci.graph.padding.tables import Role, Shape
+from foci.graph.padding.tables import Fault, Role, Shape
 
-__all__ = ["VIEWS", "Matrix", "Origin", "Product", "base_of", "chain_to", "hints", "origin_of", "products_of", "replayed", "value_of"]
+__all__ = [
+    "VIEWS",
+    "Matrix",
+    "Origin",
+    "Product",
+    "base_of",
+    "chain_to",
+    "hints",
+    "location_of",
+    "origin_of",
+    "products_of",
+    "replayed",
+    "value_of",
+]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -103,13 +116,23 @@ class Matrix:
         node: the operand, a view perhaps.
         base: the tensor that it is a view of.
         role: in the product.
-        alignment: bytes that all its rows are multiples of, at most `load`.
+        alignment: bytes that all its strides are multiples of, at most `load`.
+        extent: bytes that the length of its rows is a multiple of, at most `load`.
+        inner: the dim along its rows, of `node`.
     """
 
     node: fx.Node
     base: fx.Node
     role: Role
     alignment: int
+    extent: int
+    inner: int
+
+    def fault(self, load: int, *, mended: bool = False) -> Fault | None:
+        """What is wrong with it; with aligned strides, if they are mended."""
+        strides = load if mended else self.alignment
+        worst = min(strides, self.extent)
+        return Fault(worst, strides == load) if worst < load else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,14 +209,16 @@ def origin_of(node: fx.Node) -> Origin:
     return Origin.LOOP if loop else Origin.OTHER
 
 
+def _divisor(length: int, load: int) -> int:
+    """The largest power of two, up to `load`, that divides a length in bytes."""
+    while length % load:
+        load //= 2
+    return load
+
+
 def _alignment(strides: Sequence[int], sizes: Sequence[int], itemsize: int, load: int) -> int:
-    """The largest power of two, up to `load`, that divides every stride in bytes but the innermost."""
-    best = load
-    for stride, size in zip(strides, sizes):
-        if size > 1 and stride not in (0, 1):
-            while stride * itemsize % best:
-                best //= 2
-    return best
+    """Of every stride but the innermost."""
+    return min((_divisor(stride * itemsize, load) for stride, size in zip(strides, sizes) if size > 1 and stride > 1), default=load)
 
 
 def matrix_of(node: fx.Node, side: str, load: int) -> Matrix | None:
@@ -209,7 +234,10 @@ def matrix_of(node: fx.Node, side: str, load: int) -> Matrix | None:
         role = "at" if side == "left" else "bt"
     else:
         return None
-    return Matrix(node, base_of(node), role, _alignment(strides, sizes, value.dtype.itemsize, load))
+    inner = len(sizes) - (2 if role in ("at", "bt") else 1)
+    length = sizes[inner] * value.dtype.itemsize
+    extent = load if length < load else _divisor(length, load)  # in a vector, or almost one, there is nothing to gain
+    return Matrix(node, base_of(node), role, _alignment(strides, sizes, value.dtype.itemsize, load), extent, inner)
 
 
 def products_of(graph: fx.Graph, load: int) -> Iterator[Product]:
@@ -233,3 +261,13 @@ def products_of(graph: fx.Graph, load: int) -> Iterator[Product]:
         shape = Shape(sizes[0] if len(sizes) == 3 else 1, sizes[-2], sizes[-1], k)
         if min(shape.batch, shape.m, shape.n, shape.k) > 0:
             yield Product(node, shape, a.dtype, tuple(matrix for matrix in matrices if matrix is not None))
+
+
+def location_of(node: fx.Node) -> str | None:
+    """The line of the user's code that a node came from."""
+    lines = [line for line in str(node.meta.get("stack_trace", "")).splitlines() if line.lstrip().startswith("File ")]
+    if not lines:
+        return None
+    parts = lines[-1].strip().split('"')
+    line = parts[2].split("line ")[1].split(",")[0] if len(parts) > 2 and "line " in parts[2] else "?"
+    return f"{parts[1]}:{line}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-__all__ = ["KINDS", "ROLES", "Kind", "Role", "Row", "Shape", "Table", "find_table", "folder", "read", "write"]
+__all__ = ["KINDS", "ROLES", "Fault", "Kind", "Role", "Row", "Shape", "Table", "find_table", "folder", "read", "write"]
 
 Kind: TypeAlias = Literal["float16", "bfloat16", "float32", "tf32", "float64"]
 """Of arithmetic: the dtype, and tf32 where float32 products may use it."""
@@ -55,19 +55,43 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What is wrong with a matrix.
+
+    Attributes:
+        alignment: bytes that the length of its rows is a multiple of.
+        padded: whether the rows start at aligned addresses all the same.
+    """
+
+    alignment: int
+    padded: bool
+
+
+@dataclass(frozen=True)
 class Row:
-    """One measurement: seconds of a product whose matrix `role` has rows of `alignment` bytes, and with padded rows."""
+    """One measurement: seconds of a product in which one matrix may have a fault.
+
+    Attributes:
+        kind: of arithmetic.
+        role: the matrix.
+        alignment: bytes that the length of its rows is a multiple of.
+        shape: of the product, without the fault.
+        aligned: without the fault.
+        padded: with rows of odd length that start at aligned addresses.
+        misaligned: with rows of odd length side by side.
+    """
 
     kind: Kind
     role: Role
     alignment: int
     shape: Shape
     aligned: float
+    padded: float
     misaligned: float
 
-    @property
-    def slowdown(self) -> float:
-        return self.misaligned / self.aligned
+    def slowdown(self, padded: bool) -> float:
+        """By the fault."""
+        return max(1.0, (self.padded if padded else self.misaligned) / self.aligned)
 
 
 @dataclass(frozen=True)
@@ -139,8 +163,8 @@ def write(table: Table, path: Path) -> None:
     path.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
 
-def _times(row: Row) -> tuple[float, float]:
-    return float(f"{row.aligned:.4g}"), float(f"{row.misaligned:.4g}")
+def _times(row: Row) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in (row.aligned, row.padded, row.misaligned))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from foci.graph.padding.strides import round_up
 from foci.graph.padding.tables import ROLES, Kind, Row, Shape, Table
 
 __all__ = ["SHAPES", "device_name", "family", "kind_dtype", "tune"]
@@ -71,13 +72,16 @@ def family(device: torch.device) -> str:
 
 
 def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Iterator[Row]:
-    dtype = kind_dtype(kind)
-    for role in ROLES:
-        for alignment in _ALIGNMENTS[kind]:
-            odd = shape.shrunk(role, alignment // dtype.itemsize)
-            with _arithmetic(kind):
-                aligned, misaligned = (_seconds(_product(device, dtype, odd, role, padded), device, repeats) for padded in (True, False))
-            yield Row(kind, role, alignment, odd, aligned, misaligned)
+    itemsize = kind_dtype(kind).itemsize
+    with _arithmetic(kind):
+        aligned = _seconds(_product(device, kind_dtype(kind), shape), device, repeats)
+        for role in ROLES:
+            for alignment in _ALIGNMENTS[kind]:
+                odd = shape.shrunk(role, alignment // itemsize)
+                padded, misaligned = (
+                    _seconds(_product(device, kind_dtype(kind), odd, role, tight=tight), device, repeats) for tight in (False, True)
+                )
+                yield Row(kind, role, alignment, shape, aligned, padded, misaligned)
 
 
 def kind_dtype(kind: Kind) -> torch.dtype:
@@ -95,13 +99,11 @@ def _arithmetic(kind: Kind) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _product(device: torch.device, dtype: torch.dtype, shape: Shape, role: str, padded: bool) -> Callable[[], object]:
-    """A call in which only the matrix of `role` may be misaligned."""
+def _product(device: torch.device, dtype: torch.dtype, shape: Shape, role: str = "", *, tight: bool = False) -> Callable[[], object]:
+    """A call in which all rows start at aligned addresses, but for those of the matrix `role` where it is tight."""
 
     def matrix(name: str, rows: int, columns: int) -> Tensor:
-        elements = 64 // dtype.itemsize
-        aligned = -(-columns // elements) * elements
-        stride = columns if name == role and not padded else aligned
+        stride = columns if tight and name == role else round_up(columns, 64 // dtype.itemsize)
         whole = torch.empty(shape.batch * rows * stride, device=device, dtype=dtype).normal_()
         return whole.as_strided((shape.batch, rows, columns), (rows * stride, stride, 1))
 

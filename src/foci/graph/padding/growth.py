@@ -1,0 +1,236 @@
+"""Dims that grow inside a graph, so that products have good sizes; at its borders everything keeps its own.
+
+Products are fast only if the rows that they read and write are aligned and of aligned length. A dim of bad size is therefore
+made longer wherever it occurs: tensors from outside are padded with zeros, everything computed from them is computed for the
+longer dim, and what leaves is cut. What stands in the padding never counts: in front of a sum, a maximum or a product over
+the dim, it is replaced by the value that changes nothing, chosen by position and never computed from what was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
+from foci.graph.padding.reading import VIEWS, hints, value_of
+
+__all__ = ["Growth", "grow", "is_remade"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """A set of dims that grow together.
+
+    Attributes:
+        slots: the dims.
+        size: that they have.
+        grown: that they get.
+    """
+
+    slots: frozenset[Slot]
+    size: int
+    grown: int
+
+    def dims(self, node: fx.Node) -> list[int]:
+        value = value_of(node)
+        return [dim for dim in range(value.dim()) if (node, dim) in self.slots] if value is not None else []
+
+
+@dataclass(eq=False)
+class _Rewrite:
+    """What has been made of a graph so far.
+
+    Attributes:
+        growth: that is done.
+        remade: the operations that run with grown dims, in their order.
+        made: by node, the one with grown dims that takes its place.
+        fill: by node with grown dims, what stands in its padding, if that is known.
+        over: by maximum over a grown dim, what it was taken of.
+    """
+
+    graph: fx.Graph
+    growth: Growth
+    remade: dict[fx.Node, None]
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    fill: dict[fx.Node, float | None] = field(default_factory=dict)
+    over: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def call(
+        self, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
+    ) -> fx.Node:
+        """A new node, here, that knows its value."""
+        node = self.graph.call_function(target, tuple(arguments), dict(keywords or {}))
+        if like is not None:
+            node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
+        values, others = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with _mode(self.graph):
+            node.meta["val"] = target(*values, **others)
+        return node
+
+
+def _mode(graph: fx.Graph) -> Any:
+    return next(value.fake_mode for node in graph.nodes if (value := value_of(node)) is not None and hasattr(value, "fake_mode"))
+
+
+def grow(graph: fx.Graph, growth: Growth) -> None:
+    """Rewrites a graph so that the dims of a set are longer inside it.
+
+    Args:
+        graph: functional, but for writes to its inputs at the end; its nodes carry fake tensors.
+        growth: a set that `closure` found.
+    """
+    olds = [node for node in graph.nodes if node.op != "output"]
+    state = _Rewrite(graph, growth, {node: None for node in olds if is_remade(node, growth)})
+    last_input = [node for node in olds if node.op == "placeholder"][-1:]
+    for node in olds:
+        # inputs stay together at the top of the graph
+        with graph.inserting_after(last_input[0] if node.op == "placeholder" else node):
+            if node in state.remade:
+                _remake(state, node)
+            elif growth.dims(node):
+                state.made[node] = _padded(state, node)
+    for node in reversed(state.remade):
+        if node.users:
+            _cut(state, node)
+        graph.erase_node(node)
+
+
+def is_remade(node: fx.Node, growth: Growth) -> bool:
+    """Whether an operation can run with grown operands, and give a grown result where it belongs to the set."""
+    relations = relations_of(node)
+    if relations is None:
+        return False
+    operands = [(operand, dim) for operand in node.all_input_nodes for dim in growth.dims(operand)]
+    dims = growth.dims(node)
+    if not operands and not (dims and node.target in CREATIONS):
+        return False
+    tied = {slot for tie in relations.ties for slot in tie if len(tie) > 1 or node.target in CREATIONS}
+    return all(relations.handles(slot) for slot in operands) and all((node, dim) in tied for dim in dims)
+
+
+def _remake(state: _Rewrite, node: fx.Node) -> None:
+    growth, relations = state.growth, relations_of(node)
+    assert relations is not None
+    by_operand: dict[fx.Node, fx.Node] = {}
+    with state.graph.inserting_before(node):
+        for operand in node.all_input_nodes:
+            over = {dim: relations.reduced[operand, dim] for dim in growth.dims(operand) if (operand, dim) in relations.reduced}
+            by_operand[operand] = _masked(state, operand, over) if over else state.made.get(operand, operand)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
+        arguments = _resized(growth, node, arguments)
+        made = state.call(node.target, arguments, keywords, node)
+    if node.target is aten.amax.default:
+        state.over[made] = made.args[0]  # type: ignore[assignment]
+    if growth.dims(node):
+        state.made[node] = made
+        state.fill[made] = _fill(state, made)
+    else:
+        node.replace_all_uses_with(made)
+        state.made[node] = made
+
+
+def _resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments in which sizes of the set stand grown."""
+    dims = growth.dims(node)
+    if not dims or node.target not in (*RESHAPES, *CREATIONS):
+        return tuple(arguments)
+    place = 0 if node.target in CREATIONS else 1
+    if node.target is prims.iota.default:
+        return (growth.grown,)
+    sizes = [growth.grown if dim in dims else size for dim, size in enumerate(arguments[place])]
+    return (*arguments[:place], sizes, *arguments[place + 1 :])
+
+
+def _padded(state: _Rewrite, node: fx.Node) -> fx.Node:
+    """A tensor from outside of the set, with zeros behind it."""
+    value = value_of(node)
+    assert value is not None
+    missing = state.growth.grown - state.growth.size
+    dims = state.growth.dims(node)
+    pads = [amount for dim in reversed(range(value.dim())) for amount in (0, missing if dim in dims else 0)]
+    made = state.call(aten.constant_pad_nd.default, (node, pads, 0.0 if value.is_floating_point() else 0), like=node)
+    state.fill[made] = 0.0
+    return made
+
+
+def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Node:
+    """A grown tensor whose padding holds what changes no reduction over these dims; whoever reads it later reads that."""
+    made = state.made[node]
+    for dim, neutral in over.items():
+        if state.fill.get(made) == neutral:
+            continue
+        value = value_of(made)
+        assert value is not None
+        instead = state.call(aten.full.default, ([], neutral), {"dtype": value.dtype, "device": value.device})
+        made = state.call(aten.where.self, (_mask(state, value, dim), made, instead), like=node)
+        whole = len(state.growth.dims(node)) == 1
+        state.fill[made] = neutral if whole else None
+    state.made[node] = made
+    return made
+
+
+def _mask(state: _Rewrite, value: Tensor, dim: int) -> fx.Node:
+    """True in front of the padding, to be broadcast along the other dims."""
+    grown = state.growth.grown
+    # of 32 bits: a comparison that is much smaller than what it reads would be saved for the backward pass, not made anew
+    settings = {"start": 0, "step": 1, "dtype": torch.int32, "device": value.device, "requires_grad": False}
+    mask = state.call(aten.lt.Scalar, (state.call(prims.iota.default, (grown,), settings), state.growth.size))
+    behind = value.dim() - 1 - dim
+    return state.call(aten.view.default, (mask, [grown, *[1] * behind])) if behind else mask
+
+
+def _fill(state: _Rewrite, made: fx.Node) -> float | None:
+    """What stands in the padding of a result, where it follows from constants alone."""
+    target = made.target
+    if target is aten.sub.Tensor and made.args[0] is state.over.get(made.args[1]) and not made.kwargs:  # type: ignore[arg-type]
+        # Less the maximum of its own row: where that is not finite, the row's sum is NaN with the padding or without.
+        return state.fill.get(made.args[0])  # type: ignore[arg-type]
+    if target is aten.full.default:
+        return _constant(made)
+    if not isinstance(target, torch._ops.OpOverload) or "device" in made.kwargs:
+        return None
+    operands = made.all_input_nodes
+    if target is aten.scatter.value or target in VIEWS:
+        return state.fill.get(operands[0])
+    if not (torch.Tag.pointwise in target.tags or target is prims.convert_element_type.default):
+        return None
+    fills = {operand: state.fill.get(operand, _constant(operand)) for operand in operands}
+    value = value_of(made)
+    if not operands or value is None or any(fill is None for fill in fills.values()):
+        return None
+    with _disable_current_modes():
+        scalars = {operand: torch.tensor(fill, dtype=operand.meta["val"].dtype) for operand, fill in fills.items()}
+        arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: scalars[n])
+        result = float(target(*arguments, **keywords))
+    return None if result != result else result
+
+
+def _constant(node: fx.Node) -> float | None:
+    """What a node that is one value everywhere holds."""
+    value = node.args[1] if node.target is aten.full.default and len(node.args) > 1 else None
+    return float(value) if isinstance(value, (bool, int, float)) else None
+
+
+def _cut(state: _Rewrite, node: fx.Node) -> None:
+    """Whoever cannot take the grown result gets it in its own size and strides."""
+    current = state.made[node]
+    value = value_of(node)
+    assert value is not None
+    with state.graph.inserting_before(current.next):
+        for dim in state.growth.dims(node):
+            current = state.call(aten.slice.Tensor, (current, dim, 0, state.growth.size), like=node)
+        if hints(current.meta["val"].stride()) != hints(value.stride()):
+            strides = hints(value.stride())
+            order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+            current = state.call(aten.permute.default, (current, order))
+            current = state.call(aten.clone.default, (current,), {"memory_format": torch.contiguous_format}, like=node)
+            current = state.call(aten.permute.default, (current, [order.index(dim) for dim in range(value.dim())]), like=node)
+    node.replace_all_uses_with(current)

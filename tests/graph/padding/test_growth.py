@@ -1,0 +1,138 @@
+"""Dims that grow inside graphs: values stay, sizes and strides that users see stay, products get good sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from machines import Recorder, machine
+from test_passes import run_both
+
+
+def grown(function, *inputs, on=None, **options):
+    return run_both(function, *inputs, recorder=Recorder(on or machine(odd=3.0, bandwidth=1e16), grow=True), **options)
+
+
+def bad_lengths(recorder, itemsize=4):
+    """Lengths of rows in products that are no multiple of 16 bytes."""
+    rows = [size for operands in recorder.products() for sizes, strides in operands for size, stride in zip(sizes, strides) if stride == 1]
+    return [size for size in rows if size * itemsize % 16 and size * itemsize >= 16]
+
+
+def test_linear_and_cross_entropy():
+    layer, t = torch.nn.Linear(64, 2047), torch.randint(0, 2047, (256,))
+    recorder = grown(
+        lambda x, w, b: F.cross_entropy(F.linear(x, w, b), t), torch.randn(256, 64, requires_grad=True), layer.weight, layer.bias
+    )
+    assert recorder.products() == [
+        (((256, 64), (64, 1)), ((64, 2048), (1, 64))),
+        (((256, 2048), (2048, 1)), ((2048, 64), (64, 1))),
+        (((2048, 256), (1, 2048)), ((256, 64), (64, 1))),
+    ]
+    assert {padding.how for padding in recorder.paddings if padding.how} == {"in place", "copied"}
+    # padded once for both passes
+    assert sum(node.target is torch.ops.aten.constant_pad_nd.default for graph in recorder.graphs for node in graph.graph.nodes) == 2
+
+
+def test_infinite_and_missing_values_stay_in_their_rows():
+    def loss(x, w, v):
+        return torch.softmax(x @ w, 1) @ v
+
+    x, w, v = torch.randn(64, 64), torch.randn(64, 1023), torch.randn(1023, 64)
+    x[3], x[5, 1], w[:, 7], v[9] = float("nan"), float("inf"), float("-inf"), float("inf")
+    expected = loss(x, w, v)
+    recorder = Recorder(machine(odd=3.0), grow=True)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(loss, backend=recorder)(x, w, v), expected, equal_nan=True)
+    assert bad_lengths(recorder) == []
+
+
+def test_attention_of_odd_lengths():
+    q, k, v = (torch.randn(4, 255, 16, requires_grad=True) for _ in range(3))
+    recorder = grown(lambda q, k, v: torch.softmax(q @ k.mT / 4, -1) @ v, q, k, v)
+    assert bad_lengths(recorder) == []
+
+
+def test_layers_of_odd_widths():
+    def model(x, a, b, c):
+        return torch.tanh(F.gelu(x @ a) @ b) @ c
+
+    inputs = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((64, 33), (33, 127), (127, 63), (63, 8))]
+    assert bad_lengths(grown(model, *inputs), 8) == []
+
+
+def test_products_one_after_another_mask_in_between():
+    inputs = [torch.randn(*size, requires_grad=True) for size in ((64, 64), (64, 127), (127, 64))]
+    assert bad_lengths(grown(lambda x, a, b: x @ a @ b, *inputs)) == []
+
+
+def test_an_embedding_tied_to_the_last_layer():
+    index, target = torch.randint(0, 2047, (8, 16)), torch.randint(0, 2047, (128,))
+
+    def loss(w, b):
+        return F.cross_entropy(F.linear(F.embedding(index, w).tanh().flatten(0, 1), w, b), target)
+
+    assert bad_lengths(grown(loss, torch.randn(2047, 64, requires_grad=True), torch.zeros(2047, requires_grad=True))) == []
+
+
+def test_what_the_user_sees_is_cut():
+    def both(x, w):
+        logits = x @ w.t()
+        return logits, torch.log_softmax(logits, 1), logits.argmax(1), logits.sort(1).values[:, :5]
+
+    recorder = grown(both, torch.randn(256, 64), torch.randn(2047, 64))
+    assert bad_lengths(recorder) == []
+
+
+def test_dropout_draws_what_it_would():
+    def model(x, a, b):
+        return F.dropout(x @ a, 0.5) @ b
+
+    x, a, b = torch.randn(64, 64), torch.randn(64, 127), torch.randn(127, 64)
+    results = []
+    for recorder in (Recorder(machine(1.0)), Recorder(machine(odd=3.0), grow=True)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        results.append(torch.compile(model, backend=recorder)(x, a, b))
+    torch.testing.assert_close(*results)
+    assert bad_lengths(recorder) == []
+
+
+def test_reductions_of_every_kind():
+    def model(x, w):
+        y = x @ w
+        z = y.sin()
+        return z.sum(), z.sum(1), z.amax(1), z.amin(0), z.mean(), z.var(1), z.prod(1), (z > 0).sum(1), z.logsumexp(0), z.cumsum(1)
+
+    assert bad_lengths(grown(model, torch.randn(64, 64), torch.randn(64, 127))) == []
+
+
+@pytest.mark.parametrize("kind", ["forward", "training"])
+def test_a_symbolic_batch(kind):
+    recorder = Recorder(machine(odd=3.0), grow=True)
+    torch._dynamo.reset()
+    w = torch.randn(64, 2047, requires_grad=kind == "training")
+
+    def loss(x):
+        return (x @ w).logsumexp(1).sum()
+
+    called = torch.compile(loss, backend=recorder, dynamic=True)
+    for size in (64, 130):
+        x = torch.randn(size, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_static(w)
+        torch.testing.assert_close(called(x), loss(x), rtol=1e-4, atol=1e-3)
+    assert "in place" in {padding.how for padding in recorder.paddings}
+
+
+def test_a_symbolic_length_is_refused():
+    recorder = Recorder(machine(odd=3.0), grow=True)
+    torch._dynamo.reset()
+    w = torch.randn(64, 2047)
+    torch._dynamo.mark_dynamic(w, 1)
+    torch.compile(lambda x, w: (x @ w).logsumexp(1), backend=recorder)(torch.randn(8, 64), w)
+    assert any("symbolic" in (padding.reason or "") for padding in recorder.paddings)
+
+
+def test_copies_that_cost_more_are_refused():
+    recorder = grown(lambda x, w: x @ w.t(), torch.randn(8, 64), torch.randn(2047, 64), on=machine(odd=3.0, bandwidth=1e8))
+    assert {padding.how for padding in recorder.paddings} == {None}
+    assert "for copies of" in recorder.paddings[0].reason
