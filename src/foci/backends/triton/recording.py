@@ -195,9 +195,10 @@ class Kept(Generic[_Value]):
         """Keeps a value found from `read`; what was found from tensors that are gone, goes, and the oldest where there are many."""
         if value is None:
             return
-        # copied first: backward passes come from threads of their own
-        for dead in [other for other, (refs, _) in list(self._found.items()) if any(ref() is None for ref in refs)]:
-            self._found.pop(dead, None)
+        if read:
+            # copied first: backward passes come from threads of their own
+            for dead in [other for other, (refs, _) in list(self._found.items()) if any(ref() is None for ref in refs)]:
+                self._found.pop(dead, None)
         self._found[key] = tuple(map(weakref.ref, read)), value
         if len(self._found) > self._capacity:
             self._found.popitem(last=False)

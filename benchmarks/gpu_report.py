@@ -1,0 +1,71 @@
+"""Writes the tables of docs/gpu.md from benchmarks/results/{gpu_attention,gpu_overhead}.jsonl: between its marks, the rest stays.
+
+python benchmarks/gpu_report.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+COLUMNS: Final = {
+    "triton": "foci triton",
+    "hopper": "foci hopper",
+    "flex": "FlexAttention",
+    "flash": "torch FLASH",
+    "cudnn": "cuDNN",
+    "efficient": "EFFICIENT",
+    "varlen": "varlen_attn",
+}
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def attention() -> str:
+    """TFLOP/s forward / backward, or terabytes a second, by problem and implementation."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
+    for line in lines("gpu_attention"):
+        cell = f"{line['forward_tflops']:.0f} / {line['backward_tflops']:.0f}"
+        if "forward_tbs" in line:
+            cell = f"{line['forward_tbs']:.2f} TB/s"
+        found.setdefault((line["row"], tuple(line["shape"])), {})[line["who"]] = cell
+    used = [name for name in COLUMNS if any(name in cells for cells in found.values())]
+    rows = [[row, ",".join(map(str, shape)), *(cells.get(name, "") for name in used)] for (row, shape), cells in found.items()]
+    return _markdown(["problem", "B,H,S,D", *(COLUMNS[name] for name in used)], rows)
+
+
+def overhead() -> str:
+    """Microseconds of the host by call, and over an empty launch."""
+    found: dict[str, dict[str, float]] = {}
+    for line in lines("gpu_overhead"):
+        found.setdefault(line["call"], {})[line["direction"]] = line["us"]
+    floor = found.get("empty launch", {}).get("forward", 0.0)
+
+    def cells(us: float | None) -> list[str]:
+        return ["", ""] if us is None else [f"{us:.0f}", f"{us - floor:.0f}"]
+
+    rows = [[name, *cells(ways.get("forward")), *cells(ways.get("forward+backward"))] for name, ways in found.items()]
+    return _markdown(["call", "forward, us", "over an empty launch", "forward and backward, us", "over an empty launch"], rows)
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    for name, table in (("attention", attention()), ("overhead", overhead())):
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
