@@ -244,7 +244,7 @@ class TritonKernel:
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
-        grads = {name: recorder.empty(t.shape, _laid_out_as(t), t.dtype, t) for name, (t, on) in wanted.items() if on}
+        grads = {name: recorder.empty(t.shape, laid_out_as(t), t.dtype, t) for name, (t, on) in wanted.items() if on}
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         rows = tuple(recorder.empty(given.lse.shape, given.lse.stride(), torch.float32, given.lse) for _ in range(2))
@@ -375,7 +375,7 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
 
 
-def _laid_out_as(tensor: Tensor) -> tuple[int, ...]:
+def laid_out_as(tensor: Tensor) -> tuple[int, ...]:
     """Strides of a tensor without gaps whose heads lie within rows, or rows within heads, as the tensor's do: what comes before
     then takes the gradient as it is."""
     b, h, s, d = tensor.shape
