@@ -27,7 +27,7 @@ from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.triton import kernel as host
-from foci.backends.triton.arguments import Spans, encode, encode_strides
+from foci.backends.triton.arguments import Spans, encode
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
@@ -191,8 +191,8 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
-            sums, turns, grads[0], encode_strides(grads[0].stride(), 1), self.size(call, heads, by_query.tasks), by_query.spans,
-            encode(slots), operands.scale, config, num_warps=4,
+            sums, turns, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
+            encode(slots), operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
 
     def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:

@@ -57,13 +57,13 @@ def clear_between(dq, dk, dv, strides, size, kv_heads, spans, c):
 
 
 @triton.jit
-def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c):
+def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c, UNIT: tl.constexpr):
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 
     Args:
         sums: float32, two of a slot of [2, 64, 64] for each tile, in the order of `backward_fused.add_share`.
         turns: int32, how many tiles of keys have added to a slot, for each of the two, after one other number.
-        dq: [B, Hq, Sq, D], its last dimension contiguous; `strides` are encoded.
+        dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
     heads = number(size.heads)
     task = tl.program_id(0) // heads
@@ -84,7 +84,7 @@ def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c
     total = number(size.batch) * heads * number(slots)
     is_there = tl.load(turns + 1 + slot) > 0
     is_second_there = tl.load(turns + 1 + total + slot) > 0
-    head = memory_b.to(tl.int64) * number(strides.b) + h.to(tl.int64) * number(strides.h)
+    head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
     for half in tl.static_range(2):
         at = sums + (slot.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
         held = tl.load(at, mask=is_there, other=0.0)
@@ -98,5 +98,5 @@ def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c
         else:
             rows += half * 64
         inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
-        at = head + (q_start + rows).to(tl.int64) * number(strides.s)
+        at = head + (q_start + rows).to(tl.int64) * (number(strides.s) * UNIT)
         tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)
