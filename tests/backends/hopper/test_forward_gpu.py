@@ -1,0 +1,177 @@
+"""The Hopper forward on a GPU: both schedules on the same problems, sequences side by side, repeats, replays."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import foci
+from foci import backends, masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.planner import target_of
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, bucket
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
+]
+
+
+def posed(batch=2, heads=4, kv_heads=None, rows=1000, keys=None, dim=128, value_dim=None, dtype=torch.bfloat16, lengths=None, **given):
+    """(problem, operands) of random tensors."""
+    keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
+    packed = {}
+    if lengths is not None:
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device="cuda")
+        batch, rows, keys = 1, sum(lengths), sum(lengths)
+        packed = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
+    shapes = ((batch, heads, rows, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, value_dim))
+    query, key, value = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    bound = bind(given.get("score"), given.get("mask"), torch.device("cuda"))
+    dropout = given.get("dropout", 0.0)
+    seed = torch.tensor([1234567], device="cuda") if dropout else None
+    scale = given.get("scale", 1 / math.sqrt(dim))
+    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, scale, dropout, seed, **packed)
+    layout = Layout.DENSE if lengths is None else Layout.JAGGED
+    formula = Formula(bound.variant, layout, Outputs(lse=True, row_max=True), dropout > 0)
+    sizes = (batch, rows, keys) if lengths is None else (len(lengths), max(lengths), max(lengths))
+    asked = Problem(
+        formula, dtype, dim, value_dim, heads, kv_heads, *map(bucket, sizes), capture_grads=tuple(False for _ in bound.captures)
+    )
+    return asked, operands
+
+
+def kernel_of(asked, schedule=None, monkeypatch=None):
+    from foci.backends.hopper import kernel
+
+    if schedule is not None:
+        monkeypatch.setattr(kernel, "forward_schedule", lambda problem: schedule)
+    return backends.load("hopper").compile(Plan("hopper", asked, target_of(torch.device("cuda"))))
+
+
+def exact(asked, operands):
+    def wide(t):
+        return t.double() if t.is_floating_point() else t
+
+    operands = replace(
+        operands,
+        query=wide(operands.query),
+        key=wide(operands.key),
+        value=wide(operands.value),
+        captures=tuple(map(wide, operands.captures)),
+    )
+    asked = replace(asked, dtype=torch.float64)
+    return backends.load("reference").compile(Plan("reference", asked, target_of(torch.device("cuda")))).forward(operands)
+
+
+def check(found, wanted):
+    there = wanted.lse.isfinite()
+    assert ((found.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
+    assert torch.equal(found.lse.isfinite(), there)
+    assert (found.lse.double() - wanted.lse)[there].abs().max().item() < 2e-3
+    assert (found.row_max.double() - wanted.row_max)[there].abs().max().item() < 1e-2
+
+
+DOCUMENTS = torch.arange(1000) // 70
+CASES = {
+    "plain": {},
+    "other lengths, grouped, float16": {"rows": 300, "keys": 777, "kv_heads": 2, "dtype": torch.float16},
+    "causal": {"mask": masks.causal()},
+    "causal, more keys": {"mask": masks.causal(), "rows": 300, "keys": 900},
+    "causal, more queries": {"mask": masks.causal(), "rows": 900, "keys": 300},
+    "causal alibi": {"mask": masks.causal(), "score": scores.alibi(4)},
+    "softcap": {"score": scores.softcap(2.0)},
+    "window": {"mask": masks.window(100)},
+    "document": {"mask": foci.Mask(lambda b, h, q, k: DOCUMENTS.cuda()[q] == DOCUMENTS.cuda()[k])},
+    "dropout": {"dropout": 0.2},
+    "negative scale": {"scale": -0.1},
+    "jagged": {"lengths": [100, 1, 700, 0, 128, 333]},
+    "jagged causal": {"lengths": [100, 1, 700, 0, 128, 333], "mask": masks.causal()},
+    "narrow": {"dim": 16, "value_dim": 64},
+}
+
+
+@pytest.mark.parametrize("schedule", ["C2", "N3"])
+@pytest.mark.parametrize("name", CASES)
+def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
+    from foci.backends.hopper import schedules
+
+    asked, operands = posed(**CASES[name])
+    kernel = kernel_of(asked, getattr(schedules, schedule), monkeypatch)
+    first = kernel.forward(operands)
+    check(first, exact(asked, operands))
+    for _ in range(40):
+        again = kernel.forward(operands)  # noted the first time, launched again as it was
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (8, 24), (64, 256)])
+def test_every_width(dim, value_dim):
+    asked, operands = posed(dim=dim, value_dim=value_dim, mask=masks.causal())
+    check(kernel_of(asked).forward(operands), exact(asked, operands))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_leaks_from_one_sequence_into_another(causal):
+    """What lies beyond a sequence, another or the memory between two, may be anything."""
+    lengths = [100, 130, 257]
+    asked, operands = posed(lengths=lengths, mask=masks.causal() if causal else None)
+    alone = kernel_of(asked).forward(operands)
+    for t in (operands.query, operands.key, operands.value):
+        t[:, :, 100:230] = float("nan")
+    found = kernel_of(asked).forward(operands)
+    kept = torch.tensor([*range(100), *range(230, 487)], device="cuda")
+    assert torch.equal(found.out[:, :, kept], alone.out[:, :, kept])
+    assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
+
+
+def test_gaps_between_sequences_are_zero():
+    asked, operands = posed(lengths=[100, 130, 257])
+    short = torch.tensor([90, 130, 200], device="cuda")
+    found = kernel_of(asked).forward(replace(operands, q_lengths=short, kv_lengths=short))
+    gaps = torch.tensor([*range(90, 100), *range(430, 487)], device="cuda")
+    assert (found.out[:, :, gaps] == 0).all()
+    assert (found.lse[:, :, gaps] == -math.inf).all()
+    assert found.out[:, :, :90].isfinite().all()
+
+
+def test_heads_side_by_side_and_tokens_first():
+    """The memory of one joint projection, [B, S, 3 H, D]."""
+    joint = torch.randn(2, 500, 12, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    query, key, value = joint.split(4, dim=1)
+    with foci.use("hopper"):
+        found = foci.attention(query, key, value, mask=masks.causal())
+    with foci.use("reference"):
+        wanted = foci.attention(query.double(), key.double(), value.double(), mask=masks.causal())
+    assert ((found.double() - wanted).norm() / wanted.norm()).item() < 6e-3
+
+
+def test_rows_at_odd_addresses_are_declined_and_solved_elsewhere():
+    query = torch.randn(1, 2, 64, 72, device="cuda", dtype=torch.bfloat16)[..., 4:68]
+    with foci.use("hopper"), pytest.raises(foci.NoViableBackend, match="multiples of 16 bytes"):
+        foci.attention(query, query, query)
+    with foci.observe() as log:
+        assert foci.attention(query, query, query).isfinite().all()
+    assert log.calls[0].backend != "hopper"
+
+
+def test_new_lengths_and_values_compile_nothing():
+    from foci.backends.hopper.forward import attention_forward
+
+    def compiled():
+        return sum(len(cache[0]) for cache in attention_forward.device_caches.values())
+
+    def once(length, batch, heads, window):
+        q = torch.randn(batch, heads, length, 64, device="cuda", dtype=torch.bfloat16)
+        with foci.use("hopper"):
+            foci.attention(q, q.clone(), q.clone(), mask=masks.window(window))
+
+    once(1000, 2, 4, 100)
+    before = compiled()
+    for given in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3)):
+        once(*given)
+    assert compiled() == before
