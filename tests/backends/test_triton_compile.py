@@ -23,6 +23,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from foci.backends.triton import capture_gradients, kernel, paged, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
+from foci.backends.triton.streams import layout_of  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LAUNCHED = {
@@ -189,3 +190,8 @@ def launch_paged(case, arch):
     made = paged.PagedKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
     made.forward(operands)
     return made.native
+
+
+def test_a_spread_number_is_not_aligned():  # SDPA-12
+    assert not layout_of(torch.ones(()).expand(2, 2, 16, 64)).is_aligned
+    assert layout_of(torch.ones(2, 2, 16, 64)).is_aligned

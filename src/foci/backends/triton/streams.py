@@ -35,7 +35,7 @@ def layout_of(tensor: Tensor) -> Layout:
     b_stride, h_stride, s_stride, d_stride = tensor.stride()
     strides = (b_stride if b > 1 else 0, h_stride if h > 1 else 0, s_stride if s > 1 else 0, d_stride if d > 1 else 0)
     together = strides[0] | strides[1] | strides[2]
-    is_aligned = together % 8 == 0 and strides[3] <= 1 and tensor.data_ptr() % 16 == 0
+    is_aligned = together % 8 == 0 and (d == 1 or d_stride == 1) and tensor.data_ptr() % 16 == 0
     steps = not ((b > 1 and b_stride == 0) or (h > 1 and h_stride == 0) or (s > 1 and s_stride == 0))
     is_describable = is_aligned and steps and together * tensor.element_size() % 16 == 0
     return Layout(strides, is_aligned, is_describable, max(strides[2:]) * 512 >= 2**31)
