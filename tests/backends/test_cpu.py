@@ -1,5 +1,6 @@
 """The CPU backend's own promises: building and caching, threads, determinism, strides, tails. Results: tests/conformance."""
 
+import ctypes
 import os
 import re
 import stat
@@ -116,6 +117,25 @@ def test_private_gradients_only_where_tasks_meet():  # SDPA-04
     assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).shared == (False,)
     assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).shared == (True,)
     assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).shared == (False,)
+
+
+def test_tanh_is_close_everywhere():
+    source = """
+#include "foci/functions.h"
+using namespace foci;
+extern "C" __attribute__((visibility("default"))) void run(const float* from, float* to, long count) {
+  for (long i = 0; i < count; i += WIDTH) store(to + i, tanh(load<vf>(from + i)));
+}
+"""
+    x = torch.cat(
+        (torch.linspace(-12, 12, 1 << 20), torch.logspace(-30, 1, 1 << 16), torch.tensor([0.0, torch.inf, -torch.inf] + [torch.nan] * 13))
+    )
+    found = torch.empty_like(x)
+    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), ctypes.c_long(x.numel()))
+    exact = torch.tanh(x.double())
+    assert ((found.double() - exact).abs() <= 4e-7 * exact.abs())[~x.isnan()].all()
+    assert found[x.isnan()].isnan().all()
+    assert found.nan_to_num().abs().max() <= 1
 
 
 # The cache on disk -------------------------------------------------------------------------------------------------------

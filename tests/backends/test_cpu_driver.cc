@@ -1,5 +1,6 @@
-// The headers of the CPU backend without Python: causal attention with an ALiBi slope per head, forward and backward, over
-// awkward shapes, against the plain formula in double precision. For sanitizers, and for other processors under an emulator.
+// The headers of the CPU backend without Python: causal attention with an ALiBi slope per head, with and without dropout,
+// forward and backward, over awkward shapes, against the plain formula in double precision. For sanitizers, and for other
+// processors under an emulator; with FOCI_POISON nothing may rest on what memory held before.
 #include "foci/backward.h"
 #include "foci/decode.h"
 
@@ -13,11 +14,11 @@ using namespace foci;
 #define STORAGE float
 #endif
 
-template <int HEAD, int VALUE> struct Plan {
+template <int HEAD, int VALUE, bool DROPS> struct Plan {
   typedef STORAGE Storage;
   static constexpr int D = HEAD, DV = VALUE, SITES = 0;
-  static constexpr bool PLAIN_SCORE = false, MASKED = true, DROPOUT = false;
-  static constexpr bool GRAD_Q = true, GRAD_K = true, GRAD_V = true, COLUMN_SUMS = false;
+  static constexpr bool PLAIN_SCORE = false, MASKED = true, DROPOUT = DROPS;
+  static constexpr bool GRAD_Q = true, GRAD_K = true, GRAD_V = true, COLUMN_SUMS = false, UNIT_SLOPE = false;
   struct Row { int q; float slope; };
   struct Col {};
   static Row row(const Call&, int, int h, int q, int, int) { return {q, 0.1f * (float)(h + 1)}; }
@@ -50,7 +51,7 @@ static void expect(const char* what, double found, double wanted) {
   }
 }
 
-template <int HEAD, int VALUE> void check(int heads, int kv_heads, int rows, int keys, int splits) {
+template <int HEAD, int VALUE, bool DROPS = false> void check(int heads, int kv_heads, int rows, int keys, int splits) {
   const int group = heads / kv_heads;
   Array q(heads, rows, HEAD), k(kv_heads, keys, HEAD), v(kv_heads, keys, VALUE), out(heads, rows, VALUE), go(heads, rows, VALUE);
   Array gq(heads, rows, HEAD), gk(kv_heads, keys, HEAD), gv(kv_heads, keys, VALUE);
@@ -60,7 +61,10 @@ template <int HEAD, int VALUE> void check(int heads, int kv_heads, int rows, int
   call.grad_out = go.tensor(), call.grad_query = gq.tensor(), call.grad_key = gk.tensor(), call.grad_value = gv.tensor();
   call.lse = lse, call.batch = 1, call.q_heads = heads, call.kv_heads = kv_heads, call.q_len = call.q_tokens = rows, call.kv_len = call.kv_tokens = keys;
   call.scale = 0.7, call.keep_scale = 1, call.threads = 2, call.splits = splits, call.copies = kv_heads * splits;
-  if (forward<Plan<HEAD, VALUE>>(call) != DONE || backward<Plan<HEAD, VALUE>>(call) != DONE) ++failures;
+  const int64_t seed = 12345;
+  if (DROPS) call.seed = &seed, call.threshold = 1u << 30, call.keep_scale = 4.0 / 3;
+  if (forward<Plan<HEAD, VALUE, DROPS>>(call) != DONE || backward<Plan<HEAD, VALUE, DROPS>>(call) != DONE) ++failures;
+  float* kept = (float*)malloc(sizeof(float) * (keys + 4 * WIDTH));
   double* p = (double*)malloc(sizeof(double) * keys);
   double* dk = (double*)calloc((size_t)kv_heads * keys * HEAD, sizeof(double));
   double* dv = (double*)calloc((size_t)kv_heads * keys * VALUE, sizeof(double));
@@ -73,16 +77,18 @@ template <int HEAD, int VALUE> void check(int heads, int kv_heads, int rows, int
         sum += p[j] = j <= r ? exp(0.7 * s + 0.1 * (h + 1) * (j - r)) : 0;
       }
       expect("lse", lse[h * rows + r], log(sum));
+      for (int j = 0; j < keys; ++j) kept[j] = 1;
+      if (DROPS) keep_row(call, 0, h, r, 0, keys, kept);
       for (int d = 0; d < VALUE; ++d) {
         double o = 0;
-        for (int j = 0; j < keys; ++j) o += p[j] / sum * v.at(h / group, j, d);
+        for (int j = 0; j < keys; ++j) o += p[j] / sum * kept[j] * call.keep_scale * v.at(h / group, j, d);
         expect("out", out.at(h, r, d), o);
         delta += o * go.at(h, r, d);
       }
       for (int j = 0; j < keys; ++j) {
         double dp = 0;
-        for (int d = 0; d < VALUE; ++d) dp += go.at(h, r, d) * v.at(h / group, j, d), dv[(h / group * keys + j) * VALUE + d] += p[j] / sum * go.at(h, r, d);
-        p[j] = p[j] / sum * (dp - delta) * 0.7;
+        for (int d = 0; d < VALUE; ++d) dp += go.at(h, r, d) * v.at(h / group, j, d), dv[(h / group * keys + j) * VALUE + d] += p[j] / sum * kept[j] * call.keep_scale * go.at(h, r, d);
+        p[j] = p[j] / sum * (dp * kept[j] * call.keep_scale - delta) * 0.7;
         for (int d = 0; d < HEAD; ++d) dk[(h / group * keys + j) * HEAD + d] += p[j] * q.at(h, r, d);
       }
       for (int d = 0; d < HEAD; ++d) {
@@ -93,7 +99,7 @@ template <int HEAD, int VALUE> void check(int heads, int kv_heads, int rows, int
     }
   for (int i = 0; i < kv_heads * keys * HEAD; ++i) expect("grad_key", widen(gk.data[i]), dk[i]);
   for (int i = 0; i < kv_heads * keys * VALUE; ++i) expect("grad_value", widen(gv.data[i]), dv[i]);
-  free(p), free(dk), free(dv), free(lse);
+  free(p), free(dk), free(dv), free(lse), free(kept);
 }
 
 int main() {
@@ -101,6 +107,9 @@ int main() {
   check<40, 24>(4, 2, 70, 130, 1);
   check<17, 33>(2, 2, 130, 66, 2);
   check<8, 8>(4, 1, 3, 700, 4);
+  check<24, 40, true>(2, 1, 70, 130, 1);
+  check<16, 16, true>(2, 2, 131, 700, 2);
+  check<16, 16, true>(2, 1, 5, 40, 1);  // a first tile that ends within a block of rows
   check<64, 64>(1, 1, 200, 600, 2);
   printf("%d lanes, %d failures\n", WIDTH, failures);
   return failures != 0;

@@ -15,7 +15,7 @@ CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarc
 
 def run(compiler, folder, *flags, emulator=()):
     program = folder / "driver"
-    options = ["-std=c++17", "-O1", "-ffp-contract=fast", "-fopenmp", "-w", f"-I{build.HEADERS}", *flags]
+    options = ["-std=c++17", "-O1", "-ffp-contract=fast", "-fopenmp", "-w", "-DFOCI_POISON", f"-I{build.HEADERS}", *flags]
     subprocess.run([compiler, *options, str(DRIVER), "-o", str(program)], check=True, capture_output=True, text=True)
     ran = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
@@ -26,7 +26,7 @@ def run(compiler, folder, *flags, emulator=()):
 @pytest.mark.parametrize("storage", ["float", "bf16", "f16"])
 @pytest.mark.parametrize("arch", ["native", "x86-64"])
 def test_sanitizers_find_nothing(tmp_path, storage, arch):
-    """Addresses and undefined behaviour."""
+    """Addresses and undefined behaviour, and numbers read before they are written."""
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     assert "0 failures" in run(NATIVE, tmp_path, f"-march={arch}", f"-DSTORAGE={storage}", *sanitizers)
 

@@ -15,6 +15,7 @@ import torch
 from foci.backends.cpu.spelling import COLUMN_LEAF, INTERVALS, ROW_LEAF, SPAN_LEAF, VALUES, has_free_axis, scalar_type, vector_type
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
+from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 from foci.variant import Capture
 
@@ -157,6 +158,8 @@ class Functor:
         if e.op in ("const", "axis"):
             return e
         variables = e.variables()
+        if e.op == "div" and "score" in e.args[0].variables() and not _is_inner(e.args[1]):
+            return node("mul", (place(e.args[0]), place(apply("div", 1.0, e.args[1]))), e.dtype)  # divided once a row
         if not has_free_axis(e):
             if not variables & {"kv_idx", "score"}:
                 return self.row_value(e)
@@ -265,6 +268,11 @@ class Functor:
         ]
         signature = "static FOCI_INLINE Col col(const Call& call, int b, int kv, int q_len, int kv_len)"
         return [_struct("Col", fields), _member(signature, lines)]
+
+
+def _is_inner(expr: Expr) -> bool:
+    """Whether a value differs within a row."""
+    return has_free_axis(expr) or bool(expr.variables() & {"kv_idx", "score"})
 
 
 def _column_spans(expr: Expr, spans: list[Span]) -> Expr:

@@ -85,10 +85,11 @@ def _backward_source(problem: Problem) -> str:
     parts = Parts(problem)
     functor = Functor(parts.captures)
     sites = sites_of(parts.score, problem.capture_grads)
+    slope = score_derivative(parts.score)
     element = "const Call& call, const Row& row, const Col& col"
     functor.function(
         f"static FOCI_INLINE vf derive({element}, vf s, int kv, vf& slope)",
-        (parts.score, score_derivative(parts.score)),
+        (parts.score, slope),
         "slope = wide({1}); return wide({0});",
     )
     functor.function(f"static FOCI_INLINE vb mask({element}, int kv)", (parts.mask,), "return wide({0});")
@@ -102,6 +103,7 @@ def _backward_source(problem: Problem) -> str:
         *_constants(problem, parts),
         f"static constexpr bool {', '.join(grads)}, COLUMN_SUMS = {_bool(problem.formula.outputs.column_sums)};",
         f"static constexpr int SITES = {len(sites)};",
+        f"static constexpr bool UNIT_SLOPE = {_bool(slope is const(1.0))};",
     ]
     return _unit("interval.h backward.h", [*constants, functor.text()], {"foci_backward": "foci::backward<Plan>"})
 

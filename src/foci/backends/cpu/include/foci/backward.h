@@ -118,6 +118,7 @@ template <class P> struct BackwardTile {
     const int first = kv + at;
     const typename P::Col col[2] = {P::col(call, s.b, first, s.q_len, s.kv_len), P::col(call, s.b, first + WIDTH, s.q_len, s.kv_len)};
     const vb inside[2] = {{iota() + first < s.kv_len}, {iota() + (first + WIDTH) < s.kv_len}};
+    const bool edge = at + PANEL > keys;
     float* p = weights_of(at);
     for (int r = 0; r < rows; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
@@ -127,12 +128,13 @@ template <class P> struct BackwardTile {
           vf d;
           if constexpr (P::SITES > 0) store(raw + i, x);
           x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d);
-          store(slope + i, d);
+          if constexpr (!P::UNIT_SLOPE) store(slope + i, d);
         }
         x = G::Exp::of(x * G::Exp::UNIT - t.lse[r]);
         if constexpr (P::MASKED)
           if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
-        store(p + i, select(inside[v], x, vf{}));
+        if (edge) x = select(inside[v], x, vf{});
+        store(p + i, x);
       }
   }
 
@@ -169,7 +171,7 @@ template <class P> struct BackwardTile {
             if (grad_columns) dp += column_gradients(column);
           vf ds = w * (dp - t.delta[r0 + r]);
           if constexpr (P::SITES > 0) store(g + i, ds);
-          if constexpr (!P::PLAIN_SCORE) ds = w == 0.0f ? vf{} : ds * load<vf>(slope + i);
+          if constexpr (!P::UNIT_SLOPE) ds = w == 0.0f ? vf{} : ds * load<vf>(slope + i);
           acc[r][v] = ds;
         }
       }

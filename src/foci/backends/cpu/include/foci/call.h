@@ -172,6 +172,7 @@ template <int STEP, class T> FOCI_INLINE auto read(const Span<T>& s, int kv) {
   typedef typename VectorOf<decltype(value_of(T()))>::type V;
   const int64_t first = s.start + STEP * (int64_t)kv, lowest = STEP > 0 ? first : first - (WIDTH - 1);
   if (__builtin_expect(s.stride == 1 && lowest >= 0 && lowest + WIDTH <= s.size, 1)) {
+    __builtin_prefetch(s.data + lowest + STEP * (sizeof(T) == 1 ? 2 : 1) * PANEL, 0, 2);  // the next panel: rows are too short for hardware
     const V x = load_values(s.data + lowest);
     if constexpr (STEP > 0) return x; else return reversed(x);
   }

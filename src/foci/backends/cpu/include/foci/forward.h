@@ -116,6 +116,7 @@ template <class P> struct ForwardTile {
     const typename P::Col col[2] = {P::col(call, extent.b, kv, extent.q_len, extent.kv_len), P::col(call, extent.b, kv + WIDTH, extent.q_len, extent.kv_len)};
     const vf none = splat(-__builtin_inff());
     const float scale = (float)call.scale;
+    const bool edge = kv + PANEL > extent.kv_len;
     const vb inside[2] = {{iota() + kv < (int)extent.kv_len}, {iota() + (kv + WIDTH) < (int)extent.kv_len}};
     for (int r = 0; r < padded; ++r) {
       float* to = score(r, at);
@@ -124,7 +125,7 @@ template <class P> struct ForwardTile {
         if constexpr (!P::PLAIN_SCORE) s[v] = P::score(call, row[r], col[v], s[v] * scale, kv + v * WIDTH);
         if constexpr (P::MASKED)
           if (kind == PARTIAL) s[v] = select(P::mask(call, row[r], col[v], kv + v * WIDTH), s[v], none);
-        s[v] = select(inside[v], s[v], none);
+        if (edge) s[v] = select(inside[v], s[v], none);
         store(to + v * WIDTH, s[v]);
         peak[r] = maximum(peak[r], s[v]);
       }

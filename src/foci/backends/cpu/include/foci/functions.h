@@ -103,17 +103,17 @@ FOCI_INLINE vf exp(vf x) {  // x = n ln 2 + r with ln 2 in two parts, then the p
 
 FOCI_LANES1(expm1, __builtin_expm1f)
 FOCI_INLINE float tanh(float x) { return __builtin_tanhf(x); }
-FOCI_INLINE vf tanh(vf x) {  // Cephes: a polynomial near 0, else from exp(-2|x|)
-  const vf a = x < 0 ? -x : x;
-  const vf z = x * x;
-  vf p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z + -5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z + -3.33332819422e-1f;
-  const vf near = p * z * x + x;
-  const vf e = exp(-2.0f * a), far = 1.0f - 2.0f * e / (1.0f + e);
-  return a < 0.625f ? near : (x < 0 ? -far : far);
+// An odd rational function of degree 9 over 8, minimax in the relative error up to 8.2, where tanh rounds to 1: 8e-9, and
+// 3e-7 with the rounding of float32.
+FOCI_INLINE vf tanh(vf x) {
+  const vf low = -8.2f > x ? splat(-8.2f) : x, y = 8.2f < low ? splat(8.2f) : low, z = y * y;
+  vf p = splat(1.4840540372702659e-8f), q = splat(8.370596829384186e-7f);
+  p = p * z + 2.1637262147857647e-5f, q = q * z + 3.386439844601848e-4f;
+  p = p * z + 3.556685548590819e-3f, q = q * z + 2.6108295580260202e-2f;
+  p = p * z + 0.13432122284740303f, q = q * z + 0.46765448024560324f;
+  p = p * z + 0.9999999917408087f, q = q * z + 1.0f;
+  const vf t = y * p / q, least = -1.0f > t ? splat(-1.0f) : t;  // rounding may pass 1
+  return 1.0f < least ? splat(1.0f) : least;
 }
 FOCI_INLINE float sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
 FOCI_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
