@@ -183,3 +183,20 @@ def test_the_backward_pass_on_another_thread_is_tuned_too():
     with foci.observe() as log, foci.use(tune=True):
         foci.attention(query, query, query).sum().backward()
     assert [call.problem.tuned for call in log.backward_calls] == [True]
+
+
+def test_what_is_settled_runs_once(tmp_path):
+    runs = []
+
+    class Counted(Pretended):
+        def run(self, kinds):
+            runs.append(kinds)
+            return super().run(kinds)
+
+    kernel = TunedKernel(
+        plan(), lambda p: Counted(p, by_tiles), store=Store(tmp_path), time=lambda run: run().seconds, device="pretended GPU"
+    )
+    passes(kernel)
+    runs.clear()
+    passes(kernel)
+    assert len(runs) == 2

@@ -31,7 +31,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float(distance.max()) if distance.numel() else 0.0
 
 
-def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Tensor) -> None:
+def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Tensor, lse: Tensor | None = None) -> None:
     """Asserts that `found` is within budget.
 
     Args:
@@ -40,6 +40,7 @@ def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Te
         found: what the backend returned.
         plain: what the plain formula gives in the same dtype.
         exact: what it gives in float64.
+        lse: of a gradient, the logsumexp: weights that are rebuilt from it carry its rounding, which grows with the scores.
     """
     assert found.shape == exact.shape, f"{name}: shape {tuple(found.shape)}, not {tuple(exact.shape)}"
     finite = exact[torch.isfinite(exact)]
@@ -47,6 +48,9 @@ def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Te
     # Sums kept in float32 next to half inputs need not be better than a sixteenth of the inputs' rounding.
     rounding = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps / 16)
     floor = FLOOR[dtype] * rounding * largest + 1e-30
+    if lse is not None:
+        size = lse.abs().nan_to_num(posinf=0.0)
+        floor += 4 * torch.finfo(accumulation_dtype(dtype)).eps * (float(size.max()) if size.numel() else 0.0) * largest
     budget = factor(name, dtype) * error(plain, exact) + floor
     distance = error(found, exact)
     assert distance <= budget, f"{name}: off by {distance:.3g}, plain formula by {error(plain, exact):.3g}, budget {budget:.3g}"

@@ -149,33 +149,44 @@ class TunedKernel:
         self.store = Store(disk.cache_directory("triton")) if store is None else store
         self.time = time
         self.device = device
-        self.chosen: dict[str, Schedule] | None = None
+        self.key: str | None = None
+        self.chosen: dict[str, Schedule] = {}
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
-        self._tune(operands, lambda kernel: kernel.forward(operands))
-        return self.kernel.forward(operands)
+        self._begin(operands)
+        results = self.kernel.forward(operands)
+        return self.kernel.forward(operands) if self._settle(operands, lambda kernel: kernel.forward(operands)) else results
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
-        self._tune(operands, lambda kernel: kernel.backward(operands, results, cotangents))
-        return self.kernel.backward(operands, results, cotangents)
+        self._begin(operands)
 
-    def _tune(self, operands: Operands, run: Callable[[Scheduled], object]) -> None:
-        """Settles every kernel that the pass launches and that is not settled yet."""
-        if operands.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        key = key_of(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
-        if self.chosen is None:
-            found = self.store.read(key)
-            self.chosen = {kind: s for kind, s in found.items() if s in candidates(kind, self.plan)}
+        def run(kernel: Scheduled) -> Gradients:
+            return kernel.backward(operands, results, cotangents)
+
+        gradients = run(self.kernel)
+        return run(self.kernel) if self._settle(operands, run) else gradients
+
+    def _begin(self, operands: Operands) -> None:
+        """Takes over what the store holds."""
+        if self.key is None:
+            self.key = key_of(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
+            self.chosen = {kind: s for kind, s in self.store.read(self.key).items() if s in candidates(kind, self.plan)}
             self.kernel = self._with(self.chosen)
-        run(self.kernel)
-        for kind in [k for k in self.kernel.schedules if k not in self.chosen]:
+
+    def _settle(self, operands: Operands, run: Callable[[Scheduled], object]) -> bool:
+        """Times the kernels that the pass launched and that are not settled yet; whether there were any."""
+        new = [kind for kind in self.kernel.schedules if kind not in self.chosen]
+        if not new or (operands.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        assert self.key is not None
+        for kind in new:
             self.chosen[kind] = self._fastest(kind, run)
             self.kernel = self._with(self.chosen)
-            # what another process settled meanwhile stays
-            self.store.write(key, self.store.read(key) | self.chosen)
+        # what another process settled meanwhile stays
+        self.store.write(self.key, self.store.read(self.key) | self.chosen)
+        return True
 
     def _with(self, schedules: dict[str, Schedule]) -> Scheduled:
         kernel = self.make(self.plan)
@@ -184,7 +195,6 @@ class TunedKernel:
 
     def _fastest(self, kind: str, run: Callable[[Scheduled], object]) -> Schedule:
         """The candidate with the least time of the whole pass; the first of equals."""
-        assert self.chosen is not None
         others = {k: s for k, s in self.kernel.schedules.items() if k != kind}
 
         def seconds(schedule: Schedule) -> float:
