@@ -1,6 +1,7 @@
 """Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -241,3 +242,61 @@ def test_someone_who_watches_launches_sees_them_all(logs):
     assert not logs[1]
     attention.forward(operands)
     assert len(logs[1]) == 1
+
+
+class Launcher:
+    """As Triton 3.6 has it: Python around a function that takes maps of tiles, lengths and strides one by one."""
+
+    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+    def __init__(self, given, tensordesc_meta):
+        def launcher(*args):
+            given.append(args)
+
+        def inner(*args):
+            raise AssertionError("the way around was not taken", launcher, tensordesc_meta)
+
+        self.launch = inner
+
+
+def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    from foci.backends.triton import recording
+
+    described = []
+    monkeypatch.setattr(
+        driver,
+        "make_tensordesc_arg",
+        lambda arg, facts: described.append((arg.base.data_ptr(), facts)) or [f"map of {arg.base.data_ptr()}"],
+    )
+    monkeypatch.setattr(recording, "_RELEASE", (3, 6))
+    given = []
+    compiled = Compiled("kernel", [], 4)
+    compiled.run = Launcher(given, [{"swizzle": 3}])
+    x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
+    noted = recording._Arguments(
+        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, recording.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], []
+    )
+    launch = recording.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
+    for _ in range(3):
+        for pair in ((x, y), (y, x)):
+            recording.Recording([launch], [], ()).run(pair)
+            before, args = given[-1][:13], given[-1][13:]
+            assert before == (8, 1, 1, 0, 7, 0, 0, None, None, (4, 1, 0), None, None, None)
+            assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
+    assert len(described) == 2  # once for each address
+    monkeypatch.setattr(recording, "_RELEASE", (3, 9))
+    assert recording.direct(compiled, (8, 1, 1, 0, 7), noted) is None
+
+
+def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
+    bound = bind(scores.alibi(SLOPES.clone()), masks.causal(), torch.device("cpu"))
+    operands = operands_of(bound)
+    attention = made(operands, bound.variant)
+    results = attention.forward(operands)
+    attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    refs = [weakref.ref(t) for t in (operands.query, operands.key, operands.value, results.out, results.lse, *operands.captures)]
+    assert len(sparsity._WHOLE.recordings._found) == 2
+    logs[0].clear()
+    del operands, results, bound
+    assert [ref() for ref in refs] == [None] * len(refs)

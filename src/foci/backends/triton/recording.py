@@ -7,6 +7,7 @@ with the addresses of another call.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -40,13 +41,25 @@ def _calls(hook: Any) -> Any:
     return getattr(hook, "calls", hook)  # a chain of hooks, in older releases one or None
 
 
+class Tiles(NamedTuple):
+    """A tensor descriptor but for its base: makes one of a tensor."""
+
+    kind: type
+    rest: dict[str, Any]
+
+    def __call__(self, base: Any, address: Any) -> Any:
+        made: Any = object.__new__(self.kind)  # checked when it was recorded
+        made.__dict__ = {"base": base, **self.rest}
+        return made
+
+
 class _Arguments(NamedTuple):
-    """Arguments without their addresses: `places` (index, tensor of the pass), `tiles` likewise for descriptors, with what
-    they say besides, and `parts` for tuples with addresses inside."""
+    """Arguments without their addresses: `places` (index, tensor of the pass), `tiles` likewise for descriptors, with what makes
+    one of a tensor and its address, and `parts` for tuples with addresses inside."""
 
     values: list[Any]
     places: list[tuple[int, int]]
-    tiles: list[tuple[int, int, type[Any], dict[str, Any]]]
+    tiles: list[tuple[int, int, Any]]
     parts: list[tuple[int, _Arguments]]
 
 
@@ -63,11 +76,68 @@ def _defaults(function: Any, given: int) -> tuple[Any, ...]:
     return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
 
 
+_UNWATCHED: Final = (None, None, None)
+"""What a launcher takes for those who watch it."""
 _NUMBERS_ALONE: Final = (Config, Size, Strides)
 
 
 class _UnknownTensor(Exception):
     """An argument that is no tensor of the pass, nor one that is kept."""
+
+
+class _Maps:
+    """The copy engine's maps of tiles by the address of what they lie in: the same for as long as the geometry is."""
+
+    def __init__(self, tiles: Any, make: Callable[..., list[Any]], metadata: Any) -> None:
+        self._tiles, self._make, self._metadata = tiles, make, metadata
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, base: Any, address: Any) -> Any:
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= _MAPS:
+                self._known.clear()
+            found = self._known[address] = self._make(self._tiles(base, address), self._metadata)[0]
+        return found
+
+
+_MAPS: Final = 256
+
+
+def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch | None:
+    """A launch by the compiled function at the bottom of Triton's launcher, which Python around it doubles the cost of.
+
+    Only where that is as it is in Triton 3.6; else None. Arguments that describe tiles become a map, lengths and strides.
+    """
+    launcher = compiled.run
+    bottom: Any = getattr(launcher, "launch", None)
+    metadata: list[Any] = []
+    if isinstance(bottom, types.FunctionType) and bottom.__closure__:
+        around = dict(zip(bottom.__code__.co_freevars, (cell.cell_contents for cell in bottom.__closure__), strict=True))
+        bottom, metadata = around.get("launcher"), list(around.get("tensordesc_meta") or ())
+    plain = callable(bottom) and not (launcher.global_scratch_size or launcher.profile_scratch_size)
+    if not plain or _RELEASE != (3, 6) or len(metadata) != len(noted.tiles) or None in metadata:
+        return None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    values: list[Any] = []
+    moved: dict[int, int] = {}
+    tiles: list[tuple[int, int, Any]] = []
+    described = {at: (role, made, facts) for (at, role, made), facts in zip(noted.tiles, metadata, strict=True)}
+    for at, value in enumerate(noted.values):
+        moved[at] = len(values)
+        if at in described:
+            role, made, facts = described[at]
+            tiles.append((moved[at], role, _Maps(made, make_tensordesc_arg, facts)))
+            values += [None, *made.rest["shape"], *made.rest["strides"]]
+        else:
+            values.append(value)
+    arguments = _Arguments(values, [(moved[at], role) for at, role in noted.places], tiles, [(moved[at], part) for at, part in noted.parts])
+    settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
+    return _Launch(bottom, (*place, *settings, compiled.packed_metadata, *_UNWATCHED), arguments)
+
+
+_RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 class Recorder:
@@ -112,8 +182,10 @@ class Recorder:
         except _UnknownTensor:
             self._launches = None
             return
-        head = (*(*grid, 1, 1)[:3], self._stream, compiled.function, compiled.packed_metadata, None, None, None)
-        self._launches.append(_Launch(compiled.run, head, noted))
+        place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
+        self._launches.append(
+            direct(compiled, place, noted) or _Launch(compiled.run, (*place, compiled.packed_metadata, *_UNWATCHED), noted)
+        )
 
     def recording(self) -> Recording | None:
         """What was noted, None if it cannot be run again."""
@@ -127,9 +199,11 @@ class Recorder:
                     noted.values[at] = arg.data_ptr()
                 else:
                     noted.places.append((at, self._role(arg)))
+                    noted.values[at] = None  # kept alive by nobody
             elif isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor":  # Gluon has one of its own
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
-                noted.tiles.append((at, self._role(arg.base), type(arg), rest))
+                noted.tiles.append((at, self._role(arg.base), Tiles(type(arg), rest)))
+                noted.values[at] = None
             elif isinstance(arg, tuple) and not isinstance(arg, _NUMBERS_ALONE):
                 inner = self._noted(arg)
                 noted.values[at] = tuple(inner.values)
@@ -159,19 +233,19 @@ class Recording:
         made = [torch.empty_strided(**wanted) for wanted in self._made]
         tensors = [*inputs, *made]
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        for launch in self._launches:
-            launch.run(*launch.head, *_filled(launch.arguments, tensors, addresses))
+        for run, head, arguments in self._launches:
+            run(*head, *_filled(arguments, tensors, addresses))
         return made
 
 
 def _filled(arguments: _Arguments, tensors: list[Tensor | None], addresses: list[int | None]) -> list[Any]:
-    args = arguments.values.copy()
-    for at, role in arguments.places:
+    values, places, tiles, parts = arguments
+    args = values.copy()
+    for at, role in places:
         args[at] = addresses[role]
-    for at, role, kind, rest in arguments.tiles:
-        tiles = args[at] = object.__new__(kind)  # checked when it was recorded
-        tiles.__dict__ = {"base": tensors[role], **rest}
-    for at, inner in arguments.parts:
+    for at, role, made in tiles:
+        args[at] = made(tensors[role], addresses[role])
+    for at, inner in parts:
         args[at] = tuple(_filled(inner, tensors, addresses))
     return args
 
