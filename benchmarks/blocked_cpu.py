@@ -1,5 +1,7 @@
 """The blocked backend on the CPU beside torch's paths: time and peak memory over the length.
 
+Masks are made before the clock starts, for every implementation alike.
+
 python benchmarks/blocked_cpu.py              # every case, a process each for memory
 python benchmarks/blocked_cpu.py --memory IMPLEMENTATION MASK LENGTH DIRECTION
 """
@@ -15,7 +17,7 @@ import torch
 from measure import facts, interleaved, medians, reset_peak, status, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import foci
 
@@ -24,11 +26,20 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS: dict[str, foci.Mask | None] = {"none": None, "causal": foci.masks.causal(), "window 512": foci.masks.window(512)}
 # torch's paths that write the S x S scores: beyond this length they take gigabytes.
 LONGEST_DENSE = 4096
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-    with foci.use("blocked"):
-        return foci.attention(q, k, v, mask=MASKS[mask])
+# Each maker does once what a user would keep between calls, a dense mask or a block mask, and returns what a call does.
+
+
+def _blocked(mask: str, length: int) -> Attention:
+    named = MASKS[mask]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with foci.use("blocked"):
+            return foci.attention(q, k, v, mask=named)
+
+    return run
 
 
 def _dense(mask: str, length: int) -> Tensor | None:
@@ -36,26 +47,29 @@ def _dense(mask: str, length: int) -> Tensor | None:
     return None if named is None else foci.create_mask(named, None, None, length, length, device="cpu")[0, 0]
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=_dense(mask, q.shape[2]))
+def _math(mask: str, length: int) -> Attention:
+    dense = _dense(mask, length)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+
+    return run
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-    dense = None if mask == "causal" else _dense(mask, q.shape[2])
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=mask == "causal")
+def _flash(mask: str, length: int) -> Attention:
+    causal = mask == "causal"
+    dense = None if causal else _dense(mask, length)
+    return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-    length = q.shape[2]
+def _flex(mask: str, length: int) -> Attention:
     named = MASKS[mask]
-    block_mask = None
-    if named is not None:
-        block_mask = torch.nn.attention.flex_attention.create_block_mask(named.function, None, None, length, length, device="cpu")
-    return flex_attention(q, k, v, block_mask=block_mask)  # type: ignore[return-value]
+    block_mask = None if named is None else create_block_mask(named.function, None, None, length, length, device="cpu")
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=block_mask)  # type: ignore[return-value]
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, str], Tensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[str, int], Attention]] = {
     "foci blocked": _blocked,
     "torch math": _math,
     "torch flash": _flash,
@@ -72,9 +86,10 @@ def _applies(implementation: str, mask: str, length: int) -> bool:
 def _call(implementation: str, mask: str, length: int, direction: str) -> Callable[[], object]:
     grad = direction == "forward+backward"
     q, k, v = (torch.randn(1, HEADS, length, DIM, requires_grad=grad) for _ in range(3))
+    attention = IMPLEMENTATIONS[implementation](mask, length)
 
     def run() -> object:
-        out = IMPLEMENTATIONS[implementation](q, k, v, mask)
+        out = attention(q, k, v)
         return torch.autograd.grad(out.sum(), (q, k, v)) if grad else out
 
     return run
