@@ -44,7 +44,8 @@ def register() -> None:
 
 
 def _register_in(registry: ModuleType) -> None:
-    if "foci" not in registry._COMPILER_FNS:  # an entry point may have been first
+    # An entry point registers itself: maybe right now, with the import of this module.
+    if "foci" not in registry._COMPILER_FNS and "foci" not in registry._BACKENDS:
         registry.register_backend(backend, name="foci")
 
 

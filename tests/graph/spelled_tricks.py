@@ -209,7 +209,7 @@ TRICKS = (
     Spelling("documents in a row", same_document, documents, same_document_twin, ""),
     Spelling("F.scaled_dot_product_attention, a mask", sdpa, padded),
     Spelling("F.scaled_dot_product_attention, causal, grouped", sdpa_causal, grouped, variant=("q_idx", "kv_idx")),
-    Spelling("flex_attention", flex, qkv, variant=("q_idx", "kv_idx"), dtypes=(torch.float32,)),
+    Spelling("flex_attention", flex, qkv, variant=("q_idx", "kv_idx"), dtypes=(torch.float32,), trains_on_cpu=False),
     Spelling("nn.MultiheadAttention", TorchModule, hidden),
     Spelling("weights through another dtype", half_weights, qkv, reason="", dtypes=(torch.float32,)),
     Spelling("weights returned too", weights_too, qkv, reason=""),

@@ -56,6 +56,7 @@ class Spelling:
         reason: for a spelling that is declined as documented, a word of its reason.
         dtypes: all that it is written for.
         grows: whether it takes another length without a new compilation.
+        trains_on_cpu: whether eager torch has a backward for it on the CPU.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Spelling:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     grows: bool = True
     twin_fused: int = 0
+    trains_on_cpu: bool = True
 
 
 def built(run: Any) -> Callable[..., Any]:

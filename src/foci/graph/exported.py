@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputSpec
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from foci.graph import report
 from foci.graph.recognise import fuse
@@ -33,20 +38,16 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
         >>> torch.allclose(program.module()(q, q, q), Attention()(q, q, q), atol=1e-5), sites[0].fused
         (True, True)
     """
-    module = program.graph_module
-    fused = fuse(module, [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"])
+    inputs = [node.meta["val"] for node in _placeholders(program.graph_module)]
+    fused = fuse(program.graph_module, inputs)
     report.tell(fused.sites)
+    module = _as_exported(fused.graph_module, program.graph_module, inputs)
     signature = copy.deepcopy(program.graph_signature)
-    names = dict(zip(_names(module), _names(fused.graph_module)))
-    signature.output_specs = [
-        dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=names[spec.arg.name]))
-        if hasattr(spec.arg, "name") and spec.arg.name in names
-        else spec
-        for spec in signature.output_specs
-    ]
+    names = dict(zip(_results(program.graph_module), _results(module), strict=True))
+    signature.output_specs = [_renamed(spec, names) for spec in signature.output_specs]
     made = ExportedProgram(
-        root=fused.graph_module,
-        graph=fused.graph_module.graph,
+        root=module,
+        graph=module.graph,
         graph_signature=signature,
         state_dict=program.state_dict,
         range_constraints=program.range_constraints,
@@ -58,7 +59,29 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
     return made, fused.sites
 
 
-def _names(module: fx.GraphModule) -> list[Any]:
-    """Of the graph's results, in their order."""
+def _as_exported(fused: fx.GraphModule, original: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph in operators alone, as an exported program has it, its inputs named as they were."""
+    mode = detect_fake_mode(list(inputs))
+    with mode or contextlib.nullcontext():
+        module = make_fx(fused, pre_dispatch=True)(*inputs)
+    for node, before in zip(_placeholders(module), _placeholders(original), strict=True):
+        node._rename(before.name)
+        node.target, node.meta = before.name, dict(before.meta)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _renamed(spec: OutputSpec, names: Mapping[str, str]) -> OutputSpec:
+    name = getattr(spec.arg, "name", None)
+    return dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=names[name])) if name in names else spec  # type: ignore[call-arg]
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _results(module: fx.GraphModule) -> list[str]:
+    """Names of the graph's results, in their order."""
     (result,) = next(node for node in module.graph.nodes if node.op == "output").args
-    return [value.name if isinstance(value, fx.Node) else None for value in result]
+    return [value.name if isinstance(value, fx.Node) else "" for value in result]
