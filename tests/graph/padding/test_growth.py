@@ -135,4 +135,4 @@ def test_a_symbolic_length_is_refused():
 def test_copies_that_cost_more_are_refused():
     recorder = grown(lambda x, w: x @ w.t(), torch.randn(8, 64), torch.randn(2047, 64), on=machine(odd=3.0, bandwidth=1e8))
     assert {padding.how for padding in recorder.paddings} == {None}
-    assert "for copies of" in recorder.paddings[0].reason
+    assert "copies counted" in recorder.paddings[0].reason

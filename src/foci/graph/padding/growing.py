@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -21,7 +21,10 @@ __all__ = ["grow_dims"]
 
 
 def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
-    """Grows, one after another, the sets of dims of bad size that pay.
+    """Grows the dims of bad size that pay.
+
+    A product is slow until the last of its bad dims has grown. So all that may grow do at first, then one after another is left
+    out, as long as that gains.
 
     Args:
         graph: functional, but for writes to its inputs at the end; its nodes carry fake tensors.
@@ -30,50 +33,93 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     Returns:
         A line for each matrix of products with such a dim.
     """
+    products = list(products_of(graph, machine.load))
+    found = list(_growths(products, machine))
+    legal = [growth for growth, obstacle in found if obstacle is None]
+    taken = _chosen(legal, graph, products, machine)
     paddings: list[Padding] = []
-    done: set[tuple[fx.Node, int]] = set()
-    while (start := next(_bad(graph, machine, done), None)) is not None:
-        growth, obstacle = _growth(start, machine)
-        products = _touched(products_of(graph, machine.load), growth)
-        gain, cost = _gain(products, growth, machine), _cost(graph, growth, machine)
-        done |= growth.slots
-        reason = obstacle or _refusal(products, growth, gain, cost, machine)
-        paddings += _entries(products, growth, None if reason else gain - cost, reason)
-        if reason is None:
-            grow(graph, growth)
+    for growth, obstacle in found:
+        reason = obstacle if growth not in taken else None
+        touched = [product for product in products if _touches(product, growth)]
+        gain = 0.0
+        if obstacle is None:
+            others = [other for other in taken if other is not growth]
+            gain = _net(graph, products, [*others, growth], machine) - _net(graph, products, others, machine)
+            reason = None if growth in taken else f"it gains {gain * 1e6:.1f} us, copies counted"
+        paddings += _entries(touched, growth, gain, reason)
+    if taken:
+        grow(graph, taken[0].and_also(*taken[1:]))
     return tuple(paddings)
 
 
-def _bad(graph: fx.Graph, machine: Machine, done: set[tuple[fx.Node, int]]) -> Iterator[Matrix]:
-    """Matrices whose rows are of bad length, if nothing was decided about them."""
-    for product in products_of(graph, machine.load):
-        yield from (m for m in product.matrices if m.extent < machine.load and (m.node, m.inner) not in done)
+def _growths(products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
+    """Every set of dims of bad size that products read or write, with what forbids it to grow."""
+    done: set[tuple[fx.Node, int]] = set()
+    for product in products:
+        for matrix in product.matrices:
+            if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
+                growth, obstacle = _growth(matrix, machine)
+                done |= growth.lengths.keys()
+                yield growth, obstacle or _read_by_rows(products, matrix, machine)
 
 
 def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
     """What would grow with the rows of a matrix, and what forbids it."""
     value = value_of(start.node)
     assert value is not None
-    slots = frozenset(closure((start.node, start.inner)))
     size = hints(value.shape)[start.inner]
     alignment = ALIGNMENT if size >= SMALLEST_STRIDE else machine.load
-    growth = Growth(slots, size, round_up(size, alignment // value.dtype.itemsize))
+    length = size, round_up(size, alignment // value.dtype.itemsize)
+    growth = Growth(dict.fromkeys(closure((start.node, start.inner)), length))
     if machine.table is None:
         return growth, f"no measurements of {machine.name}: run `foci tune`"
-    if any(isinstance(node.meta["val"].shape[dim], torch.SymInt) for node, dim in slots):
+    if any(isinstance(node.meta["val"].shape[dim], torch.SymInt) for node, dim in growth.lengths):
         return growth, "the length of its rows is symbolic"
     return growth, None
 
 
-def _touched(products: Iterable[Product], growth: Growth) -> list[Product]:
-    return [product for product in products if any((m.node, m.inner) in growth.slots for m in product.matrices)]
+def _read_by_rows(products: Sequence[Product], matrix: Matrix, machine: Machine) -> str | None:
+    """A product's only bad matrix may be read where it lies, which costs less than a copy."""
+    readers = [product for product in products if any(m.base is matrix.base for m in product.matrices)]
+    bad = [m for m in readers[0].matrices if m.fault(machine.load) is not None]
+    if len(readers) > 1 or len(bad) > 1 or origin_of(matrix.base) is not Origin.INPUT or rows_fix(readers[0], matrix) is None:
+        return None
+    before, after = _time(readers[0], None, machine), _time(readers[0], Growth({(matrix.node, matrix.inner): (0, 0)}), machine)
+    pays = before is not None and after is not None and is_profitable_to_pad(before, after * BY_ROWS, 0.0)
+    return "it is read by rows" if pays else None
+
+
+def _chosen(legal: Sequence[Growth], graph: fx.Graph, products: Sequence[Product], machine: Machine) -> list[Growth]:
+    taken = list(legal)
+    while taken:
+        without = [[other for other in taken if other is not growth] for growth in taken]
+        nets = [_net(graph, products, rest, machine) for rest in without]
+        best = max(range(len(nets)), key=lambda index: nets[index])
+        touched = [product for product in products if _touches(product, taken[best])]
+        before = sum(time for product in touched if (time := _time(product, None, machine)) is not None)
+        if is_profitable_to_pad(before, before - (_net(graph, products, taken, machine) - nets[best]), 0.0):
+            return taken
+        taken = without[best]
+    return taken
+
+
+def _touches(product: Product, growth: Growth) -> bool:
+    return any((m.node, m.inner) in growth.lengths for m in product.matrices)
+
+
+def _net(graph: fx.Graph, products: Sequence[Product], growths: Sequence[Growth], machine: Machine) -> float:
+    """Seconds that growing gains over all products, less those that it costs."""
+    if not growths:
+        return 0.0
+    together = growths[0].and_also(*growths[1:])
+    return _gain(products, together, machine) - _cost(graph, together, machine)
 
 
 def _time(product: Product, growth: Growth | None, machine: Machine) -> float | None:
     kind = machine.kind(product.dtype)
     if kind is None or machine.table is None:
         return None
-    left = [m for m in product.matrices if growth is None or (m.node, m.inner) not in growth.slots]
+    left = [m for m in product.matrices if growth is None or (m.node, m.inner) not in growth.lengths]
     return seconds(machine.table, kind, product.shape, {m.role: fault for m in left if (fault := m.fault(machine.load))})
 
 
@@ -139,20 +185,7 @@ def _outer(node: fx.Node, dim: int) -> bool:
     return any(size > 1 and stride > strides[dim] for size, stride in zip(sizes, strides))
 
 
-def _refusal(products: Sequence[Product], growth: Growth, gain: float, cost: float, machine: Machine) -> str | None:
-    before = sum(time for product in products if (time := _time(product, None, machine)) is not None)
-    if before == 0.0:
-        return f"nothing like it was measured on {machine.name}: run `foci tune`"
-    if not is_profitable_to_pad(before, before - gain, cost):
-        return f"it gains {gain * 1e6:.1f} us of {before * 1e6:.1f}, for copies of {cost * 1e6:.1f} us"
-    if len(products) == 1 and gain - cost < before - (before - gain) * BY_ROWS:
-        matrices = [m for m in products[0].matrices if m.fault(machine.load) is not None]
-        if len(matrices) == 1 and origin_of(matrices[0].base) is Origin.INPUT and rows_fix(products[0], matrices[0]) is not None:
-            return "it is read by rows"
-    return None
-
-
-def _entries(products: Sequence[Product], growth: Growth, gain: float | None, reason: str | None) -> Iterator[Padding]:
+def _entries(products: Sequence[Product], growth: Growth, gain: float, reason: str | None) -> Iterator[Padding]:
     """One line for each matrix, however many products read it."""
     bases: dict[fx.Node, list[Product]] = {}
     for product in products:
@@ -165,10 +198,10 @@ def _entries(products: Sequence[Product], growth: Growth, gain: float | None, re
         sizes, strides = hints(value.shape), hints(value.stride())
         named = tuple(dict.fromkeys(map(str, readers)))
         location = next((found for product in readers if (found := location_of(product.node))), None)
-        if gain is None:
+        if reason is not None:
             yield Padding(base.name, named, sizes, strides, reason=reason, location=location)
             continue
-        grown = [growth.grown if dim in growth.dims(base) else size for dim, size in enumerate(sizes)]
+        grown = [growth.lengths.get((base, dim), (0, size))[1] for dim, size in enumerate(sizes)]
         padded = torch.empty_strided(sizes, strides, device="meta").new_empty(grown).stride()
         copied = not is_remade(base, growth)
         taken = (math.prod(grown) - (0 if copied else math.prod(sizes))) * value.dtype.itemsize

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
+from foci.graph.padding.fills import Fill, fill_of
 from foci.graph.padding.reading import VIEWS, hints, value_of
 
 __all__ = ["Growth", "grow", "is_remade"]
@@ -27,21 +28,22 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """A set of dims that grow together.
+    """Dims that grow.
 
     Attributes:
-        slots: the dims.
-        size: that they have.
-        grown: that they get.
+        lengths: by dim, its size and the one that it gets.
     """
 
-    slots: frozenset[Slot]
-    size: int
-    grown: int
+    lengths: Mapping[Slot, tuple[int, int]]
 
     def dims(self, node: fx.Node) -> list[int]:
+        """Those of a node's value."""
         value = value_of(node)
-        return [dim for dim in range(value.dim()) if (node, dim) in self.slots] if value is not None else []
+        return [dim for dim in range(value.dim()) if (node, dim) in self.lengths] if value is not None else []
+
+    def and_also(self, *others: Growth) -> Growth:
+        """All at once."""
+        return Growth({slot: length for growth in (self, *others) for slot, length in growth.lengths.items()})
 
 
 @dataclass(eq=False)
@@ -52,16 +54,16 @@ class _Rewrite:
         growth: that is done.
         remade: the operations that run with grown dims, in their order.
         made: by node, the one with grown dims that takes its place.
-        fill: by node with grown dims, what stands in its padding, if that is known.
-        over: by maximum over a grown dim, what it was taken of.
+        fills: by node with grown dims, what stands in its padding, if that is known.
+        maxima: by maximum over a grown dim, what it was taken of.
     """
 
     graph: fx.Graph
     growth: Growth
     remade: dict[fx.Node, None]
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    fill: dict[fx.Node, float | None] = field(default_factory=dict)
-    over: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    fills: dict[fx.Node, Fill | None] = field(default_factory=dict)
+    maxima: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def call(
         self, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
@@ -85,7 +87,7 @@ def grow(graph: fx.Graph, growth: Growth) -> None:
 
     Args:
         graph: functional, but for writes to its inputs at the end; its nodes carry fake tensors.
-        growth: a set that `closure` found.
+        growth: sets of dims that `closure` found.
     """
     olds = [node for node in graph.nodes if node.op != "output"]
     state = _Rewrite(graph, growth, {node: None for node in olds if is_remade(node, growth)})
@@ -128,10 +130,10 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
         arguments = _resized(growth, node, arguments)
         made = state.call(node.target, arguments, keywords, node)
     if node.target is aten.amax.default:
-        state.over[made] = made.args[0]  # type: ignore[assignment]
+        state.maxima[made] = made.args[0]  # type: ignore[assignment]
     if growth.dims(node):
         state.made[node] = made
-        state.fill[made] = _fill(state, made)
+        state.fills[made] = fill_of(made, state.fills, state.maxima)
     else:
         node.replace_all_uses_with(made)
         state.made[node] = made
@@ -144,8 +146,8 @@ def _resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[A
         return tuple(arguments)
     place = 0 if node.target in CREATIONS else 1
     if node.target is prims.iota.default:
-        return (growth.grown,)
-    sizes = [growth.grown if dim in dims else size for dim, size in enumerate(arguments[place])]
+        return (growth.lengths[node, 0][1],)
+    sizes = [growth.lengths[node, dim][1] if dim in dims else size for dim, size in enumerate(arguments[place])]
     return (*arguments[:place], sizes, *arguments[place + 1 :])
 
 
@@ -153,70 +155,60 @@ def _padded(state: _Rewrite, node: fx.Node) -> fx.Node:
     """A tensor from outside of the set, with zeros behind it."""
     value = value_of(node)
     assert value is not None
-    missing = state.growth.grown - state.growth.size
-    dims = state.growth.dims(node)
-    pads = [amount for dim in reversed(range(value.dim())) for amount in (0, missing if dim in dims else 0)]
-    made = state.call(aten.constant_pad_nd.default, (node, pads, 0.0 if value.is_floating_point() else 0), like=node)
-    state.fill[made] = 0.0
+    lengths = [state.growth.lengths.get((node, dim), (0, 0)) for dim in reversed(range(value.dim()))]
+    pads = [amount for size, grown in lengths for amount in (0, grown - size)]
+    value_behind = _behind(state, node)
+    made = state.call(aten.constant_pad_nd.default, (node, pads, value_behind if value.is_floating_point() else 0), like=node)
+    made.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # one copy serves the forward and the backward pass
+    state.fills[made] = Fill(value_behind)
     return made
+
+
+def _behind(state: _Rewrite, node: fx.Node) -> float:
+    """Zero, but for a bias in front of a softmax: minus infinity, so that nothing need be masked after it."""
+    bias = [reader for reader in node.users if reader.target is aten.addmm.default and reader.args[0] is node]
+    if len(bias) != 1 or len(node.users) != 1:
+        return 0.0
+    over = [reader for reader in state.remade if reader.target is aten.amax.default and state.growth.dims(reader.args[0])]  # type: ignore[arg-type]
+    return float("-inf") if any(_follows(reader, bias[0]) for reader in over) else 0.0
+
+
+def _follows(node: fx.Node, product: fx.Node) -> bool:
+    """Whether a maximum is taken of a product's result, views and casts aside."""
+    while node is not product:
+        if node.target not in (*VIEWS, aten.amax.default, prims.convert_element_type.default):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
 
 
 def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Node:
     """A grown tensor whose padding holds what changes no reduction over these dims; whoever reads it later reads that."""
     made = state.made[node]
     for dim, neutral in over.items():
-        if state.fill.get(made) == neutral:
+        fill = state.fills.get(made)
+        if fill is not None and fill.value == neutral:
             continue
         value = value_of(made)
         assert value is not None
         instead = state.call(aten.full.default, ([], neutral), {"dtype": value.dtype, "device": value.device})
-        made = state.call(aten.where.self, (_mask(state, value, dim), made, instead), like=node)
+        made = state.call(aten.where.self, (_mask(state, node, dim), made, instead), like=node)
         whole = len(state.growth.dims(node)) == 1
-        state.fill[made] = neutral if whole else None
+        state.fills[made] = Fill(neutral) if whole else None
     state.made[node] = made
     return made
 
 
-def _mask(state: _Rewrite, value: Tensor, dim: int) -> fx.Node:
+def _mask(state: _Rewrite, node: fx.Node, dim: int) -> fx.Node:
     """True in front of the padding, to be broadcast along the other dims."""
-    grown = state.growth.grown
+    value = value_of(node)
+    assert value is not None
+    size, grown = state.growth.lengths[node, dim]
     # of 32 bits: a comparison that is much smaller than what it reads would be saved for the backward pass, not made anew
     settings = {"start": 0, "step": 1, "dtype": torch.int32, "device": value.device, "requires_grad": False}
-    mask = state.call(aten.lt.Scalar, (state.call(prims.iota.default, (grown,), settings), state.growth.size))
+    mask = state.call(aten.lt.Scalar, (state.call(prims.iota.default, (grown,), settings), size))
     behind = value.dim() - 1 - dim
     return state.call(aten.view.default, (mask, [grown, *[1] * behind])) if behind else mask
-
-
-def _fill(state: _Rewrite, made: fx.Node) -> float | None:
-    """What stands in the padding of a result, where it follows from constants alone."""
-    target = made.target
-    if target is aten.sub.Tensor and made.args[0] is state.over.get(made.args[1]) and not made.kwargs:  # type: ignore[arg-type]
-        # Less the maximum of its own row: where that is not finite, the row's sum is NaN with the padding or without.
-        return state.fill.get(made.args[0])  # type: ignore[arg-type]
-    if target is aten.full.default:
-        return _constant(made)
-    if not isinstance(target, torch._ops.OpOverload) or "device" in made.kwargs:
-        return None
-    operands = made.all_input_nodes
-    if target is aten.scatter.value or target in VIEWS:
-        return state.fill.get(operands[0])
-    if not (torch.Tag.pointwise in target.tags or target is prims.convert_element_type.default):
-        return None
-    fills = {operand: state.fill.get(operand, _constant(operand)) for operand in operands}
-    value = value_of(made)
-    if not operands or value is None or any(fill is None for fill in fills.values()):
-        return None
-    with _disable_current_modes():
-        scalars = {operand: torch.tensor(fill, dtype=operand.meta["val"].dtype) for operand, fill in fills.items()}
-        arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: scalars[n])
-        result = float(target(*arguments, **keywords))
-    return None if result != result else result
-
-
-def _constant(node: fx.Node) -> float | None:
-    """What a node that is one value everywhere holds."""
-    value = node.args[1] if node.target is aten.full.default and len(node.args) > 1 else None
-    return float(value) if isinstance(value, (bool, int, float)) else None
 
 
 def _cut(state: _Rewrite, node: fx.Node) -> None:
@@ -226,7 +218,7 @@ def _cut(state: _Rewrite, node: fx.Node) -> None:
     assert value is not None
     with state.graph.inserting_before(current.next):
         for dim in state.growth.dims(node):
-            current = state.call(aten.slice.Tensor, (current, dim, 0, state.growth.size), like=node)
+            current = state.call(aten.slice.Tensor, (current, dim, 0, state.growth.lengths[node, dim][0]), like=node)
         if hints(current.meta["val"].stride()) != hints(value.stride()):
             strides = hints(value.stride())
             order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
