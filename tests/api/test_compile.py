@@ -118,7 +118,8 @@ def test_inductor():  # SDPA-21 FLEX-13
         out = foci.attention(q, k, v, mask=foci.masks.causal(), score=lambda s, b, h, i, j: s + slopes[h] * (i - j))
         return out.transpose(1, 2).flatten(2).relu() * 2
 
-    compare(layer, rand(2, 16, 32).requires_grad_(), rand(32, 96).requires_grad_(), SLOPES, backend="inductor")
+    weight = rand(32, 96) / 32**0.5  # scores near 1: of larger ones the softmax makes much of the rounding of x @ w
+    compare(layer, rand(2, 16, 32).requires_grad_(), weight.requires_grad_(), SLOPES, backend="inductor")
 
 
 def recompiled(function, batches, *, backend="aot_eager", **options):

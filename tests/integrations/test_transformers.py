@@ -71,7 +71,12 @@ def test_generation_gives_the_same_tokens(case, cache):  # ECO-02
     found = []
     for implementation in ("eager", "foci"):
         with foci.observe() as log:
-            found.append(case.model(implementation).generate(**inputs, **settings))
+            try:
+                found.append(case.model(implementation).generate(**inputs, **settings))
+            except TypeError as error:
+                if implementation != "eager":
+                    raise
+                pytest.skip(f"transformers {transformers.__version__} fails by itself: {error}")
     assert torch.equal(*found)
     # a new length is the same kernel: one variant for the prompt and one for the steps, for each kind of layer
     assert len({call.problem.variant for call in log.calls}) <= (6 if case.name == "t5" else 4)
