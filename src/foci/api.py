@@ -91,7 +91,7 @@ def attention(
     if bias is not None:
         check_broadcasts("bias", bias, query, key)
     extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query)
     )
     results = _attend((query, key, value), score_function, mask_function, extras)
     if return_aux is None:
@@ -153,7 +153,7 @@ def explain(
     if bias is not None:
         check_broadcasts("bias", bias, query, key)
     extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query, outputs)
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query)
     )
     if is_nested(query, key, value):
         return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))

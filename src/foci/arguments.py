@@ -116,12 +116,12 @@ def checked_outputs(return_aux: Any, sink: Any) -> Outputs:
     return return_aux if sink is None else replace(return_aux, lse=True)
 
 
-def checked_sink(sink: Any, query: Tensor, outputs: Outputs) -> Tensor | None:
+def checked_sink(sink: Any, query: Tensor) -> Tensor | None:
     """The sink, if there is one.
 
     Raises:
         TypeError: for anything but a tensor or None.
-        ValueError: for a wrong shape or device, or together with column sums.
+        ValueError: for a wrong shape or device.
     """
     if sink is None:
         return None
@@ -131,6 +131,4 @@ def checked_sink(sink: Any, query: Tensor, outputs: Outputs) -> Tensor | None:
         raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
     if sink.device != query.device:
         raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
-    if outputs.column_sums:
-        raise ValueError("column_sums cannot be returned together with a sink: each row's sum has another share; ask for weights")
     return sink

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from foci.core import Function, Tensors, allowed_for, run_now, run_packed_now
-from foci.prepare import Extras
+from foci.prepare import Extras, prepare
 from foci.problem import Results
+from foci.transposed import column_sums
 
 __all__ = ["run", "run_packed"]
 
@@ -25,6 +28,8 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
         NoViableBackend: if no backend accepts the problem.
     """
     allowed = allowed_for(extras)
+    if extras.sink is not None and extras.outputs.column_sums:
+        return _with_sink_and_columns(tensors, score, mask, extras)
     if torch.compiler.is_dynamo_compiling():
         from foci.capture import run_captured  # imports Dynamo
 
@@ -51,3 +56,12 @@ def _with_sink(results: Results, sink: Tensor) -> Results:
     out = (results.out * share[..., None]).to(results.out.dtype)
     weights = None if results.weights is None else (results.weights * share[..., None]).to(results.weights.dtype)
     return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)
+
+
+def _with_sink_and_columns(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+    """Column sums follow from the logsumexp with the sink in it, which is known only afterwards."""
+    if torch.compiler.is_dynamo_compiling():
+        raise ValueError("column_sums cannot be returned together with a sink under torch.compile; ask for weights")
+    results = run(tensors, score, mask, replace(extras, outputs=replace(extras.outputs, column_sums=False)))
+    formula, operands = prepare(tensors, score, mask, replace(extras, dropout_p=0.0))
+    return replace(results, column_sums=column_sums(formula, operands, results.lse, allowed_for(extras)))

@@ -76,7 +76,7 @@ def paged_attention(
         raise ValueError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
-        sink=checked_sink(sink, query, outputs), exact_lengths=False,
+        sink=checked_sink(sink, query), exact_lengths=False,
     )  # fmt: skip
     results = run((query, key, value), score_parts(score, None), mask_parts(mask, query, key)[0], extras)
     if return_aux is None:

@@ -113,7 +113,6 @@ CASES = {
     "flex both": (lambda: foci.flex_attention(Q, K, K, return_lse=True, return_aux=foci.AuxRequest()), (TypeError, ValueError), r"return_aux"),
     "sink shape": (attention(sink=t(3)), ValueError, r"sink must be a floating tensor with one logit per query head, \[4\]; got float32\[3\]"),
     "sink type": (attention(sink=1.0), TypeError, r"sink must be a tensor; got float"),
-    "sink and column sums": (attention(sink=TABLE, return_aux=foci.AuxRequest(column_sums=True)), ValueError, r"column_sums cannot be returned together with a sink"),
     # functions
     "function of few arguments": (scored(lambda s, b, h, i: s), TypeError, r"score.*\(score, b, h, q_idx, kv_idx\)"),
     "mask of few arguments": (masked(lambda i, j: i >= j), TypeError, r"mask.*\(b, h, q_idx, kv_idx\)"),
