@@ -18,7 +18,19 @@ from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadca
 from foci.graph.lift import Lift
 from foci.graph.lower import Asked, Prepared, attention, prepare
 from foci.graph.match import Atoms, Match, Place
-from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, number_of, same_size, shape_of, tensor_of, value_of
+from foci.graph.reading import (
+    Size,
+    call_of,
+    device_of,
+    dtype_of,
+    is_tensor,
+    needs_grad,
+    number_of,
+    same_size,
+    shape_of,
+    tensor_of,
+    value_of,
+)
 from foci.graph.weights import Walk
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -100,7 +112,7 @@ def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
     number = number_of(dropout)
     if not isinstance(number, (int, float)):
         raise NoRule("a dropout whose probability is no constant")
-    lift = Lift(device_of(query), lambda n, i: None, frozenset())
+    lift = Lift(device_of(query), lambda n, i: None, frozenset(), grad=needs_grad(node))
     score = _scored(lift, (*shared, rows, columns), mask, scale, shape_of(query)[-1], causal=bool(number_of(causal)))
     walk = Walk((*shared, rows, columns), dropout=float(number))
     flat = tuple(d for dim in shared for d in dim)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
-from foci.graph.reading import Call, Size, call_of, is_tensor, number_of, same_size, shape_of, tensor_of, value_of
+from foci.graph.reading import Call, Size, call_of, is_tensor, number_of, reads_only_shape, same_size, shape_of, tensor_of, value_of
 from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -25,7 +25,7 @@ from foci.ir.ops import apply, cast
 from foci.ir.trace import Symbol, TraceError, Tracer, dtype_of
 from foci.ir.vocabulary import WORDS
 
-__all__ = ["CASTS", "PASSED", "Lift"]
+__all__ = ["CASTS", "PASSED", "Lift", "stops_gradient"]
 
 CASTS: Final = frozenset((
     "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type",
@@ -63,16 +63,19 @@ class Lift:
         score: called with each product that may be the score and the index asked for; gives the expression, or None where
             the node is an ordinary value.
         on_path: the nodes that depend on the score, which may not be captured.
+        grad: gradients will be asked for.
 
     Attributes:
         tracer: holds the captured example tensors and the symbolic numbers.
         leaves: the captured nodes, by slot.
     """
 
-    def __init__(self, device: torch.device, score: Callable[[fx.Node, Index], Expr | None], on_path: frozenset[fx.Node]) -> None:
+    def __init__(
+        self, device: torch.device, score: Callable[[fx.Node, Index], Expr | None], on_path: frozenset[fx.Node], *, grad: bool
+    ) -> None:
         self.tracer = Tracer(device)
         self.leaves: dict[int, fx.Node] = {}
-        self._score, self._on_path = score, on_path
+        self._score, self._on_path, self._grad = score, on_path, grad
         self._slots: dict[fx.Node, int] = {}
         self._numbers: dict[object, Expr] = {}
         self._seen: dict[tuple[fx.Node, Index], Expr] = {}
@@ -104,7 +107,9 @@ class Lift:
             return score
         tensor = tensor_of(node)
         assert tensor is not None
-        if node not in self._on_path and self._stops_gradient(node):
+        if self._grad and stops_gradient(node):
+            if node in self._on_path:
+                raise NoRule(f"no gradient flows through {node.name}")
             return self.captured(node, index)
         try:
             made = self._computed(node, index)
@@ -119,13 +124,6 @@ class Lift:
             return self.captured(node, index)
         kind = dtype_of(tensor.dtype)
         return made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
-
-    def _stops_gradient(self, node: fx.Node) -> bool:
-        """Whether a gradient reaches the operands but not the result: detached, or computed without gradients."""
-        tensor = tensor_of(node)
-        if tensor is None or tensor.requires_grad or not tensor.is_floating_point():
-            return False
-        return any((t := tensor_of(arg)) is not None and t.requires_grad for arg in node.all_input_nodes)
 
     def captured(self, node: fx.Node, index: Index) -> Expr:
         """The node's tensor, read at `index`."""
@@ -211,6 +209,14 @@ def _widened(value: Any) -> Any:
     if isinstance(value, Symbol) and value.expr.dtype is DType.INT32 and value.expr.op != "const":
         return Symbol(value.tracer, cast(value.expr, DType.INT64))
     return value
+
+
+def stops_gradient(node: fx.Node) -> bool:
+    """Whether a gradient would reach the operands but not the result: detached, or computed without gradients."""
+    tensor = tensor_of(node)
+    if tensor is None or tensor.requires_grad or not tensor.is_floating_point() or reads_only_shape(node):
+        return False
+    return any((t := tensor_of(arg)) is not None and t.requires_grad for arg in node.all_input_nodes)
 
 
 def _is_method_where(call: Call) -> bool:

@@ -75,6 +75,14 @@ def _canonical(e: Expr) -> Expr | None:
         return _TRUE
     if e.op == "cast" and e.dtype is DType.FLOAT and e.args[0].dtype is DType.BOOL:
         return apply("where", e.args[0], 1.0, 0.0)
+    if (
+        e.op == "where"
+        and e.args[0].op == "lt"
+        and e.args[0].args[1] is e.args[1]
+        and e.args[0].args[0] is e.args[2]
+        and _is_low(e.args[1])
+    ):
+        return e.args[2]  # clamped from below by what no score comes near
     if e.op in ("add", "sub", "mul", "div", "neg", "eq", "ne", "lt", "le") and e.args[0].dtype is DType.FLOAT:
         choices = [n for n, a in enumerate(e.args) if a.op == "where" and a.args[1].op == a.args[2].op == "const"]
         others = [a for n, a in enumerate(e.args) if n not in choices]

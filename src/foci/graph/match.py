@@ -18,7 +18,7 @@ from torch import fx
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
 from foci.graph.lift import CASTS, PASSED, Lift
 from foci.graph.products import Product, product_of
-from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, same_size, shape_of
+from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, needs_grad, same_size, shape_of
 from foci.graph.weights import Softmax, Walk, walk_up
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -163,8 +163,8 @@ def read(
         found.append(index)
         return _scored(first, index, lift)
 
-    lift = Lift(device_of(first.node), score, on_path)
-    walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift)
+    lift = Lift(device_of(first.node), score, on_path, grad=needs_grad(second.node))
+    walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift, grad=needs_grad(second.node))
     walk.scale *= second.alpha
     if second.addend is not None and second.beta != 0:
         walk.added = (second.addend, second.beta)

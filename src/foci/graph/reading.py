@@ -24,8 +24,10 @@ __all__ = [
     "is_half",
     "is_tensor",
     "location_of",
+    "needs_grad",
     "number_of",
     "rank_of",
+    "reads_only_shape",
     "same_size",
     "shape_of",
     "tensor_of",
@@ -123,6 +125,11 @@ def device_of(node: fx.Node) -> torch.device:
     return tensor.device
 
 
+def needs_grad(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.requires_grad
+
+
 def is_tensor(arg: Any) -> bool:
     return tensor_of(arg) is not None
 
@@ -152,6 +159,21 @@ def hint_of(size: Size) -> int:
 
 def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
+
+
+_SHAPE_READERS: Final = frozenset((
+    "size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "element_size", "get_device", "zeros_like",
+    "ones_like", "empty_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full", "new_empty", "requires_grad",
+))  # fmt: skip
+
+
+def reads_only_shape(node: fx.Node) -> bool:
+    """Whether a user of a tensor reads its shape, dtype or device, never its values."""
+    call = call_of(node)
+    if call is None:
+        return False
+    name = str(call.args[1]) if call.name == "getattr" and len(call.args) > 1 else call.name
+    return name in _SHAPE_READERS or name.startswith("sym_")
 
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')

@@ -24,13 +24,13 @@ from foci.graph.lift import CASTS
 from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.products import Product, product_of
-from foci.graph.reading import call_of, location_of, rank_of, value_of
+from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
 from foci.graph.replacing import erase, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
 from foci.graph.spelled import divided_early
 from foci.graph.views import VIEWS
-from foci.graph.weights import Softmax, reads_only_shape, softmax_of
+from foci.graph.weights import Softmax, softmax_of
 from foci.ir.trace import TraceError
 
 __all__ = ["fuse"]
@@ -100,7 +100,7 @@ class _Values(fx.Interpreter):
 def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
     """What became of a node that may be, or end in, an attention; None where it is none."""
     if is_sdpa(node):
-        return _call_site(node, "sdpa", lambda: _replace(graph, prepare_sdpa(node), mode, sizes))
+        return _call_site(node, "sdpa", lambda: _replace(graph, prepare_sdpa(node), mode, sizes, writes))
     if is_flex(node):
         return _call_site(node, "flex", lambda: _replace_flex(graph, node, mode, sizes))
     softmax = softmax_of(node)
@@ -111,15 +111,20 @@ def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
     location = location_of(node)
     try:
         return Site(True, location, replace(), None, kind)
-    except (NoRule, TraceError) as obstacle:
-        return Site(False, location, "", str(obstacle), kind)
+    except Exception as obstacle:
+        return Site(False, location, "", _reason(obstacle), kind)
+
+
+def _reason(obstacle: Exception) -> str:
+    """What stood in the way. An error that no rule foresaw must not stop a program that runs without its graph being fused."""
+    return str(obstacle) if isinstance(obstacle, (NoRule, TraceError)) else f"{type(obstacle).__name__}: {obstacle}"
 
 
 def _replace_flex(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, sizes: Sizes) -> str:
     before = node.prev
     try:
         variant, results = lower_flex(node, Emitter(graph, node, mode, sizes))
-    except (NoRule, TraceError):
+    except Exception:
         _erase_between(graph, before, node)
         raise
     for user in list(node.users):
@@ -151,9 +156,9 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
             assert first is not None
             try:
                 prepared = _prepared(second, side, softmax, below, first, passed, writes)
-                variant = _replace(graph, prepared, mode, sizes)
-            except NoRule as obstacle:
-                reason = reason or str(obstacle)
+                variant = _replace(graph, prepared, mode, sizes, writes)
+            except Exception as obstacle:
+                reason = reason or _reason(obstacle)
                 continue
             return Site(True, location, variant, None, "matmul-softmax-matmul")
     return Site(False, location, "", reason, "matmul-softmax-matmul")
@@ -257,16 +262,21 @@ def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool
     return False
 
 
-def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, sizes: Sizes) -> str:
+def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, sizes: Sizes, writes: Writes) -> str:
     match = prepared.match
     old = match.node
     before = old.prev
     try:
-        new = lower(prepared, Emitter(graph, old, mode, sizes))
-    except NoRule:
+        new = fitting(graph, lower(prepared, Emitter(graph, old, mode, sizes)), old, mode)
+    except Exception:
         _erase_between(graph, before, old)
         raise
-    old.replace_all_uses_with(fitting(graph, new, old, mode))
+    made, at = [new], new
+    while at.prev is not before:
+        at = at.prev
+        made.append(at)
+    writes.add(made, old)
+    old.replace_all_uses_with(new)
     erase(graph, old, match.inside)
     return str(prepared.bound.variant)
 

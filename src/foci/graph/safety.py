@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from torch import fx
 
 from foci.graph.indices import NoRule
-from foci.graph.reading import call_of, location_of, tensor_of
+from foci.graph.reading import call_of, location_of, reads_only_shape, tensor_of
 from foci.graph.views import VIEWS
-from foci.graph.weights import reads_only_shape
 
 __all__ = ["Writes", "check_exclusive"]
 
@@ -20,12 +20,12 @@ class Writes:
     """Where a graph writes tensors in place: position of each node, and the writes to each storage in order."""
 
     position: dict[fx.Node, int]
-    by_storage: dict[int, list[tuple[int, fx.Node]]]
+    by_storage: dict[int | None, list[tuple[int, fx.Node]]]
 
     @staticmethod
     def of(graph: fx.Graph) -> Writes:
         position: dict[fx.Node, int] = {}
-        found: dict[int, list[tuple[int, fx.Node]]] = {}
+        found: dict[int | None, list[tuple[int, fx.Node]]] = {}
         for n, node in enumerate(graph.nodes):
             position[node] = n
             for target in _written(node):
@@ -34,14 +34,38 @@ class Writes:
                     found.setdefault(storage, []).append((n, node))
         return Writes(position, found)
 
-    def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node, but: frozenset[fx.Node] = frozenset()) -> None:
-        """Raises NoRule if a node's tensor is written between where it is made and `until`, except by the nodes `but`."""
-        end = self.position[until]
-        for node in nodes:
-            storage = _storage(node)
-            for at, writer in self.by_storage.get(-1 if storage is None else storage, ()):
-                if self.position[node] < at < end and writer not in but:
+    def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node) -> None:
+        """Raises NoRule if a tensor that the attention reads is written between where it was read and `until`."""
+        sources = frozenset(nodes)
+        if not any(self.by_storage.get(_storage(n)) for n in sources):
+            return
+        end, region = self.position[until], _between(sources, until)
+        for node in sources:
+            read = min((self.position[u] for u in node.users if u in region), default=end)
+            for at, writer in self.by_storage.get(_storage(node), ()):
+                if read < at < end:
                     raise NoRule(f"{node.name} is written in place ({location_of(writer) or writer.name}) before the second product")
+
+    def add(self, made: Iterable[fx.Node], old: fx.Node) -> None:
+        """Nodes that took the place of `old`."""
+        for node in made:
+            self.position[node] = self.position[old]
+            self.by_storage.setdefault(_storage(node), self.by_storage.get(_storage(old), []))
+
+
+_MOST_BETWEEN: Final = 4000
+
+
+def _between(sources: frozenset[fx.Node], until: fx.Node) -> frozenset[fx.Node]:
+    """The nodes on the ways from `sources` to `until`, and others above it."""
+    found, stack = {until}, [until]
+    while stack and len(found) < _MOST_BETWEEN:
+        node = stack.pop()
+        if node in sources or reads_only_shape(node):
+            continue
+        stack += [n for n in node.all_input_nodes if n not in found]
+        found.update(node.all_input_nodes)
+    return frozenset(found)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

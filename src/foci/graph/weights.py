@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from foci.graph.indices import Index, NoRule
-from foci.graph.lift import CASTS, Lift
+from foci.graph.lift import CASTS, Lift, stops_gradient
 from foci.graph.reading import Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
 from foci.graph.views import step
 
-__all__ = ["Softmax", "Walk", "reads_only_shape", "softmax_of", "walk_up"]
+__all__ = ["Softmax", "Walk", "softmax_of", "walk_up"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Walk:
     added: tuple[fx.Node, Any] | None = None
 
 
-def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[fx.Node], lift: Lift) -> Walk:
+def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[fx.Node], lift: Lift, *, grad: bool) -> Walk:
     """From the second product's operand up to the softmax.
 
     Args:
@@ -110,6 +110,8 @@ def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[f
     """
     walk, node = Walk(index), start
     while node is not softmax.node:
+        if grad and stops_gradient(node):
+            raise NoRule(f"no gradient flows through {node.name}")
         moved = step(node, walk.index, lift.number, lift.element)
         if moved is not None and moved[0] in between:
             node, walk.index = moved
@@ -246,29 +248,3 @@ def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:
     if dim % rank_of(node) != softmax.dim or (inner.name == "eq" and inner.args[1] != -math.inf):
         return None
     return frozenset({node, call.args[0]})
-
-
-_SHAPE_READERS: Final = frozenset((
-    "size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "sym_size", "element_size", "get_device",
-))  # fmt: skip
-
-
-def reads_only_shape(node: fx.Node) -> bool:
-    """Whether a user of a tensor reads its shape, dtype or device, never its values."""
-    call = call_of(node)
-    if call is None:
-        return False
-    name = call.args[1] if call.name == "getattr" and len(call.args) > 1 else call.name
-    if name in _SHAPE_READERS or str(name).startswith("sym_"):
-        return True
-    return call.name in (
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    )
