@@ -87,10 +87,13 @@ def _passed(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, is_b
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    from foci.graph.padding.options import options
+
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
         return compile_fx_inner(_passed(graph, inputs, is_backward=others.get("is_backward", False)), inputs, **others)
 
-    compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, inner_compile=inner, config_patches=dict(config))  # type: ignore[assignment]
+    patches = {**options(), **config}
+    compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[assignment]
     return compiled
 
 
