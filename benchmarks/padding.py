@@ -90,8 +90,8 @@ def bert(vocabulary: int, device: str, *, layers: int = 12, batch: int = 16) -> 
 
 def recommender(items: int, device: str) -> Step:
     widths = (items, 512, 512, 1024, 512, 512, items)
-    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.SELU())]
-    model = nn.Sequential(*layers).to(device, torch.bfloat16)
+    pairs = itertools.pairwise(widths)
+    model = nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b, device=device, dtype=torch.bfloat16), nn.SELU())))
     ratings = torch.rand(1024, items, device=device, dtype=torch.bfloat16)
     return trained(lambda x: F.mse_loss(model(x), x), (ratings,))
 
