@@ -86,7 +86,7 @@ class HopperGradients(host.TritonKernel):
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
-        self.is_fused = False  # self.is_prefix and self.dims in FUSED
+        self.is_fused = self.is_prefix and self.dims in FUSED
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
