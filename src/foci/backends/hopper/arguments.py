@@ -12,10 +12,10 @@ class Config(NamedTuple):
 
     CONSUMERS: warpgroups of 64 rows each. OVERLAPPED: each computes softmax while its products run. TILE_Q: rows of a
     program; TILE_KV: keys of a tile. STAGES: tiles of keys, and of values, in flight. D, DV: head dims; D_PAD, DV_PAD: the
-    same, padded to a power of two. MODE: which tiles are visited: "all", "causal", "ranges" or "lists" (see
-    `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the scale
-    positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
-    whatever the mask says.
+    same, padded to a power of two. MODE: which tiles are visited: those within the rows' "bounds", or "all", "ranges" or
+    "lists" (see `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the
+    scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
+    attended to whatever the mask says. LOW: a row's first key need not be 0.
     """
 
     CONSUMERS: Any
@@ -32,3 +32,4 @@ class Config(NamedTuple):
     PLAIN: Any
     DROPOUT: Any
     BLOCKS: Any
+    LOW: Any = None

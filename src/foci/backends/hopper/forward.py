@@ -21,7 +21,7 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import causal_tiles, copy_in, copy_out, find, run_of, step
+from foci.backends.hopper.tiles import copy_in, copy_out, find, run_of, step, tiles_within
 from foci.backends.triton.tiles import FORCED, LN2, LOG2E, number, sequence, start_of
 
 ROWS = gl.constexpr(64)
@@ -30,7 +30,7 @@ ROWS = gl.constexpr(64)
 @gluon.jit
 def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor = at
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high = at
     x = raw
     column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
     kv_idx = column
@@ -38,8 +38,11 @@ def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.cons
         kv_idx = gl.minimum(column, kv_len - 1)
     if not c.PLAIN:
         x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-    if MASKED and c.MODE == "causal":
-        x = gl.where(column <= gl.minimum(q_idx, kv_len - 1), x, float("-inf"))
+    if MASKED and c.MODE == "bounds":
+        keep = column <= high
+        if c.LOW:
+            keep = keep & (column >= low)
+        x = gl.where(keep, x, float("-inf"))
     elif MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         if c.BLOCKS:
@@ -69,7 +72,7 @@ def fold_softmax(x, most, total, factor):
 @gluon.jit
 def kept(tile, at, numbers, c):
     """Which weights dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor = at
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high = at
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
     column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
@@ -166,60 +169,66 @@ def pass_over(bars, low, high, c):
 
 
 @gluon.jit
-def fold(acc, most, total, q, bars, at, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
-    """Folds all tiles of a run, partial ones first."""
-    part = run[6]
-    count = run[2] + part
+def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
+    """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
+    start, first, second, end, count = cuts
+    pass_over(bars, 0, start, c)
     if not c.OVERLAPPED:
-        low = part * 0
-        if c.MODE == "causal":
-            # the last tiles, which come first, may be beyond this consumer's rows, and the first partial ones whole for them
-            own_full, own_count = causal_tiles(at[5], ROWS, at[3], at[4], c)
-            low = count - own_count
-            part = count - own_full
-            pass_over(bars, 0, low, c)
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, low, part, table, numbers, env, c, score, mask, True)
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, part, count, table, numbers, env, c, score, mask, False)
-    elif count > 0:
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, start, first, table, numbers, env, c, score, mask, True)
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, first, second, table, numbers, env, c, score, mask, False)
+        if c.LOW:
+            acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, second, end, table, numbers, env, c, score, mask, True)
+    elif end > start:
         keys, values, k_full, k_free, v_full, v_free = bars
-        tile = step(table, run, 0, c)
-        mbarrier.wait(k_full.index(0), 0)
-        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, 0, c)])
-        mbarrier.arrive(k_free.index(0), count=1)
+        tile = step(table, run, start, c)
+        stage = start % c.STAGES
+        mbarrier.wait(k_full.index(stage), (start // c.STAGES) & 1)
+        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, c)])
+        mbarrier.arrive(k_free.index(stage), count=1)
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, at, numbers, env, c, score, mask, True)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         p = as_factor(p, tile, at, numbers, keys.dtype, c)
-        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, 1, part, table, numbers, env, c, score, mask, True)
-        low = gl.maximum(part, 1)
-        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, low, count, table, numbers, env, c, score, mask, False)
-        stage = (count - 1) % c.STAGES
-        mbarrier.wait(v_full.index(stage), ((count - 1) // c.STAGES) & 1)
+        next = start + 1
+        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, next, first, table, numbers, env, c, score, mask, True)
+        low = gl.maximum(first, next)
+        acc, p, most, total = fold_overlapped(
+            acc, p, most, total, q, bars, at, run, low, second, table, numbers, env, c, score, mask, False
+        )
+        if c.LOW:
+            low = gl.maximum(second, next)
+            acc, p, most, total = fold_overlapped(
+                acc, p, most, total, q, bars, at, run, low, end, table, numbers, env, c, score, mask, True
+            )
+        stage = (end - 1) % c.STAGES
+        mbarrier.wait(v_full.index(stage), ((end - 1) // c.STAGES) & 1)
         acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_free.index(stage), count=1)
+    pass_over(bars, end, count, c)
     return acc, most, total
 
 
 @gluon.jit
 def consume(
-    ME: gl.constexpr, q_tiles, q_full, bars, place, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c,
-    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr,
+    ME: gl.constexpr, cuts, q_tiles, q_full, bars, place, run, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c,
+    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer: 64 rows of the program's tile."""
     b, memory_b, h, task, block = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    run = run_of(table, b, h, task, block * c.TILE_Q, q_len, kv_len, c)
     first = block * c.TILE_Q + ME * ROWS
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
     factor = LOG2E * (numbers.scale if c.PLAIN else aux[0])
-    at = (b, h, q_idx, q_len, kv_len, first, aux, factor)
+    low, high = bounds(b, h, q_idx, q_len, kv_len, env)
+    at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
     mbarrier.wait(q_full.index(ME), 0)
-    acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, run, table, numbers, env, c, score, mask)
+    acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
@@ -237,7 +246,7 @@ def consume(
 
 
 @gluon.jit
-def produce(q, k, v, q_tiles, q_full, bars, place, spans, size, table, c):
+def produce(q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c):
     """The producer: the rows of all consumers, then keys and values tile by tile."""
     b, memory_b, h, task, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -247,7 +256,6 @@ def produce(q, k, v, q_tiles, q_full, bars, place, spans, size, table, c):
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
         copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_tiles.index(n), c.JAGGED)
     kv_h = h // number(size.group)
-    run = run_of(table, b, h, task, first, q_len, kv_len, c)
     for i in range(run[2] + run[6]):
         here = start_of(step(table, run, i, c), c, c.TILE_KV)
         stage = i % c.STAGES
@@ -270,13 +278,52 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
+def plan(place, spans, size, table, env, c, bounds: gl.constexpr):
+    """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
+    b, memory_b, h, task, block = place
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    if c.MODE == "bounds":
+        first = block * c.TILE_Q
+        start0, whole0, ending0, end0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds)
+        start1, whole1, ending1, end1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds)
+        start2, whole2, ending2, end2 = start1, whole1, ending1, end1
+        if c.CONSUMERS == 3:
+            start2, whole2, ending2, end2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds)
+        start = gl.minimum(gl.minimum(start0, start1), start2)
+        top = gl.maximum(gl.maximum(end0, end1), end2)
+        count = gl.maximum(top - start, 0)
+        zero = count * 0
+        run = (top, zero, zero, zero, zero, zero, count)
+        cuts0 = cut(top, start0, whole0, ending0, end0, count)
+        cuts1 = cut(top, start1, whole1, ending1, end1, count)
+        cuts2 = cut(top, start2, whole2, ending2, end2, count)
+        return run, (cuts0, cuts1, cuts2)
+    else:
+        run = run_of(table, b, h, task, kv_len, c)
+        count = run[2] + run[6]
+        cuts = (count * 0, run[6], count, count, count)
+        return run, (cuts, cuts, cuts)
+
+
+@gluon.jit
+def cut(top, start, whole, ending, end, count):
+    """Of tiles from the last to the first: where a consumer's begin, whole ones begin and end, all end; and their number."""
+    there = end > start
+    begin = gl.where(there, top - end, count)
+    stop = gl.where(there, top - start, count)
+    return begin, gl.where(there, top - ending, count), gl.where(there, top - whole, count), stop, count
+
+
+@gluon.jit
 def attention_forward(
-    q, k, v, out, lse, row_max, size, spans, table, numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr
-):
+    q, k, v, out, lse, row_max, size, spans, table, numbers, env, c,
+    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
+):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
     place = find(size, spans, c)
     if place[0] < 0:
         return
+    run, cuts = plan(place, spans, size, table, env, c, bounds)
     q_tiles = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
     keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
     values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
@@ -296,13 +343,57 @@ def attention_forward(
             [
                 (
                     consume,
-                    (0, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
+                    (
+                        0,
+                        cuts[0],
+                        q_tiles,
+                        q_full,
+                        bars,
+                        place,
+                        run,
+                        spans,
+                        out,
+                        outs,
+                        lse,
+                        row_max,
+                        size,
+                        table,
+                        numbers,
+                        env,
+                        c,
+                        pre,
+                        score,
+                        mask,
+                        bounds,
+                    ),
                 ),
                 (
                     consume,
-                    (1, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
+                    (
+                        1,
+                        cuts[1],
+                        q_tiles,
+                        q_full,
+                        bars,
+                        place,
+                        run,
+                        spans,
+                        out,
+                        outs,
+                        lse,
+                        row_max,
+                        size,
+                        table,
+                        numbers,
+                        env,
+                        c,
+                        pre,
+                        score,
+                        mask,
+                        bounds,
+                    ),
                 ),
-                (produce, (q, k, v, q_tiles, q_full, bars, place, spans, size, table, c)),
+                (produce, (q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c)),
             ],
             [4, 1],
             [240, 24],
@@ -312,17 +403,83 @@ def attention_forward(
             [
                 (
                     consume,
-                    (0, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
+                    (
+                        0,
+                        cuts[0],
+                        q_tiles,
+                        q_full,
+                        bars,
+                        place,
+                        run,
+                        spans,
+                        out,
+                        outs,
+                        lse,
+                        row_max,
+                        size,
+                        table,
+                        numbers,
+                        env,
+                        c,
+                        pre,
+                        score,
+                        mask,
+                        bounds,
+                    ),
                 ),
                 (
                     consume,
-                    (1, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
+                    (
+                        1,
+                        cuts[1],
+                        q_tiles,
+                        q_full,
+                        bars,
+                        place,
+                        run,
+                        spans,
+                        out,
+                        outs,
+                        lse,
+                        row_max,
+                        size,
+                        table,
+                        numbers,
+                        env,
+                        c,
+                        pre,
+                        score,
+                        mask,
+                        bounds,
+                    ),
                 ),
                 (
                     consume,
-                    (2, q_tiles, q_full, bars, place, spans, out, outs, lse, row_max, size, table, numbers, env, c, pre, score, mask),
+                    (
+                        2,
+                        cuts[2],
+                        q_tiles,
+                        q_full,
+                        bars,
+                        place,
+                        run,
+                        spans,
+                        out,
+                        outs,
+                        lse,
+                        row_max,
+                        size,
+                        table,
+                        numbers,
+                        env,
+                        c,
+                        pre,
+                        score,
+                        mask,
+                        bounds,
+                    ),
                 ),
-                (produce, (q, k, v, q_tiles, q_full, bars, place, spans, size, table, c)),
+                (produce, (q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c)),
             ],
             [4, 4, 1],
             [160, 160, 24],

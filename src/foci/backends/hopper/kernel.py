@@ -8,10 +8,10 @@ from typing import Any
 
 import triton.language as tl
 
-from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.backward import HopperGradients
+from foci.backends.hopper.bounds import bounds_of
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
@@ -34,8 +34,10 @@ class HopperKernel(HopperGradients):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         formula = self.problem.formula
-        self.is_causal = is_causal(self.variant) and formula.block_size is None
-        self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_causal else self
+        bounds = bounds_of(self.variant.mask)
+        self.is_bounded = bounds is not None and formula.block_size is None
+        self.has_low = bounds is not None and bounds.is_low
+        self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query, is_jagged = operands.query, operands.cu_q is not None
@@ -62,15 +64,15 @@ class HopperKernel(HopperGradients):
             attention_forward, (query.shape[0] * query.shape[1] * visits.tasks,),
             *sources, lse, row_max, size, visits.spans, visits.table, call.numbers._replace(scale=operands.scale), call.environment,
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain),
-            functions.pre, functions.score, functions.mask, num_warps=4,
+            functions.pre, functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
 
     def _visits(self, call: host.Pass, tiles: Tiles) -> Visits:
-        """Which tiles of keys each task visits; under the causal mask it finds them by arithmetic."""
-        if not self.is_causal:
+        """Which tiles of keys each task visits; by a mask's bounds it finds them by arithmetic."""
+        if not self.is_bounded:
             return self.visits(call, tiles, "queries")
-        return replace(self._unmasked.visits(call, tiles, "queries"), mode="causal")
+        return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
 
     def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool) -> Config:
         """What a launch is compiled for."""
@@ -79,7 +81,7 @@ class HopperKernel(HopperGradients):
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
-                p.formula.dropout, p.formula.block_size is not None,
+                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
             )
         )  # fmt: skip
 

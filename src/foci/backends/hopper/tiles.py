@@ -4,7 +4,7 @@
 from foci.backends.hopper.interface import bring, gl, gluon, send
 from foci.backends.triton.tiles import number, place, visited, visits
 
-__all__ = ["FAR", "causal_tiles", "copy_in", "copy_out", "find", "run_of", "step"]
+__all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step", "tiles_within"]
 
 FAR = gl.constexpr(1 << 30)
 
@@ -44,29 +44,33 @@ def find(size, spans, c):
 
 
 @gluon.jit
-def causal_tiles(first, rows, q_len, kv_len, c):
-    """(whole tiles of keys, all tiles) that so many rows from the first one attend to under the causal mask."""
-    last = gl.minimum(gl.minimum(first + rows, q_len), kv_len)
-    count = (last + c.TILE_KV - 1) // c.TILE_KV
-    return gl.minimum(gl.minimum(first + 1, kv_len) // c.TILE_KV, count), count
+def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr):
+    """Tiles of keys that rows from `first` attend to: (first partial, first whole, behind the last whole, behind the last)."""
+    q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([1], [32], [4], [0])), q_len - 1)
+    low, high = bounds(b, h, q_idx, q_len, kv_len, env)
+    least = gl.min(low, 0)
+    most = gl.max(high, 0)
+    there = (least <= most) & (first < q_len)
+    start = gl.where(there, least // c.TILE_KV, 1 << 24)
+    end = gl.where(there, most // c.TILE_KV + 1, 0)
+    whole = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
+    ending = gl.minimum(gl.maximum((gl.min(high, 0) + 1) // c.TILE_KV, whole), end)
+    return start, whole, ending, end
 
 
 @gluon.jit
-def run_of(table, b, h, task, first, q_len, kv_len, c):
-    """Tiles of keys for the rows from `first`: (row of the lists, first full, full, first partial, before, gap, partial)."""
-    if c.MODE == "causal":
-        full, count = causal_tiles(first, c.TILE_Q, q_len, kv_len, c)
-        part = count - full
-        return task, full * 0, full, full, part, full * 0, part
-    else:
-        return visits(table, b, h, task, kv_len, c, c.TILE_KV)
+def run_of(table, b, h, task, kv_len, c):
+    """Tiles of keys of a task by the lists: (row, first full, full, first partial, partial before the gap, gap, partial)."""
+    return visits(table, b, h, task, kv_len, c, c.TILE_KV)
 
 
 @gluon.jit
 def step(table, run, i, c):
-    """The i-th tile that a program visits: partial ones first, then full ones, each from the last to the first."""
+    """The i-th tile that a program visits: by bounds from the last to the first, else partial ones before full ones."""
     row, full_first, full, part_first, before, gap, part = run
-    if c.MODE == "lists":
+    if c.MODE == "bounds":
+        return row - 1 - i
+    elif c.MODE == "lists":
         if i < part:
             at = part_first + i
         else:

@@ -1,0 +1,54 @@
+"""Bounds of masks against the masks themselves, pair by pair."""
+
+import pytest
+import torch
+
+import foci
+from foci import masks
+from foci.backends.hopper.bounds import bounds_of
+from foci.binding import bind
+from foci.ir.eager import Env, evaluate
+
+STARTS = torch.tensor([3, 0, 9, 40])
+BOUNDED = {
+    "everything": masks.everything(),
+    "causal": masks.causal(),
+    "lower right": masks.causal_lower_right(),
+    "window": masks.window(5),
+    "both sides": masks.window(5, 3),
+    "aligned window": masks.window(4, 2, align="lower_right"),
+    "causal and window": masks.causal() & masks.window(7),
+    "strict": foci.Mask(lambda b, h, q, k: (k < q) & (k > q - 6)),
+    "a length for each batch entry": foci.Mask(lambda b, h, q, k: k < STARTS[b]),
+    "rows": foci.Mask(lambda b, h, q, k: (q < 7) & (k <= 2 * q)),
+    "nothing": foci.Mask(lambda b, h, q, k: (k < q) & (k > q)),
+}
+UNBOUNDED = {
+    "either": foci.Mask(lambda b, h, q, k: (k < 3) | (k > q)),
+    "documents": foci.Mask(lambda b, h, q, k: STARTS[q // 10] == STARTS[k // 10]),
+    "doubled": foci.Mask(lambda b, h, q, k: 2 * k <= q),
+    "of its own reading": foci.Mask(lambda b, h, q, k: k <= STARTS[k // 10]),
+}
+
+
+def values(exprs, bound, q, k):
+    variables = {"b": torch.tensor(1), "h": torch.tensor(0), "q_idx": q, "kv_idx": k, "q_len": torch.tensor(31), "kv_len": torch.tensor(37)}
+    return evaluate(exprs, Env({n: v.to(torch.int32) for n, v in variables.items()}, bound.captures, bound.ints, bound.floats))
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_keep_what_the_mask_keeps(name):
+    bound = bind(None, BOUNDED[name], torch.device("cpu"))
+    found = bounds_of(bound.variant.mask)
+    assert found is not None
+    q, k = torch.arange(31)[:, None], torch.arange(37)
+    keep, low, high = values((bound.variant.mask, found.low, found.high), bound, q, k)
+    assert torch.equal(((low <= k) & (k <= high)).expand(31, 37), keep.expand(31, 37))
+    assert found.is_low or (low == 0).all()
+    assert (low >= 0).all()
+    assert (high < 37).all()
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_other_masks_have_none(name):
+    assert bounds_of(bind(None, UNBOUNDED[name], torch.device("cpu")).variant.mask) is None
