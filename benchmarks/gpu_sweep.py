@@ -52,7 +52,7 @@ VARIANTS: dict[str, Any] = {
     "document": (None, _document, 0.125),
     "bias": (lambda heads: scores.bias(torch.randn(1, heads, 8192, 8192, device="cuda", dtype=torch.bfloat16)), None, 1.0),
 }
-SAME = {"forward": ("forward_sparse",), "key_gradient": ("key_gradient_scored",)}
+SAME = {"forward": ("forward_sparse", "forward_listed"), "key_gradient": ("key_gradient_scored",)}
 FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8, "key_gradient_alone": 6, "value_gradient_alone": 4}
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
-from foci.operator import as_batch, attend, attend_packed, packed_rows, takes_packed
+from foci.operator import as_batch, attend, attend_chosen, packed_rows
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
+from foci.recall import find_site, recalled, remember
 
 __all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now", "run_packed_now"]
 
@@ -23,19 +24,34 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
     """Attention without its sink, eagerly or while a graph is made of tensor operations. Arguments as `foci.dispatch.run`."""
+    site = find_site(tensors, score, mask, extras, allowed)
+    if site is None:
+        formula, operands = prepare(tensors, score, mask, extras)
+        return attend(formula, operands, allowed)
+    known = recalled(site)
+    if known is not None:
+        return attend_chosen(known.call, known.operands(tensors, site, extras))
     formula, operands = prepare(tensors, score, mask, extras)
-    return attend(formula, operands, allowed)
+    return attend_chosen(remember(site, tensors, formula, operands, allowed), operands)
 
 
 def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
     """`run_now` of packed tensors [T, H, D]; out is [T, Hq, Dv], and lse, the only other output it may be asked for, [Hq, T]."""
-    if not takes_packed(tensors):
-        results = run_now(tuple(map(as_batch, tensors)), score, mask, extras, allowed)  # type: ignore[arg-type]
+    site = find_site(tensors, score, mask, extras, allowed)
+    if site is None:
+        results = run_now(_batches(tensors), score, mask, extras, allowed)
         return Results(packed_rows(results.out), results.lse.squeeze(0))
-    with torch.no_grad():
-        batches = tuple(map(as_batch, tensors))
-    formula, operands = prepare(batches, score, mask, extras)  # type: ignore[arg-type]
-    return attend_packed(formula, operands, allowed, tensors)
+    with torch.no_grad():  # autograd takes the tensors as they are
+        batches = _batches(tensors)
+    known = recalled(site)
+    if known is not None:
+        return attend_chosen(known.call, known.operands(batches, site, extras), tensors)
+    formula, operands = prepare(batches, score, mask, extras)
+    return attend_chosen(remember(site, batches, formula, operands, allowed), operands, tensors)
+
+
+def _batches(tensors: Tensors) -> Tensors:
+    return as_batch(tensors[0]), as_batch(tensors[1]), as_batch(tensors[2])
 
 
 def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from foci.problem import (
     is_aligned,
 )
 
-__all__ = ["as_written", "decide", "problem_of", "run_backward", "run_forward"]
+__all__ = ["Chosen", "as_written", "backward_of", "choose_kernel", "decide", "forward_of", "problem_of", "run_backward", "run_forward"]
 
 Allowed = tuple[str, ...] | None
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]
@@ -128,19 +128,52 @@ def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return _UNCHANGED
 
 
+class Chosen(NamedTuple):
+    """A formula with the gradients that are wanted, and what was decided to run it."""
+
+    formula: Formula
+    needs: Needs
+    allowed: Allowed
+    decision: Decision
+    kernel: Kernel
+
+
+def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Chosen:
+    """The kernel of the backend that the planner takes for operands like these.
+
+    Raises:
+        NoViableBackend: if none accepts.
+    """
+    return Chosen(formula, needs, allowed, *_kernel(formula, operands, needs, allowed))
+
+
+def forward_of(call: Chosen, operands: Operands) -> Results:
+    """Attention of the operands."""
+    if observers():
+        _tell(call.decision, backward=False)
+    if _is_empty(operands):
+        return _empty_results(call.formula, operands)
+    with as_written(operands.query):
+        return call.kernel.forward(operands)
+
+
+def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
+    """Gradients of the operands that the call needs."""
+    if observers():
+        _tell(call.decision, backward=True)
+    if _is_empty(operands):
+        return _empty_gradients(operands, call.needs)
+    with as_written(operands.query):
+        return call.kernel.backward(operands, results, cotangents)
+
+
 def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Results:
     """Attention of the operands, by the backend the planner chooses.
 
     Raises:
         NoViableBackend: if none accepts.
     """
-    decision, kernel = _kernel(formula, operands, needs, allowed)
-    if observers():
-        _tell(decision, backward=False)
-    if _is_empty(operands):
-        return _empty_results(formula, operands)
-    with as_written(operands.query):
-        return kernel.forward(operands)
+    return forward_of(choose_kernel(formula, operands, needs, allowed), operands)
 
 
 def run_backward(
@@ -151,13 +184,7 @@ def run_backward(
     Raises:
         NoViableBackend: if no backend accepts.
     """
-    decision, kernel = _kernel(formula, operands, needs, allowed)
-    if observers():
-        _tell(decision, backward=True)
-    if _is_empty(operands):
-        return _empty_gradients(operands, needs)
-    with as_written(operands.query):
-        return kernel.backward(operands, results, cotangents)
+    return backward_of(choose_kernel(formula, operands, needs, allowed), operands, results, cotangents)
 
 
 def _is_empty(operands: Operands) -> bool:

@@ -40,7 +40,7 @@ LAUNCHED = {
     paged: ("attention_decode", "combine_splits"),
 }
 KINDS = {
-    "attention_forward": ("forward", "forward_sparse"),
+    "attention_forward": ("forward", "forward_sparse", "forward_listed"),
     "attention_query_gradient": ("query_gradient",),
     "capture_gradient": ("captures",),
     "attention_decode": ("decode",),

@@ -7,20 +7,19 @@ traces or exports sees the operators (`library`). All end in `foci.execution`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from foci.execution import Allowed, Needs, run_forward
+from foci.execution import Allowed, Chosen, Needs, choose_kernel, forward_of
 from foci.operator import library as library  # registers the operators
 from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
 from foci.operator.eager import EagerAttention, as_batch, packed_rows
 from foci.operator.transforms import Transformed, TransformedCall
 from foci.problem import Formula, Operands, Results
 
-__all__ = ["as_batch", "attend", "attend_packed", "packed_rows", "takes_packed"]
+__all__ = ["as_batch", "attend", "attend_chosen", "is_plain_eager", "needs_of", "packed_rows"]
 
 _Kind: Final = torch._C._functorch.TransformType
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
@@ -39,48 +38,35 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
     if _Kind.Grad in transforms:
         call = TransformedCall(formula, operands, allowed)
         return results_of(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
-    if not _is_plain_eager(tensors):
+    if not is_plain_eager(tensors):
         return results_of(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    needs: Needs = (*NO_NEEDS, (False,) * len(operands.captures))
-    if torch.is_grad_enabled():
-        needs = (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
-        if any(needs[:3]) or any(needs[3]):
-            return Results(*EagerAttention.apply(formula, operands, needs, allowed, False, *tensors))  # type: ignore[no-untyped-call]
-    return run_forward(formula, operands, needs, allowed)
+    return attend_chosen(choose_kernel(formula, operands, needs_of(tensors), allowed), operands)
 
 
-def takes_packed(tensors: Sequence[Tensor]) -> bool:
-    """Whether `attend_packed` may be given these: a gradient is asked for, and nothing but autograd looks on."""
-    device = tensors[0].device.type
-    return (
-        torch.is_grad_enabled()
-        and any(t.requires_grad for t in tensors)
-        and _is_plain_eager(tensors)
-        and torch.autograd.forward_ad._current_level < 0
-        and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
-    )
+def needs_of(tensors: Sequence[Tensor]) -> Needs:
+    """Which of query, key, value and captures, in this order, want a gradient."""
+    if not torch.is_grad_enabled():
+        return (*NO_NEEDS, (False,) * (len(tensors) - 3))
+    return (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
 
 
-def attend_packed(formula: Formula, operands: Operands, allowed: Allowed, tensors: tuple[Tensor, Tensor, Tensor]) -> Results:
-    """Attention of packed tensors [T, H, D], for which `takes_packed` holds: out [T, Hq, Dv] and lse [Hq, T].
+def attend_chosen(call: Chosen, operands: Operands, packed: Sequence[Tensor] | None = None) -> Results:
+    """Attention where `is_plain_eager` holds and the kernel is known.
 
     Args:
-        operands: with query, key and value as [1, H, T, D], of which autograd knows nothing: views cost it more than launches.
-        tensors: query, key and value, that gradients are for.
-
-    Raises:
-        NoViableBackend: if no backend accepts the problem.
+        packed: query, key and value as [T, H, D], where gradients are for these and autograd knows nothing of the operands', which
+            are [1, H, T, D]: views cost it more than launches. The results are out [T, Hq, Dv] and lse [Hq, T] then.
     """
-    if not _is_plain_eager(operands.captures):
-        query, key, value = map(as_batch, tensors)
-        results = attend(formula, replace(operands, query=query, key=key, value=value), allowed)
-        return Results(packed_rows(results.out), results.lse[0])
-    needs: Needs = (*(t.requires_grad for t in tensors), tuple(t.requires_grad for t in operands.captures))  # type: ignore[assignment]
-    found = EagerAttention.apply(formula, operands, needs, allowed, True, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
-    return Results(*found)
+    if any(call.needs[:3]) or any(call.needs[3]):
+        tensors = (operands.query, operands.key, operands.value) if packed is None else packed
+        found = EagerAttention.apply(call, operands, packed is not None, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
+        return Results(*found)
+    results = forward_of(call, operands)
+    return results if packed is None else Results(packed_rows(results.out), results.lse[0])
 
 
-def _is_plain_eager(tensors: Sequence[Tensor]) -> bool:
+def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
+    """Whether nobody but autograd looks on: no mode, no transform, no graph that is made."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

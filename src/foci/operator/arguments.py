@@ -75,7 +75,7 @@ def flatten(formula: Formula, operands: Operands, allowed: Allowed) -> tuple[Any
     o = operands
     return (
         o.query, o.key, o.value, list(o.captures), *(getattr(o, name) for name in OPTIONAL), list(o.ints), list(o.floats),
-        o.scale, o.dropout_p, o.max_q, o.max_kv, formula.text, "*" if allowed is None else ",".join(allowed),
+        o.scale, o.dropout_p, o.max_q, o.max_kv, formula.line, "*" if allowed is None else ",".join(allowed),
     )  # fmt: skip
 
 

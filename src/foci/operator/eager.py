@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.execution import Allowed, Needs, run_backward, run_forward
+from foci.execution import Chosen, Needs, backward_of, forward_of
 from foci.operator.arguments import OPTIONAL, call_backward, cotangents_of, formula_kernel, gradients_of
 from foci.problem import Formula, Gradients, Layout, Operands, Results
 
@@ -22,21 +22,21 @@ class EagerAttention(torch.autograd.Function):
     """The eager way: no dispatcher, the same kernels."""
 
     @staticmethod
-    def forward(ctx: Any, formula: Formula, operands: Operands, needs: Needs, allowed: Allowed, packed: bool, *tensors: Tensor) -> Found:
+    def forward(ctx: Any, call: Chosen, operands: Operands, packed: bool, *tensors: Tensor) -> Found:
         """Output, logsumexp, row maxima, column sums and weights; None for what was not asked for.
 
         `tensors` are query, key, value and captures; with `packed`, query, key, value and output are [T, H, D], and nothing but
         the logsumexp, [H, T], is asked for.
         """
         ctx.set_materialize_grads(False)
-        r = run_forward(formula, operands, needs, allowed)
+        r, formula = forward_of(call, operands), call.formula
         others = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
         outputs = (packed_rows(r.out), r.lse[0], *others) if packed else (r.out, r.lse.contiguous(), *others)
         o = operands
         optional: tuple[Tensor | None, ...] = _NOTHING
         if formula.dropout or formula.block_size is not None or formula.layout is not Layout.DENSE:
             optional = tuple(getattr(o, name) for name in OPTIONAL)
-        ctx.call = (formula, needs, allowed, packed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
+        ctx.call = (call, packed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
         ctx.numbers = (o.ints, o.floats, o.scale, o.dropout_p)
         ctx.longest = (o.max_q, o.max_kv)
         ctx.save_for_backward(*tensors, *(t for t in optional if t is not None), outputs[0], outputs[1])
@@ -46,9 +46,9 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        formula, needs, allowed, packed, present = ctx.call
+        call, packed, present = ctx.call
         saved = ctx.saved_tensors
-        count = 3 + len(needs[3])
+        count = 3 + len(call.needs[3])
         optional: Any = _NOTHING
         if present is not None:
             rest = iter(saved[count:])
@@ -58,15 +58,18 @@ class EagerAttention(torch.autograd.Function):
             tensors, results = map(as_batch, tensors), Results(as_batch(saved[-2]), saved[-1].unsqueeze(0))
             grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
         operands = Operands(*tensors, saved[3:count], *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
+        formula = call.formula
         if _is_batched(grads):
-            g = _formula_backward(formula, operands, grads, needs)
+            g = _formula_backward(formula, operands, grads, call.needs)
+        elif torch.is_grad_enabled():
+            cotangents = cotangents_of(grads, results.out, formula.outputs)
+            g = call_backward(formula, operands, results, cotangents, call.needs, call.allowed)
         else:
-            run = call_backward if torch.is_grad_enabled() else run_backward
-            g = run(formula, operands, results, cotangents_of(grads, results.out, formula.outputs), needs, allowed)
+            g = backward_of(call, operands, results, cotangents_of(grads, results.out, formula.outputs))
         found: tuple[Tensor | None, ...] = (g.query, g.key, g.value)
         if packed:
             found = tuple(None if t is None else packed_rows(t) for t in found)
-        return (None, None, None, None, None, *found, *g.captures)
+        return (None, None, None, *found, *g.captures)
 
 
 def as_batch(rows: Tensor) -> Tensor:

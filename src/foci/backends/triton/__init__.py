@@ -61,7 +61,7 @@ class TritonBackend:
     def _reject_size(self, problem: Problem, target: Target) -> str | None:
         """Whether every kernel has a schedule that fits the device's shared memory."""
         dims = (padded(problem.head_dim), padded(problem.value_dim))
-        kinds = ["forward", "forward_sparse", "decode"]
+        kinds = ["forward", "forward_sparse", "forward_listed", "decode"]
         if problem.needs_backward:
             kinds += ["query_gradient", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone"]
         outputs = problem.formula.outputs

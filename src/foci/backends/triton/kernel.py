@@ -18,6 +18,7 @@ from foci.backends.triton.arguments import Config, Environment, Numbers, Size, S
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
+from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
@@ -84,6 +85,8 @@ class TritonKernel:
         self.reads_tiles = self.tile_bytes > 0
         formula = self.problem.formula
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
+        is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
+        self.forward_kind = "forward" if self.is_dense or self.reads_tiles else "forward_listed" if is_listed else "forward_sparse"
         self.is_half = is_half(self.problem.dtype)
         self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
@@ -134,7 +137,7 @@ class TritonKernel:
             if self.is_decode(operands):
                 self._decode(call, outputs)
                 return Results(*outputs)
-            schedule = self.schedule("forward" if self.is_dense or self.reads_tiles else "forward_sparse")
+            schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
             stream = functools.partial(streamed, config, schedule.tile_kv)

@@ -18,6 +18,7 @@ KINDS: Final = (
     "forward",
     "query_gradient",
     "forward_sparse",
+    "forward_listed",
     "key_gradient",
     "key_gradient_scored",
     "key_gradient_alone",
@@ -50,6 +51,8 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
     ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 64): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_listed", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
@@ -131,7 +134,7 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     scores = schedule.tile_q * schedule.tile_kv
     buffers = max(schedule.stages, 1)
     spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
-    if kind in ("forward", "forward_sparse", "decode"):
+    if kind.startswith("forward") or kind == "decode":
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
         return rows + buffers * schedule.tile_kv * wide + spare
     if kind == "captures":
