@@ -3,7 +3,8 @@
     python benchmarks/gpu_attention.py --compile 0/8     # one of eight processes that fill the caches
     python benchmarks/gpu_attention.py [row ...]         # times; one line each, a table last
 
-Peers: FlexAttention compiled, torch's FLASH, cuDNN and EFFICIENT backends of scaled_dot_product_attention, varlen_attn.
+Peers: FlexAttention compiled, FlashAttention-4 where `flash_attn.cute` is found, torch's FLASH, cuDNN and EFFICIENT backends of
+scaled_dot_product_attention, varlen_attn.
 Medians of CUDA events. TFLOP/s over the attended area, backward 2.5 times the forward. Lines go to
 $OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
 """
@@ -102,7 +103,7 @@ def _keep(length: int) -> Tensor:
 def rows() -> list[Row]:
     """The rows, in the order of the table."""
     every = []
-    dense = ("flash", "cudnn", "flex")
+    dense = ("flash", "cudnn", "fa4", "flex")
     for shape in ((8, 16, 2048, 128), (2, 16, 8192, 128), (1, 16, 16384, 128), (2, 32, 8192, 64), (2, 8, 8192, 256)):
         every.append(Row("dense", shape, flex=lambda: (None, None), sdpa=dict, peers=dense))
         every.append(Row("causal", shape, mask=masks.causal, flex=lambda: (None, _causal), sdpa=lambda: {"is_causal": True}, peers=dense))
@@ -121,13 +122,13 @@ def rows() -> list[Row]:
         Row("bool [S,S]", shape, mask=lambda: foci.Mask(lambda b, h, q, k, t=_keep(4096): t[q, k]), sdpa=lambda: {"attn_mask": _keep(4096)}, peers=("cudnn", "efficient")),
         Row("dropout 0.1", shape, dropout=0.1, sdpa=lambda: {"dropout_p": 0.1}, peers=("flash", "cudnn")),
         Row("learned bias", shape, score=lambda: scores.bias(_bias(16, 4096)), learned=True),
-        Row("GQA 4 causal", (2, 32, 8192, 128), kv_heads=8, mask=masks.causal, sdpa=lambda: {"is_causal": True, "enable_gqa": True}, peers=("flash", "cudnn")),
+        Row("GQA 4 causal", (2, 32, 8192, 128), kv_heads=8, mask=masks.causal, sdpa=lambda: {"is_causal": True, "enable_gqa": True}, peers=("flash", "cudnn", "fa4")),
         Row("causal D 96", (2, 16, 8192, 96), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
         Row("causal D 192", (2, 16, 8192, 192), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
         *(Row("decode", (b, 32, n, 128), kv_heads=8, sdpa=lambda: {"enable_gqa": True}, peers=("flash", "cudnn")) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
         *(Row("decode ALiBi", (b, 32, n, 128), kv_heads=8, score=lambda: foci.Score(_alibi(32))) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
-        Row("jagged", (64, 16, 8192, 128), peers=("varlen",)),
-        Row("jagged causal", (64, 16, 8192, 128), mask=masks.causal, peers=("varlen",)),
+        Row("jagged", (64, 16, 8192, 128), peers=("varlen", "fa4")),
+        Row("jagged causal", (64, 16, 8192, 128), mask=masks.causal, peers=("varlen", "fa4")),
     ]  # fmt: skip
     return every
 
@@ -194,6 +195,8 @@ def peer(row: Row, name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
         block = None if mask_mod is None else create_block_mask(mask_mod, None, None, row.shape[2], row.shape[2], DEVICE)
         compiled = _flex()
         return _timed_pair(lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block), tensors, dout)
+    if name == "fa4":
+        return _flash_attention_4(row, tensors, dout)
     if name == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
@@ -215,6 +218,27 @@ def peer(row: Row, name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
             return F.scaled_dot_product_attention(q, k, v, **options)
 
     return _timed_pair(run, tensors, dout)
+
+
+def _flash_attention_4(row: Row, tensors: list[Tensor], dout: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """FlashAttention-4 by its CuTe interface, in its own layout: tokens first."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options: dict[str, Any] = {"causal": "causal" in row.name}
+    function = flash_attn_func
+    if row.name.startswith("jagged"):
+        lengths = jagged_lengths()
+        cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+        function = flash_attn_varlen_func
+        tensors, dout = [t[0] for t in tensors], dout[0]
+    packed = [t.detach().transpose(-3, -2).contiguous().requires_grad_() for t in tensors]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q, k, v, **options)
+        return found[0] if isinstance(found, tuple) else found
+
+    return _timed_pair(run, packed, dout.transpose(-3, -2).contiguous())
 
 
 def flops(row: Row) -> float:
