@@ -46,7 +46,8 @@ def find(size, spans, c):
 @gluon.jit
 def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr):
     """Tiles of keys that rows from `first` attend to: (first partial, first whole, behind the last whole, behind the last)."""
-    q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([1], [32], [4], [0])), q_len - 1)
+    # each warp holds all rows, so that none waits for another
+    q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [4], [0])), q_len - 1)
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     least = gl.min(low, 0)
     most = gl.max(high, 0)
