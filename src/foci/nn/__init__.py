@@ -14,6 +14,7 @@ from foci.nn.cache import KVCache
 from foci.nn.convert import convert
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import TransformerEncoder, TransformerEncoderLayer
+from foci.nn.linear import PaddedLinear
 from foci.nn.packing import Packing
 from foci.nn.rotary import RotaryEmbedding
 from foci.nn.transformer import Transformer
@@ -22,6 +23,7 @@ __all__ = [
     "KVCache",
     "MultiheadAttention",
     "Packing",
+    "PaddedLinear",
     "RotaryEmbedding",
     "SlidingWindowAttention",
     "Transformer",

@@ -9,6 +9,7 @@ import torch
 from foci.nn.attention import adopt
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import TransformerEncoder, TransformerEncoderLayer
+from foci.nn.linear import PaddedLinear, pad_storage
 from foci.nn.transformer import Transformer
 
 __all__ = ["convert"]
@@ -24,7 +25,7 @@ _CLASSES: Final[dict[type, type]] = {
 }
 
 
-def convert(model: Model) -> Model:
+def convert(model: Model, *, padding: bool = False) -> Model:
     """Makes every attention and transformer module of torch.nn in a model foci's, in place.
 
     The modules stay the same objects, with their parameters, hooks, modes and whoever refers to them; only their classes
@@ -32,6 +33,7 @@ def convert(model: Model) -> Model:
 
     Args:
         model: any module, itself one of torch's perhaps.
+        padding: whether linear layers become `PaddedLinear`.
 
     Returns:
         The model.
@@ -45,6 +47,9 @@ def convert(model: Model) -> Model:
     for module in model.modules():
         if type(module) is torch.nn.MultiheadAttention:
             adopt(module)
+        elif padding and type(module) is torch.nn.Linear:
+            module.__class__ = PaddedLinear
+            pad_storage(module)
         elif type(module) in _CLASSES:
             module.__class__ = _CLASSES[type(module)]
             if isinstance(module, TransformerEncoder):

@@ -94,7 +94,7 @@ class Row:
         return max(1.0, (self.padded if padded else self.misaligned) / self.aligned)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """A device.
 

@@ -1,0 +1,185 @@
+"""A linear layer whose storage is padded, so that its products have good sizes whatever its own are."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foci.graph.padding import is_profitable_to_pad, machine_of
+from foci.graph.padding.model import seconds
+from foci.graph.padding.strides import round_up
+from foci.graph.padding.tables import Fault, Role, Shape
+
+__all__ = ["PaddedLinear", "pad_storage"]
+
+LOAD = 16
+"""Bytes that fast products read at once."""
+
+
+class PaddedLinear(torch.nn.Linear):
+    """`torch.nn.Linear`, at the speed of the next good size on devices where its own is bad.
+
+    The parameters keep their shapes, in the state dict too; only the memory behind them is padded, with zeros. Eager calls
+    multiply the padded memory where that pays, by the measurements of the device; their result then is a view, its rows as far
+    apart as good rows are long. Compiled calls are those of `torch.nn.Linear`: `foci.graph.padding` does the rest.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as torch.nn.Linear's.
+
+    Shapes: input `[..., in_features]`, output `[..., out_features]`.
+
+    Example:
+        >>> import torch, foci.nn
+        >>> layer = foci.nn.PaddedLinear(64, 1023)
+        >>> layer.weight.shape, layer(torch.randn(2, 64)).shape
+        (torch.Size([1023, 64]), torch.Size([2, 1023]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        pad_storage(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _is_stored(self) or not _pays(self, input):
+            return F.linear(input, self.weight, self.bias)
+        result: Tensor = _padded_linear(input, self.weight, self.bias)
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PaddedLinear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        pad_storage(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # copies and pickles come without what was behind their parameters
+        pad_storage(self)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        pad_storage(self)
+
+
+def pad_storage(layer: torch.nn.Linear) -> None:
+    """Gives a layer's parameters padded memory, in place, where their sizes are bad. They stay the same objects."""
+    for parameter in (layer.weight, layer.bias):
+        if parameter is None or parameter.device.type == "meta" or not parameter.is_floating_point():
+            continue
+        sizes = _good_sizes(parameter)
+        if sizes != tuple(parameter.shape) and not _has_storage(parameter):
+            whole = parameter.new_zeros(sizes)
+            within = whole[tuple(slice(size) for size in parameter.shape)]
+            with torch.no_grad():
+                within.copy_(parameter)
+            parameter.data = within
+            parameter._foci_storage = whole.data_ptr()  # type: ignore[attr-defined]
+
+
+def _good_sizes(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(round_up(size, LOAD // parameter.element_size()) for size in parameter.shape)
+
+
+def _has_storage(parameter: Tensor) -> bool:
+    """Whether the padding is still behind a parameter: memory that somebody else gave it may hold anything."""
+    return getattr(parameter, "_foci_storage", None) == parameter.data_ptr() and parameter.stride() == _strides(parameter)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty(_good_sizes(parameter), device="meta").stride()
+
+
+def _is_stored(layer: PaddedLinear) -> bool:
+    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return all(_good_sizes(p) == tuple(p.shape) or _has_storage(p) for p in parameters)
+
+
+def _pays(layer: PaddedLinear, input: Tensor) -> bool:
+    dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
+    rows = input.numel() // max(1, layer.in_features)
+    return _is_faster(rows, layer.in_features, layer.out_features, dtype, machine_of(input.device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_faster(rows: int, k: int, n: int, dtype: torch.dtype, machine: Any) -> bool:
+    """Whether the product, with copies of what comes from outside, is faster with good sizes."""
+    kind = machine.kind(dtype)
+    if machine.table is None or kind is None or rows == 0:
+        return False
+    faults: dict[Role, Fault] = {}
+    copied = 0
+    read: tuple[Role, ...] = ("a", "bt")
+    written: tuple[Role, ...] = ("out",)
+    for roles, length in ((read, k), (written, n)):
+        alignment = dtype.itemsize
+        while alignment < LOAD and length * dtype.itemsize % (2 * alignment) == 0:
+            alignment *= 2
+        if alignment < LOAD:
+            faults.update(dict.fromkeys(roles, Fault(alignment, padded=False)))
+            copied += 2 * rows * length * dtype.itemsize
+    shape = Shape(1, rows, n, k)
+    before, after = (seconds(machine.table, kind, shape, found) for found in (faults, {}))
+    return before is not None and after is not None and is_profitable_to_pad(before, after, copied / machine.table.bandwidth)
+
+
+def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter.as_strided(_good_sizes(parameter), _strides(parameter)).to(dtype)
+
+
+def _grown(x: Tensor, columns: int) -> Tensor:
+    """With columns of zeros behind it, its rows aligned."""
+    return F.pad(x, (0, columns - x.shape[-1])) if columns != x.shape[-1] else x
+
+
+class _PaddedLinear(torch.autograd.Function):
+    """x W^T + b on padded memory. Backward is made of differentiable operations, so second derivatives go through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
+        whole = _whole(weight, dtype)
+        rows = _grown(x.reshape(-1, x.shape[-1]).to(dtype), whole.shape[1])
+        out = rows @ whole.t() if bias is None else torch.addmm(_whole(bias, dtype), rows, whole.t())
+        sizes = (*x.shape[:-1], weight.shape[0])
+        strides = torch.empty((*x.shape[:-1], whole.shape[0]), device="meta").stride()
+        # no view: writing to it in place would be an error
+        return out.new_empty(0).set_(out.untyped_storage(), 0, sizes, strides)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole = _grown_weight(weight, ctx.dtype)
+        rows = _grown(x.reshape(-1, x.shape[-1]).to(ctx.dtype), whole.shape[1])
+        gradient = _grown(gradients[0].reshape(-1, weight.shape[0]).to(ctx.dtype), whole.shape[0])
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ whole)[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient.t() @ rows)[: weight.shape[0], : weight.shape[1]].to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum(0)[: weight.shape[0]].to(ctx.bias)
+        return of_x, of_weight, of_bias, None
+
+
+def _grown_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The padded memory itself, but where a derivative of it is asked for."""
+    if not torch.is_grad_enabled() and _has_storage(weight):
+        return _whole(weight, dtype)
+    rows, columns = _good_sizes(weight)
+    return F.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])).to(dtype)
+
+
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    result: Tensor = _PaddedLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    return result

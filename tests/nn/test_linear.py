@@ -1,0 +1,159 @@
+"""Linear layers on padded memory are linear layers."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import foci.nn
+from foci.nn import linear
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Padding pays, everywhere."""
+    monkeypatch.setattr(linear, "_pays", lambda layer, input: True)
+
+
+def pair(k, n, bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    theirs = torch.nn.Linear(k, n, bias, dtype=dtype)
+    mine = foci.nn.PaddedLinear(k, n, bias, dtype=dtype)
+    mine.load_state_dict(theirs.state_dict())
+    return mine, theirs
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(64, 1023), (33, 64), (33, 1023), (64, 64), (1, 1)])
+def test_values_and_gradients(sizes, bias):
+    mine, theirs = pair(*sizes, bias)
+    x = torch.randn(2, 5, sizes[0])
+    results = []
+    for layer in (mine, theirs):
+        given = x.clone().requires_grad_()
+        out = layer(given)
+        gradients = torch.autograd.grad(out.sin().sum(), (given, *layer.parameters()))
+        results.append((out, *gradients))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected)
+        assert got.shape == expected.shape
+
+
+@pytest.mark.usefixtures("padded")
+def test_rows_are_as_far_apart_as_good_ones():
+    mine, _ = pair(64, 1023)
+    assert mine(torch.randn(2, 3, 64)).stride() == (3 * 1024, 1024, 1)
+    assert mine.weight.shape == (1023, 64)
+    assert mine.weight.grad_fn is None
+    mine(torch.randn(3, 64)).mul_(2).sum().backward()  # its result may be written to
+    assert mine.weight.grad.shape == (1023, 64)
+
+
+@pytest.mark.usefixtures("padded")
+def test_training_leaves_zeros_behind():
+    mine, theirs = pair(33, 127)
+    x = torch.randn(16, 33)
+    for layer in (mine, theirs):
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.step()
+    for got, expected in zip(mine.parameters(), theirs.parameters()):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    whole = mine.weight.as_strided((128, 36), (36, 1))
+    assert not whole[127:].any()
+    assert not whole[:, 33:].any()
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda layer: layer.double().float(),
+        lambda layer: torch.load(_saved(layer), weights_only=False),
+        lambda layer: layer.load_state_dict(torch.load(_saved(layer.state_dict())), assign=True) and layer,
+    ],
+    ids=["deepcopy", "dtype and back", "saved", "assigned"],
+)
+def test_copies_are_padded_too(copied):
+    mine, theirs = pair(33, 127)
+    other = copied(mine)
+    assert linear._is_stored(other)
+    x = torch.randn(4, 33)
+    torch.testing.assert_close(other(x), theirs(x))
+
+
+def _saved(what):
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.usefixtures("padded")
+def test_memory_that_is_not_its_own_is_not_read():
+    mine, theirs = pair(33, 127)
+    foreign = torch.full((200 * 36,), float("nan"))
+    foreign.as_strided((127, 33), (36, 1)).copy_(mine.weight)
+    mine.weight.data = foreign.as_strided((127, 33), (36, 1))
+    x = torch.randn(4, 33)
+    torch.testing.assert_close(mine(x), theirs(x))
+
+
+@pytest.mark.usefixtures("padded")
+def test_state_dicts_are_those_of_torch():
+    mine, theirs = pair(33, 127)
+    assert {name: value.shape for name, value in mine.state_dict().items()} == {name: v.shape for name, v in theirs.state_dict().items()}
+    theirs.load_state_dict(mine.state_dict())
+
+
+@pytest.mark.usefixtures("padded")
+def test_autocast():
+    mine, theirs = pair(64, 127)
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mine(x)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, theirs(x))
+    out.float().sum().backward()
+    assert mine.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("padded")
+def test_second_derivatives():
+    mine, _ = pair(5, 3, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: linear._PaddedLinear.apply(x, w, None, torch.float64),
+        (torch.randn(4, 5, dtype=torch.float64, requires_grad=True), mine.weight),
+    )
+
+
+@pytest.mark.usefixtures("padded")
+def test_under_transforms():
+    mine, theirs = pair(33, 127)
+    x = torch.randn(4, 33)
+    torch.testing.assert_close(torch.func.vmap(mine)(x), theirs(x))
+
+
+def test_convert():
+    model = torch.nn.Sequential(torch.nn.Embedding(1023, 64), torch.nn.Linear(64, 1023))
+    model[1].weight = model[0].weight
+    weight = model[0].weight
+    assert foci.nn.convert(model, padding=True) is model
+    assert type(model[1]) is foci.nn.PaddedLinear
+    assert model[1].weight is weight is model[0].weight
+    assert linear._is_stored(model[1])
+    assert type(foci.nn.convert(torch.nn.Linear(2, 3))) is torch.nn.Linear
+
+
+def test_whether_it_pays_is_measured():
+    from foci.graph.padding import Machine, find_table
+
+    h200 = Machine("NVIDIA H200", 16, True, find_table("NVIDIA H200", "sm_90"))
+    assert linear._is_faster(8192, 768, 30523, torch.bfloat16, h200)
+    assert not linear._is_faster(8192, 768, 30528, torch.bfloat16, h200)
+    assert not linear._is_faster(8192, 768, 30523, torch.bfloat16, Machine("unknown", 16, True, None))
