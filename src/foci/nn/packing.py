@@ -170,20 +170,23 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
         return None
     lengths = keep.sum(1)
     rises = (keep[:, 1:] & ~keep[:, :-1]).sum(1)
-    adds = (keep & (padding != 0)).any() if floating else keep.new_zeros(())
-    facts = torch.stack([lengths.sum(), lengths.max(), rises.max(), (rises + keep[:, 0]).max(), adds.long()])
-    tokens, longest, inner, runs, biased = facts.tolist()  # the one synchronisation
-    bias_used = bool(biased) or padding.requires_grad
+    facts = [lengths, rises, keep[:, 0]]
+    if floating:
+        facts.append((keep & (padding != 0)).any(1))
+    filled, inner_rises, first, *added = torch.stack(facts).tolist()  # the one synchronisation
+    tokens, longest, inner = sum(filled), max(filled), max(inner_rises)
+    runs = max(rise + start for rise, start in zip(inner_rises, first, strict=True))
+    bias_used = any(any(row) for row in added) or padding.requires_grad
     if tokens == batch * length and not bias_used:
         return None
     flat = torch.nonzero_static(keep.flatten(), size=tokens).squeeze(1)
-    rows, columns = flat // length, flat % length
+    columns = flat % length if inner > 0 or not batch_first else None
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return Packing(
         offsets=offsets,
         longest=longest,
         shape=(batch, length),
-        indices=flat if batch_first else columns * batch + rows,
+        indices=flat if columns is None or batch_first else columns * batch + flat // length,
         columns=None if inner == 0 else columns,
         starts=keep.long().argmax(1) if inner > 0 and runs <= 1 else None,
         bias=padding.flatten().index_select(0, flat) if bias_used else None,
