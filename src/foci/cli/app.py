@@ -168,6 +168,20 @@ def torch_has_gpu() -> bool:
 
 
 @app.command()
+def tune(
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.")] = None,
+) -> None:
+    """Measures what products of bad shapes cost on this machine, for the padding of compiled graphs."""
+    with _explained_errors():
+        from foci.cli.tuning import run_tune
+
+        run_tune(("cuda" if torch_has_gpu() else "cpu") if device is None else device, kinds, repeats, out, Console())
+
+
+@app.command()
 def env() -> None:
     """Versions, devices, compilers, and which backends this machine can use, with the reasons."""
     from foci.cli.environment import backends_table, facts_table

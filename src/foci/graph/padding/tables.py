@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-__all__ = ["KINDS", "ROLES", "Fault", "Kind", "Role", "Row", "Shape", "Table", "find_table", "folder", "read", "write"]
+__all__ = ["KINDS", "ROLES", "Fault", "Kind", "Role", "Row", "Shape", "Table", "extend", "find_table", "folder", "read", "write"]
 
 Kind: TypeAlias = Literal["float16", "bfloat16", "float32", "tf32", "float64"]
 """Of arithmetic: the dtype, and tf32 where float32 products may use it."""
@@ -161,6 +161,17 @@ def write(table: Table, path: Path) -> None:
     head = {name: getattr(table, name) for name in ("device", "family", "torch", "peaks", "bandwidth", "launch")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n")
+
+
+def extend(table: Table, path: Path | None = None) -> Path:
+    """Writes a table over what a file holds of the same measurements; by default where `find_table` looks for it.
+
+    Returns:
+        The file.
+    """
+    path = path or folder() / _file_name(table.device)
+    write(read(path).extended(table) if path.exists() else table, path)
+    return path
 
 
 def _times(row: Row) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.graph.padding.strides import round_up
 from foci.graph.padding.tables import ROLES, Kind, Row, Shape, Table
 
-__all__ = ["SHAPES", "device_name", "family", "kind_dtype", "tune"]
+__all__ = ["SHAPES", "SMALL_SHAPES", "device_name", "family", "kind_dtype", "tune"]
 
 # Large vocabularies, squares, tall and flat ones, and the batched products of attention.
 SHAPES: Final = (
@@ -32,6 +32,16 @@ SHAPES: Final = (
     Shape(96, 1024, 64, 1024),
     Shape(96, 256, 256, 64),
 )
+
+SMALL_SHAPES: Final = (
+    Shape(1, 1024, 4096, 768),
+    Shape(1, 1024, 1024, 1024),
+    Shape(1, 512, 512, 512),
+    Shape(1, 256, 2048, 1024),
+    Shape(24, 256, 256, 64),
+    Shape(24, 256, 64, 256),
+)
+"""For CPUs."""
 
 # By kind, the alignments in bytes that are measured: of 16-byte loads, what is missing.
 _ALIGNMENTS: Final = {"float16": (2, 4, 8), "bfloat16": (2, 4, 8), "float32": (4, 8), "tf32": (4, 8), "float64": (8,)}
@@ -72,16 +82,14 @@ def family(device: torch.device) -> str:
 
 
 def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Iterator[Row]:
-    itemsize = kind_dtype(kind).itemsize
+    dtype = kind_dtype(kind)
     with _arithmetic(kind):
-        aligned = _seconds(_product(device, kind_dtype(kind), shape), device, repeats)
+        good = _product(device, dtype, shape)
         for role in ROLES:
             for alignment in _ALIGNMENTS[kind]:
-                odd = shape.shrunk(role, alignment // itemsize)
-                padded, misaligned = (
-                    _seconds(_product(device, kind_dtype(kind), odd, role, tight=tight), device, repeats) for tight in (False, True)
-                )
-                yield Row(kind, role, alignment, shape, aligned, padded, misaligned)
+                odd = shape.shrunk(role, alignment // dtype.itemsize)
+                calls = [good, *(_product(device, dtype, odd, role, tight=tight) for tight in (False, True))]
+                yield Row(kind, role, alignment, shape, *_seconds(calls, device, repeats))
 
 
 def kind_dtype(kind: Kind) -> torch.dtype:
@@ -120,29 +128,34 @@ def _product(device: torch.device, dtype: torch.dtype, shape: Shape, role: str =
 def _bandwidth(device: torch.device, repeats: int) -> float:
     size = 2**29 if device.type == "cuda" else 2**27
     source, target = (torch.empty(size, device=device, dtype=torch.uint8).fill_(1) for _ in range(2))
-    return 2 * size / _seconds(lambda: target.copy_(source), device, repeats)
+    return 2 * size / _seconds([lambda: target.copy_(source)], device, repeats)[0]
 
 
 def _launch(device: torch.device, repeats: int) -> float:
     small = torch.zeros(16, device=device)
-    return _seconds(lambda: small.add_(1), device, repeats)
+    return _seconds([lambda: small.add_(1)], device, repeats)[0]
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    if device.type == "cuda":
-        return _seconds_on_cuda(call, repeats)
-    call()
-    times = []
-    for _ in range(repeats):
+def _seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
+    """Of each call, in turn, so that a slow moment falls on all alike: the median on a GPU, the least on a CPU that others share."""
+    timers = [_on_cuda(call) if device.type == "cuda" else _on_cpu(call) for call in calls]
+    times = [[timer() for timer in timers] for _ in range(repeats)]
+    typical = statistics.median if device.type == "cuda" else min
+    return [typical(column) for column in zip(*times)]
+
+
+def _on_cpu(call: Callable[[], object]) -> Callable[[], float]:
+    def timer() -> float:
         start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        return time.perf_counter() - start
+
+    timer()
+    return timer
 
 
-def _seconds_on_cuda(call: Callable[[], object], repeats: int) -> float:
+def _on_cuda(call: Callable[[], object], calls: int = 4) -> Callable[[], float]:
     """From a captured graph: no time of the host in it."""
-    calls = 4
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()
@@ -151,13 +164,14 @@ def _seconds_on_cuda(call: Callable[[], object], repeats: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             call()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
+
+    def timer() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(times)
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+    timer()
+    return timer
