@@ -7,7 +7,8 @@ writes the operator. What cannot be read gives the reason that the report prints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -271,14 +272,21 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     except Exception:
         _erase_between(graph, before, old)
         raise
-    made, at = [new], new
-    while at.prev is not before:
-        at = at.prev
-        made.append(at)
-    writes.add(made, old)
     old.replace_all_uses_with(new)
+    made = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))
+    for node in made:
+        if not node.users and node is not new:
+            graph.erase_node(node)
+    writes.add(made, old)
     erase(graph, old, match.inside)
     return str(prepared.bound.variant)
+
+
+def _upward(node: fx.Node) -> Iterator[fx.Node]:
+    while True:
+        following = node.prev
+        yield node
+        node = following
 
 
 def _erase_between(graph: fx.Graph, before: fx.Node, end: fx.Node) -> None:

@@ -261,14 +261,15 @@ def _diagonal(at: At) -> Place:
 
 
 def _gather(at: At) -> Place:
-    source, dim = at.source, _dim(at.call.argument(1, "dim"), rank_of(at.source))
-    index_node = at.call.argument(2, "index", at.call.kwargs.get("indices"))
+    along = at.call.name == "take_along_dim"  # which has the indices before the dim
+    source, dim = at.source, _dim(at.call.argument(2 if along else 1, "dim"), rank_of(at.source))
+    index_node = at.call.argument(1 if along else 2, "indices" if along else "index")
     if not isinstance(index_node, fx.Node):
         raise NoRule("gather by something that is no tensor")
     size = shape_of(source)[dim]
     at_index = broadcast_index(at.index, shape_of(index_node))
     picked = _constant(at.element(index_node, at_index), size)
-    own = list(broadcast_index(at.index, shape_of(source)) if at.call.name == "take_along_dim" else at.index)
+    own = list(broadcast_index(at.index, shape_of(source)) if along else at.index)
     own[dim] = picked
     return source, tuple(() if same_size(n, 1) else d for d, n in zip(own, shape_of(source), strict=True))
 
