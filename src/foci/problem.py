@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ __all__ = [
     "empty_out",
     "is_aligned",
 ]
+
+
+_NEWLINE: Final = " | "  # of a formula in one line; nothing in a formula's text has a bar
 
 
 class Layout(Enum):
@@ -79,10 +83,15 @@ class Formula:
         head = f"layout={self.layout.value};outputs={asked};dropout={int(self.dropout)};blocks={blocks}"
         return f"{head}\n{self.variant.text}"
 
+    @functools.cached_property
+    def line(self) -> str:
+        """The text in one line, as an operator's argument: Inductor writes arguments into comments of its code."""
+        return self.text.replace("\n", _NEWLINE)
+
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Formula:
-        head, _, variant = text.partition("\n")
+        head, _, variant = text.replace(_NEWLINE, "\n").partition("\n")
         parts = dict(item.split("=", 1) for item in head.split(";"))
         q, _, kv = parts["blocks"].partition("x")
         return Formula(

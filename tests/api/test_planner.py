@@ -195,6 +195,7 @@ def test_formulas_read_back(score, pair, layout, outputs, dropout, block):  # FL
     formula = Formula(variant_of(score, mask), layout, outputs, dropout, block)
     again = Formula.parse(formula.text)
     assert again == formula and again.text == formula.text
+    assert Formula.parse(formula.line) == formula and "\n" not in formula.line
     assert again.variant.score is formula.variant.score and again.variant.mask is formula.variant.mask
 
 

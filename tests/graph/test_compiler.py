@@ -213,6 +213,20 @@ def test_an_exported_program_survives_a_file(tmp_path):
     torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(*x), model(*x))
 
 
+def test_arguments_have_no_line_breaks():
+    """Inductor writes every argument into a comment of the code that it makes for a GPU."""
+
+    def look(graph_module, inputs):
+        nodes = [node for node in fuse(graph_module, inputs).graph_module.graph.nodes if "attention" in str(node.target)]
+        seen.extend(text for node in nodes for text in node.args if isinstance(text, str))
+        return graph_module
+
+    seen = []
+    torch.compile(Block(), backend=look)(*hidden(20))
+    assert len(seen) == 2
+    assert not any("\n" in text for text in seen)
+
+
 def test_the_graph_given_is_not_changed():
     seen = []
 
