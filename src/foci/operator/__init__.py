@@ -59,8 +59,9 @@ def attend_chosen(call: Chosen, operands: Operands, packed: Sequence[Tensor] | N
     """
     if any(call.needs[:3]) or any(call.needs[3]):
         tensors = (operands.query, operands.key, operands.value) if packed is None else packed
-        found = EagerAttention.apply(call, operands, packed is not None, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
-        return Results(*found)
+        aside: list[Tensor] = []
+        found = EagerAttention.apply(call, operands, packed is not None, aside, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
+        return Results(found, aside[0]) if aside else Results(*found)
     results = forward_of(call, operands)
     return results if packed is None else Results(packed_rows(results.out), results.lse[0])
 

@@ -15,23 +15,23 @@ from foci.problem import Formula, Gradients, Layout, Operands, Results
 
 __all__ = ["EagerAttention", "as_batch", "packed_rows"]
 
-Found: TypeAlias = tuple[Tensor | None, ...]
+Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
 
 
 class EagerAttention(torch.autograd.Function):
     """The eager way: no dispatcher, the same kernels."""
 
     @staticmethod
-    def forward(ctx: Any, call: Chosen, operands: Operands, packed: bool, *tensors: Tensor) -> Found:
-        """Output, logsumexp, row maxima, column sums and weights; None for what was not asked for.
+    def forward(ctx: Any, call: Chosen, operands: Operands, packed: bool, aside: list[Tensor], *tensors: Tensor) -> Found:
+        """The output alone, with the logsumexp put `aside`, where no other is asked for: outputs cost autograd time. Else output,
+        logsumexp, row maxima, column sums and weights; None for what was not asked for.
 
         `tensors` are query, key, value and captures; with `packed`, query, key, value and output are [T, H, D], and nothing but
         the logsumexp, [H, T], is asked for.
         """
         ctx.set_materialize_grads(False)
         r, formula = forward_of(call, operands), call.formula
-        others = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
-        outputs = (packed_rows(r.out), r.lse[0], *others) if packed else (r.out, r.lse.contiguous(), *others)
+        out, lse = (packed_rows(r.out), r.lse[0]) if packed else (r.out, r.lse.contiguous())
         o = operands
         optional: tuple[Tensor | None, ...] = _NOTHING
         if formula.dropout or formula.block_size is not None or formula.layout is not Layout.DENSE:
@@ -39,14 +39,20 @@ class EagerAttention(torch.autograd.Function):
         ctx.call = (call, packed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
         ctx.numbers = (o.ints, o.floats, o.scale, o.dropout_p)
         ctx.longest = (o.max_q, o.max_kv)
-        ctx.save_for_backward(*tensors, *(t for t in optional if t is not None), outputs[0], outputs[1])
-        if outputs[2] is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return outputs
+        ctx.save_for_backward(*tensors, *(t for t in optional if t is not None), out, lse)
+        asked = formula.outputs
+        if not (asked.lse or asked.row_max or asked.column_sums or asked.weights):
+            aside.append(lse)
+            return out
+        others = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
+        if others[0] is not None:
+            ctx.mark_non_differentiable(others[0])
+        return (out, lse, *others)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, packed, present = ctx.call
+        grads = (*grads, None, None, None, None)[:5]
         saved = ctx.saved_tensors
         count = 3 + len(call.needs[3])
         optional: Any = _NOTHING
@@ -69,7 +75,7 @@ class EagerAttention(torch.autograd.Function):
         found: tuple[Tensor | None, ...] = (g.query, g.key, g.value)
         if packed:
             found = tuple(None if t is None else packed_rows(t) for t in found)
-        return (None, None, None, *found, *g.captures)
+        return (None, None, None, None, *found, *g.captures)
 
 
 def as_batch(rows: Tensor) -> Tensor:
