@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
-from foci.graph.lift import CASTS, PASSED, Lift
+from foci.graph.lift import CASTS, PASSED, Lift, stops_gradient
 from foci.graph.products import Product, product_of
 from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, needs_grad, same_size, shape_of
 from foci.graph.weights import Softmax, Walk, walk_up
@@ -154,6 +154,8 @@ def read(
     """
     value = 1 - side
     roles = {"queries": second.only(side), "keys": second.summed, "width": second.only(value), "shared": second.shared}
+    if needs_grad(second.node) and stops_gradient(first.node):
+        raise NoRule(f"no gradient flows through {first.node.name}")
     on_path = _depending(first.node, passed)
     found: list[Index] = []
 

@@ -1,0 +1,405 @@
+"""The pass as a whole: what it leaves of a graph, what its results are in the corners, and what keeps it from fusing."""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import foci
+from foci.graph import fuse
+
+B, H, S, D = 2, 4, 20, 8
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(heads=H, kv_heads=H, length=S):
+    return draw(B, heads, length, D, seed=1), draw(B, kv_heads, length, D, seed=2), draw(B, kv_heads, length, D, seed=3)
+
+
+class Fusing:
+    """A backend that only fuses, and keeps what it saw."""
+
+    def __init__(self):
+        self.before, self.after, self.sites = [], [], []
+
+    def __call__(self, module, inputs):
+        text = module.code
+        fused = fuse(module, inputs)
+        assert module.code == text, "the given graph was changed"
+        self.before.append(module)
+        self.after.append(fused.graph_module)
+        self.sites += fused.sites
+        return fused.graph_module.forward
+
+
+def fused(function, *args, dynamic=None):
+    """The fused function's backend after a run, with its result compared to eager's, gradients included."""
+    torch._dynamo.reset()
+    backend = Fusing()
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+    leaves = [
+        a.detach().clone().requires_grad_(a.is_floating_point() and a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
+    ]
+    want, got = function(*args), compiled(*leaves)
+    flat = lambda x: list(x) if isinstance(x, (tuple, list)) else [x]
+    for w, g in zip(flat(want), flat(got)):
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
+    if flat(want)[0].requires_grad:
+        inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        ours = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
+        cotangent = draw(*flat(want)[0].shape, seed=9)
+        for w, g in zip(
+            torch.autograd.grad(flat(want)[0], inputs, cotangent, allow_unused=True),
+            torch.autograd.grad(flat(got)[0], ours, cotangent, allow_unused=True),
+        ):
+            torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-8)
+    return backend
+
+
+def learned(*tensors):
+    return [t.requires_grad_() for t in tensors]
+
+
+def reasons(backend):
+    return [site.reason for site in backend.sites]
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ k.mT / math.sqrt(D), -1) @ v
+
+
+def test_nothing_of_the_attention_is_left_but_the_operator():
+    def causal(q, k, v):
+        keep = torch.tril(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
+        return torch.softmax((q @ k.mT * 0.3).masked_fill(~keep, -math.inf), -1) @ v
+
+    backend = fused(causal, *learned(*qkv()))
+    targets = [str(n.target) for n in backend.after[0].graph.nodes if n.op.startswith("call")]
+    assert "foci.attention.default" in targets
+    assert not {"softmax", "matmul", "tril", "ones", "masked_fill"} & {t.split(".")[-1].strip("<>") for t in targets}
+    assert [site.variant for site in backend.sites] == ["score where kv_idx <= q_idx"]
+
+
+def test_a_site_has_the_users_line():
+    backend = fused(plain, *qkv())
+    assert "test_recognise.py:" in backend.sites[0].location
+    assert backend.sites[0].kind == "matmul-softmax-matmul"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_that_were_repeated_are_not_stored(kv_heads, dynamic):
+    def repeated(q, k, v):
+        times = q.shape[1] // k.shape[1]
+        k, v = (t[:, :, None].expand(-1, -1, times, -1, -1).reshape(q.shape[0], -1, t.shape[2], t.shape[3]) for t in (k, v))
+        return plain(q, k, v)
+
+    backend = fused(repeated, *learned(*qkv(kv_heads=kv_heads)), dynamic=dynamic)
+    call = next(n for n in backend.after[0].graph.nodes if "foci.attention" in str(n.target))
+    key = call.args[1].meta["example_value"]
+    assert key.shape[0] * key.shape[1] in (B * kv_heads, kv_heads)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_heads_that_are_merged_with_the_batch_are_told_apart_by_a_mask(dynamic):
+    def merged(q, k, v, keep):
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(q.shape[0], q.shape[1], q.shape[2], -1)
+        weights = scores.masked_fill(~keep[:, None, None], -math.inf).softmax(-1).flatten(0, 1)
+        return torch.bmm(weights, v.flatten(0, 1)).view_as(q)
+
+    keep = torch.arange(S) < torch.tensor([[S], [S - 7]])
+    backend = fused(merged, *learned(*qkv()), keep, dynamic=dynamic)
+    assert backend.sites[0].variant == "score where c0[b, kv_idx]"
+
+
+def test_lengths_are_symbols():
+    backend = fused(plain, *qkv(), dynamic=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, backend=backend, dynamic=True)
+    for length in (17, 23, 40):
+        args = qkv(length=length)
+        torch.testing.assert_close(compiled(*args), plain(*args))
+    assert len(backend.before) == 2  # one graph here, one above
+
+
+@pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_that_attend_to_nothing_keep_their_meaning(low, added):
+    keep = torch.arange(S) < torch.tensor([[S], [0]])
+
+    def padded(q, k, v):
+        scores = q @ k.mT * 0.3
+        if added:
+            scores = scores + torch.where(keep[:, None, None], 0.0, low)
+        else:
+            scores = scores.masked_fill(~keep[:, None, None], low)
+        return torch.softmax(scores, -1) @ v
+
+    torch._dynamo.reset()
+    q, k, v = (t.float() for t in qkv())
+    want, got = padded(q, k, v), torch.compile(padded, backend=Fusing())(q, k, v)
+    if low == -math.inf:
+        assert want[1].isnan().all()
+        assert (got[1] == 0).all()
+        want, got = want[0], got[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_causal_mask_of_the_lowest_number_needs_no_second_look():
+    def causal(q, k, v):
+        keep = torch.tril(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
+        return torch.softmax((q @ k.mT).masked_fill(~keep, torch.finfo(q.dtype).min), -1) @ v
+
+    backend = fused(causal, *learned(*qkv()))
+    assert not any("where" in str(n.target) for n in backend.after[0].graph.nodes)
+
+
+def test_a_sink_is_a_column_that_is_dropped():
+    def sink(q, k, v, logit):
+        scores = torch.cat([q @ k.mT * 0.3, logit.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return torch.softmax(scores, -1)[..., :-1] @ v
+
+    backend = fused(sink, *learned(*qkv(), draw(H, seed=4)))
+    assert reasons(backend) == [None]
+
+
+def test_a_permuted_batch_is_followed():
+    def permuted(q, k, v):
+        weights = (q @ k.mT).permute(1, 0, 2, 3).softmax(-1)
+        return weights @ v.transpose(0, 1)
+
+    assert reasons(fused(permuted, *learned(*qkv()))) == [None]
+
+
+def test_two_columns_are_no_sink():
+    def columns(q, k, v, logit):
+        scores = torch.cat([q @ k.mT * 0.3, logit.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 2)], -1)
+        return torch.softmax(scores, -1)[..., :-2] @ v
+
+    assert reasons(fused(columns, *qkv(), draw(H, seed=4))) == ["the scores are concatenated with something that is no single column"]
+
+
+def test_gradients_flow_to_what_was_captured():
+    def biased(q, k, v, bias, slopes, table):
+        position = torch.arange(q.shape[2])
+        distance = (position[:, None] - position).abs()
+        bias = bias + slopes[:, None, None] * distance + table[distance.clamp(max=4)].permute(2, 0, 1)
+        return torch.softmax(q @ k.mT * 0.3 + bias, -1) @ v
+
+    backend = fused(biased, *learned(*qkv(), draw(1, H, S, S, seed=5), draw(H, seed=6), draw(5, H, seed=7)))
+    assert reasons(backend) == [None]
+
+
+def test_operands_keep_what_the_caller_gets():
+    def cached(q, k, v):
+        k, v = k.transpose(1, 2).contiguous().transpose(1, 2), v * 2
+        return plain(q, k, v), k, v
+
+    assert reasons(fused(cached, *learned(*qkv()))) == [None]
+
+
+def test_the_mask_of_all_layers_is_made_once_and_not_kept():
+    def layers(q, k, v, keep):
+        position = torch.arange(q.shape[2])
+        mask = torch.where((position <= position[:, None]) & keep[:, None, None], 0.0, -1e30)
+        for _ in range(3):
+            q = torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+        return q
+
+    keep = torch.arange(S) < torch.tensor([[S], [S - 3]])
+    backend = fused(layers, *learned(*qkv()), keep)
+    assert len({site.variant for site in backend.sites}) == 1
+    shapes = [
+        tuple(n.meta["example_value"].shape) for n in backend.after[0].graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)
+    ]
+    assert not [shape for shape in shapes if shape[-2:] == (S, S)]
+
+
+DECLINED = {
+    "scores are returned": lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s))(q @ k.mT),
+    "scores are summed": lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s.sum()))(q @ k.mT),
+    "weights are returned": lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT).softmax(-1)),
+    "other rows": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "mixed rows": lambda q, k, v: (lambda s: (s + s.mT).softmax(-1) @ v)(q @ k.mT),
+    "weights of two": lambda q, k, v: ((q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1)) @ v,
+    "a temperature of keys": lambda q, k, v: ((q @ k.mT).softmax(-1) * torch.arange(S)) @ v,
+    "sharpened weights": lambda q, k, v: (q @ k.mT).softmax(-1).pow(2) @ v,
+    "two softmaxes": lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_only_looks_like_attention_is_left_alone(name):
+    backend = fused(DECLINED[name], *learned(*qkv()))
+    assert not any(site.fused for site in backend.sites), backend.sites
+    assert all(reasons(backend))
+
+
+NO_SITES = {
+    "a classifier": lambda q, k, v: torch.softmax(q @ k[0, 0].mT, -1),
+    "a router": lambda q, k, v: torch.softmax(F.linear(q[:, 0], k[0, 0]), -1).topk(2, -1).values.sum(-1, keepdim=True) * v[:, 0],
+    "pooling": lambda q, k, v: (torch.softmax(q.sum(-1), -1)[..., None] * v).sum(2),
+}
+
+
+@pytest.mark.parametrize("name", NO_SITES)
+def test_a_softmax_that_is_no_attention_is_no_site(name):
+    assert fused(NO_SITES[name], *learned(*qkv())).sites == []
+
+
+def test_a_write_between_reading_and_end_is_seen():
+    def overwritten(q, k, v):
+        k = k * 1
+        scores = q @ k.mT
+        k.zero_()
+        return scores.softmax(-1) @ v, k
+
+    backend = fused(overwritten, *qkv())
+    assert "written in place" in backend.sites[0].reason
+
+
+def test_a_cache_that_is_written_before_it_is_read_does_not_block():
+    def cached(q, k, v, cache):
+        cache[:, :, 3:4] = k[:, :, 3:4]
+        return plain(q, cache, v)
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), qkv()
+    cache = draw(B, H, S, D, seed=8)
+    want = cached(*args, cache.clone())
+    torch.testing.assert_close(torch.compile(cached, backend=backend)(*args, cache.clone()), want)
+    assert reasons(backend) == [None]
+
+
+def test_a_gradient_that_stops_inside_is_not_fused_away():
+    def stopped(q, k, v):
+        return (q @ k.mT).detach().softmax(-1) @ v
+
+    def stopped_weights(q, k, v):
+        with torch.no_grad():
+            weights = (q @ k.mT).softmax(-1)
+        return weights @ v
+
+    for function in (stopped, stopped_weights):
+        torch._dynamo.reset()
+        backend, args = Fusing(), learned(*qkv())
+        torch.compile(function, backend=backend)(*args).sum().backward()
+        assert args[0].grad is None
+        assert args[2].grad is not None
+
+
+def test_without_gradients_nothing_stops():
+    with torch.no_grad():
+        assert reasons(fused(lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v, *learned(*qkv()))) == [None]
+
+
+def test_autocast_computes_in_its_dtype():
+    def cast(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.softmax(q @ k.mT * 0.3, -1) @ v
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), [t.float() for t in qkv()]
+    out = torch.compile(cast, backend=backend)(*args)
+    assert out.dtype == torch.bfloat16
+    assert reasons(backend) == [None]
+    torch.testing.assert_close(out, cast(*args), rtol=2e-2, atol=2e-2)
+
+
+def test_operands_widened_for_the_product_are_read_narrow():
+    def widened(q, k, v):
+        weights = torch.softmax(q.float() @ k.float().mT * 0.3, -1)
+        return weights.to(v.dtype) @ v
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), [t.bfloat16() for t in qkv()]
+    out = torch.compile(widened, backend=backend)(*args)
+    call = next(n for n in backend.after[0].graph.nodes if "foci.attention" in str(n.target))
+    assert {n.meta["example_value"].dtype for n in call.args[:3]} == {torch.bfloat16}
+    torch.testing.assert_close(out, widened(*args), rtol=2e-2, atol=2e-2)
+
+
+def test_dropout_draws_one_seed():
+    def dropped(q, k, v):
+        return F.dropout(torch.softmax(q @ k.mT * 0.3, -1), 0.5, training=True) @ v
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), [t.float() for t in qkv()]
+    compiled = torch.compile(dropped, backend=backend)
+    torch.manual_seed(3)
+    first = compiled(*args)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(*args), first)
+    assert not torch.equal(compiled(*args), first)
+    mean = torch.stack([compiled(*args) for _ in range(300)]).mean(0)
+    torch.testing.assert_close(mean, torch.softmax(args[0] @ args[1].mT * 0.3, -1) @ args[2], rtol=0.5, atol=0.35)
+
+
+def test_torchs_modules_are_opened():
+    module = nn.MultiheadAttention(H * D, H, batch_first=True).double()
+    (x,) = learned(draw(B, S, H * D, seed=4))
+    hidden = torch.arange(S) >= torch.tensor([[S], [S - 5]])
+    backend = fused(lambda x: module(x, x, x, key_padding_mask=hidden, need_weights=False)[0], x)
+    assert [(site.kind, site.fused) for site in backend.sites] == [("mha", True)]
+    backend = fused(lambda x: module(x, x, x), x)
+    assert [(site.kind, site.fused) for site in backend.sites] == [("mha", False)]
+
+
+def test_calls_by_name_are_lowered():
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    backend = fused(sdpa, *learned(*qkv(kv_heads=2)))
+    assert [(s.kind, s.variant) for s in backend.sites] == [("sdpa", "score where kv_idx <= q_idx")]
+
+
+def test_a_graph_without_example_values_gets_them():
+    graph = torch.fx.symbolic_trace(plain)
+    args = qkv()
+    found = fuse(graph, args)
+    assert [site.fused for site in found.sites] == [True]
+    torch.testing.assert_close(found.graph_module(*args), plain(*args))
+
+
+def test_an_unforeseen_error_is_a_reason(monkeypatch):
+    monkeypatch.setattr("foci.graph.recognise.prepare", lambda match: 1 / 0)
+    backend = fused(plain, *qkv())
+    assert "ZeroDivisionError" in backend.sites[0].reason
+
+
+def test_the_pass_is_linear_in_the_graph():
+    def stacked(layers):
+        def run(q, k, v):
+            position = torch.arange(q.shape[2])
+            mask = torch.where(position <= position[:, None], 0.0, -1e30)
+            for _ in range(layers):
+                q = q + torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+            return q
+
+        return run
+
+    def seconds(layers):
+        torch._dynamo.reset()
+        kept = []
+        torch.compile(stacked(layers), backend=lambda m, x: kept.append((m, x)) or m.forward)(*qkv())
+        best = math.inf
+        for _ in range(3):
+            start = time.process_time()
+            assert len(fuse(*kept[0]).sites) == layers
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(32) < 4 * 2.0 * seconds(8)
+
+
+def test_observed_backends_run():
+    with foci.observe() as log:
+        fused(plain, *qkv())
+    assert len(log.calls) == 1
