@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from foci.backends.contract import Kernel, Plan
-from foci.backends.triton.schedules import padded, schedule_for, tile_bytes
+from foci.backends.triton.schedules import padded, schedule_for, scratch_of
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -67,7 +67,7 @@ class TritonBackend:
         outputs = problem.formula.outputs
         if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
             kinds.append("captures")
-        scratch = tile_bytes(problem.variant) or int(problem.formula.dropout)
+        scratch = scratch_of(problem)
         for kind in kinds:
             if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch) is None:
                 size = f"D = {problem.head_dim}, Dv = {problem.value_dim}"

@@ -23,7 +23,7 @@ from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.recording import Recorder, may_replay, stream_of
-from foci.backends.triton.schedules import Schedule, padded, schedule_for, tile_bytes
+from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
@@ -95,8 +95,7 @@ class TritonKernel:
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
         found = self.schedules.get(kind)
         if found is None:
-            scratch = self.tile_bytes if self.reads_tiles else int(self.problem.formula.dropout)
-            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch)
+            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
             assert found is not None, "a plan is made only where a schedule exists"
             found = fitted(found, self.problem.formula.block_size)
             self.schedules[kind] = found

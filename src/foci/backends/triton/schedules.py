@@ -10,9 +10,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foci.problem import Problem
 from foci.variant import Variant
 
-__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "family_of", "padded", "schedule_for", "shared_bytes", "tile_bytes"]
+__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "family_of", "padded", "schedule_for", "scratch_of", "shared_bytes", "tile_bytes"]
 
 KINDS: Final = (
     "forward",
@@ -113,9 +114,14 @@ def padded(dim: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tile_bytes(variant: Variant) -> int:
-    """Bytes that each score reads from captured tensors by (q, kv) at once: what `shared_bytes` calls scratch."""
+    """Bytes that each score reads from captured tensors by (q, kv) at once."""
     loads = {e for root in (variant.score, variant.mask) for e in root.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
     return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads)
+
+
+def scratch_of(problem: Problem) -> int:
+    """What `shared_bytes` calls scratch; gradients of returned weights stream by (q, kv) as captured tensors do."""
+    return tile_bytes(problem.variant) + 4 * problem.formula.outputs.weights or int(problem.formula.dropout)
 
 
 def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: int) -> int:

@@ -20,7 +20,7 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan
-from foci.backends.triton.schedules import LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, shared_bytes, tile_bytes
+from foci.backends.triton.schedules import LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, scratch_of, shared_bytes
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 __all__ = ["Scheduled", "Store", "TunedKernel", "candidates", "fitted", "key_of"]
@@ -55,7 +55,7 @@ def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     and stages, as far as they fit the device's shared memory by `shared_bytes`."""
     p, arch = plan.problem, plan.target.arch
     dims, itemsize = (padded(p.head_dim), padded(p.value_dim)), p.dtype.itemsize
-    scratch = tile_bytes(p.variant) or int(p.formula.dropout)
+    scratch = scratch_of(p)
     own = schedule_for(kind, arch, dims, itemsize, scratch=scratch)
     if own is None or arch == 0:
         return () if own is None else (fitted(own, p.formula.block_size),)
