@@ -80,6 +80,13 @@ class Arguments:
             return 1
         return _threads_after_fork or torch.get_num_threads()
 
+    def has_gaps(self, *, of_keys: bool) -> bool:
+        """Whether tokens of a jagged batch belong to no sequence, so that no kernel writes them."""
+        offsets, lengths, tokens = self.offsets[of_keys], self.offsets[2 + of_keys], self.sizes[5 + of_keys]
+        if offsets is None:
+            return False
+        return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
+
     def packed(
         self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int, int] = (1, 0, 0, 0, 1)
     ) -> bytes:
@@ -121,7 +128,7 @@ class CpuKernel:
         out = empty_out(query, operands.value)
         lse = torch.empty(query.shape[:3], dtype=torch.float32)
         row_max = torch.empty_like(lse) if outputs.row_max else None
-        if operands.cu_q is not None:  # tokens between sequences belong to none
+        if arguments.has_gaps(of_keys=False):
             out.zero_()
             lse.fill_(-torch.inf)
             if row_max is not None:
@@ -140,11 +147,11 @@ class CpuKernel:
         if _is_empty(operands):
             return self._zeros(operands)
         arguments = Arguments(operands)
-        fresh = torch.zeros_like if operands.cu_q is not None else torch.empty_like  # tokens between sequences belong to none
         wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
+        fresh = [torch.zeros_like if arguments.has_gaps(of_keys=keys) else torch.empty_like for keys in (False, True, True)]
         grads = tuple(
-            fresh(t, memory_format=torch.contiguous_format) if want else None
-            for t, want in zip((operands.query, operands.key, operands.value), wanted, strict=True)
+            make(t, memory_format=torch.contiguous_format) if want else None
+            for make, t, want in zip(fresh, (operands.query, operands.key, operands.value), wanted, strict=True)
         )
         splits = self._splits(arguments)
         sites = sites_of(problem.variant.score, problem.capture_grads)

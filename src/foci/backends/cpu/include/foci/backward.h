@@ -368,7 +368,7 @@ template <class P> int backward_small(const Call& call, int64_t most_tiles) {
     const bool ready = tile_memory.data && query_memory.data && sums.data;
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
     QueryTile<P>* query = (QueryTile<P>*)query_memory.data;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t partition = 0; partition < partitions(call); ++partition) {
       float* sinks[P::SITES ? P::SITES : 1];
       find_sinks<P>(call, partition, sinks);
@@ -435,7 +435,7 @@ template <class P> int backward(const Call& call) {
     }
     if constexpr (P::GRAD_Q) {
       i = 0;
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, 4) nowait
       for (int64_t at = 0; at < tiles; ++at) {
         while (at >= base[i + 1]) ++i;
         const Sequence s = sequence(call, order[i]);

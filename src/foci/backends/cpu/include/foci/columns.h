@@ -22,7 +22,7 @@ template <class P> int columns(const Call& call) {
     ForwardTile<P>& tile = *(ForwardTile<P>*)tile_memory.data;
     word* panels = (word*)keys.data;
     float *sum = (float*)sums.data, *gradient = (float*)gradients.data;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < heads; ++i) {
       const Sequence s = sequence(call, (int)(i / call.q_heads));
       const int h = (int)(i % call.q_heads), hkv = (int)(h / group), padded = round_up(s.kv_len, PANEL);

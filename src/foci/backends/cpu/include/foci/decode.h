@@ -11,6 +11,17 @@ inline int64_t decode_splits(const Call& call) {
   return wanted < most ? wanted : most;
 }
 
+constexpr int STEP = 128;  // keys that are packed at a time: few, so that what follows them can be fetched meanwhile
+
+// Points the tile to the keys and values from `from` on, if they lie row by row.
+template <class P> void look_ahead(const Call& call, const Sequence& s, int hkv, int from, int until, ForwardTile<P>& tile) {
+  typedef typename P::Storage T;
+  if (call.key.column != 1 || call.value.column != 1) return;
+  tile.ahead.key = (const char*)call.key.at<T>(s.batch, hkv, s.kv_start + from), tile.ahead.value = (const char*)call.value.at<T>(s.batch, hkv, s.kv_start + from);
+  tile.ahead.key_row = call.key.row * (int64_t)sizeof(T), tile.ahead.value_row = call.value.row * (int64_t)sizeof(T);
+  tile.ahead.rows = max_int(0, until - from);
+}
+
 template <class P> int forward_few(const Call& call) {
   typedef Packing<P> K;
   constexpr int PART = K::O_ROW + 2;  // a row's unnormalised output, maximum and sum
@@ -20,9 +31,9 @@ template <class P> int forward_few(const Call& call) {
   int status = DONE;
 #pragma omp parallel num_threads((int)call.threads)
   {
-    const Buffer tile_memory(sizeof(ForwardTile<P>)), words((int64_t)KEYS * (K::D_WORDS + K::V_PANELS * PANEL) * sizeof(typename K::word));
+    const Buffer tile_memory(sizeof(ForwardTile<P>)), words((int64_t)STEP * (K::D_WORDS + K::V_PANELS * PANEL) * sizeof(typename K::word));
     ForwardTile<P>& tile = *(ForwardTile<P>*)tile_memory.data;
-    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)KEYS * K::D_WORDS, (int64_t)KEYS / K::E::PAIR * PANEL};
+    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)STEP * K::D_WORDS, (int64_t)STEP / K::E::PAIR * PANEL};
     const bool ready = tile_memory.data && words.data;
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
 #pragma omp for schedule(dynamic, 1)
@@ -33,10 +44,11 @@ template <class P> int forward_few(const Call& call) {
       if (!ready || s.q_len <= 0) continue;
       tile.begin(call, s, hkv, 0, (int)(group * s.q_len));
       const int step = round_up((int)((s.kv_len + splits - 1) / splits), PANEL), end = min_int(s.kv_len, step * (int)(split + 1));
-      for (int kv = step * (int)split; kv < end; kv += KEYS) {
-        const int until = min_int(kv + KEYS, end);
+      for (int kv = step * (int)split; kv < end; kv += STEP) {
+        const int until = min_int(kv + STEP, end);
         if (P::MASKED && tile.classify(call, kv, until) == EMPTY) continue;
         pack_keys<P>(call, s, hkv, panels, kv, until);
+        look_ahead<P>(call, s, hkv, until, min_int(until + STEP, s.kv_len), tile);
         tile.attend(call, panels, kv, kv, until);
       }
       if (splits == 1) {
@@ -51,7 +63,7 @@ template <class P> int forward_few(const Call& call) {
       }
     }
     if (splits > 1) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t i = 0; i < heads; ++i) {
         const Sequence s = sequence(call, (int)(i / call.kv_heads));
         if (!ready || s.q_len <= 0) continue;

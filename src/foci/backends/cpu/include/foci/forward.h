@@ -63,12 +63,14 @@ template <class P> struct ForwardTile {
   int rows, padded;  // padded: rows of whole micro-kernel blocks
   float unit;        // what is left to multiply the products by; never negative
   Rectangle extent;
+  struct { const char *key, *value; int64_t key_row, value_row; int rows; } ahead;  // what comes next in memory, if it is to be fetched
 
   // Takes rows `first` to `first + count` of the kv head's group, counted head by head.
   void begin(const Call& call, const Sequence& s, int hkv, int64_t first, int count) {
     typedef typename K::T T;
     const int group = (int)(call.q_heads / call.kv_heads);
     rows = count;
+    ahead.rows = 0;
     unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) : 1.0f;
     padded = round_up(count, count <= 4 ? 4 : MR);
     for (int r = 0; r < padded; ++r) {
@@ -88,6 +90,16 @@ template <class P> struct ForwardTile {
     const bool one_head = head[0] == head[rows - 1];
     extent = {s.b, head[0], head[rows - 1], one_head ? position[0] : 0, one_head ? position[rows - 1] : s.q_len - 1, 0, 0, s.q_len, s.kv_len};
     for (int i = 0; i < padded * K::O_ROW; ++i) out[i] = 0;
+  }
+
+  // Asks for some of the rows ahead, so that memory is busy while products run.
+  FOCI_INLINE void fetch_ahead(int count) {
+    typedef typename K::T T;
+    for (; count > 0 && ahead.rows > 0; --count, --ahead.rows) {
+      for (int at = 0; at < P::D * (int)sizeof(T); at += 64) __builtin_prefetch(ahead.key + at, 0, 2);
+      for (int at = 0; at < P::DV * (int)sizeof(T); at += 64) __builtin_prefetch(ahead.value + at, 0, 2);
+      ahead.key += ahead.key_row, ahead.value += ahead.value_row;
+    }
   }
 
   Class classify(const Call& call, int from, int until) const {
@@ -185,11 +197,15 @@ template <class P> struct ForwardTile {
   // Meets `keys` keys (whole panels, at most KEYS) from `kv` on, whose panels begin at `origin`.
   void meet(const Call& call, const Panels<P>& panels, int origin, int kv, int keys, const Class* kind) {
     for (int r = 0; r < padded; ++r) peak[r] = splat(-__builtin_inff());
-    for (int i = 0; i < keys; i += PANEL) score_panel(call, panels.keys + (int64_t)(kv - origin + i) * K::D_WORDS, kv + i, i, kind[i / PANEL]);
+    for (int i = 0; i < keys; i += PANEL) {
+      fetch_ahead(PANEL / 2);
+      score_panel(call, panels.keys + (int64_t)(kv - origin + i) * K::D_WORDS, kv + i, i, kind[i / PANEL]);
+    }
     for (int r = 0; r < padded; ++r) weigh_row(call, r, kv, keys);
     for (int i = 0; i < keys; i += BLOCK) {
       const int depth = min_int(BLOCK, keys - i) / E::PAIR;
       for (int panel = 0; panel < K::V_PANELS; ++panel) {
+        fetch_ahead(BLOCK / 2 / K::V_PANELS + 1);
         const word* values = panels.values + panel * panels.values_stride + (int64_t)(kv - origin + i) / E::PAIR * PANEL;
         if constexpr (K::V_VECTORS % 2) {
           if (panel == K::V_PANELS - 1) {
@@ -283,7 +299,7 @@ template <class P> int forward_small(const Call& call) {
     const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)KEYS * K::D_WORDS, (int64_t)KEYS / K::E::PAIR * PANEL};
     const bool ready = tile_memory.data && words.data;
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
-#pragma omp for schedule(dynamic, 1 + heads / (16 * call.threads))
+#pragma omp for schedule(dynamic, 1 + heads / (16 * call.threads)) nowait
     for (int64_t i = 0; i < heads; ++i) {
       const Sequence s = sequence(call, (int)(i / call.kv_heads));
       const int hkv = (int)(i % call.kv_heads);
@@ -344,7 +360,7 @@ template <class P> int forward_large(const Call& call) {
       pack_keys<P>(call, s, hkv, to, from, min_int(from + step, length));
     }
     int i = 0;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < tasks; ++task) {
       if (!tile_memory.data) continue;
       while (task >= first_task[i + 1]) ++i;
