@@ -10,8 +10,10 @@ The first step includes all compilation, from an empty cache of Inductor.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import measure
@@ -71,6 +73,17 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+@contextlib.contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """While no other process is inside with the same file."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def timed(step: Callable[[], object], device: str, reps: int) -> float:
     """Median milliseconds; on a GPU by events."""
     times = []
@@ -102,7 +115,7 @@ def peak_gb(step: Callable[[], object], device: str) -> float:
 
 
 def row(
-    name: str, variant: str, mode: str, batch: int, length: int, layers: int, device: str, dtype: torch.dtype, reps: int
+    name: str, variant: str, mode: str, batch: int, length: int, layers: int, device: str, dtype: torch.dtype, reps: int, lock: str | None
 ) -> dict[str, object]:
     attention = "sdpa" if "sdpa" in variant else "eager"
     tokens = torch.randint(0, 30000, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
@@ -114,9 +127,11 @@ def row(
         result = step()
         wait(device)
         first = time.perf_counter() - begin
-    for _ in range(2):
-        step()
-    wait(device)
+    with alone(lock):
+        for _ in range(2):
+            step()
+        wait(device)
+        milliseconds = timed(step, device, reps)
     found = {
         "model": name,
         "variant": variant,
@@ -125,7 +140,7 @@ def row(
         "length": length,
         "layers": layers,
         "dtype": str(dtype).removeprefix("torch."),
-        "ms": round(timed(step, device, reps), 3),
+        "ms": round(milliseconds, 3),
         "peak GB": round(peak_gb(step, device), 2),
         "first step s": round(first, 1),
         "result": round(float(result.float().mean()), 6),
@@ -148,6 +163,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, action="append")
     parser.add_argument("--size", action="append", help="batch x length, such as 4x2048")
     parser.add_argument("--layers", type=int, help="12 on a GPU, 2 on the CPU, if not given")
+    parser.add_argument("--lock", help="a file that is locked while timing, for runs side by side")
     parser.add_argument("--name", default="graph_models", help="of the file of results")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -159,7 +175,9 @@ def main() -> None:
             for mode in options.mode or ("training", "inference"):
                 for variant in options.variant or VARIANTS:
                     layers = options.layers or (12 if on_gpu else 2)
-                    rows.append(row(name, variant, mode, batch, length, layers, options.device, dtype, reps=10 if on_gpu else 3))
+                    rows.append(
+                        row(name, variant, mode, batch, length, layers, options.device, dtype, reps=10 if on_gpu else 3, lock=options.lock)
+                    )
                     measure.write(f"{options.name}-{options.device}", rows)
 
 

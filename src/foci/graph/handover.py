@@ -1,7 +1,4 @@
-"""What is not attention: a graph handed to Inductor where the compiler that it needs is there, else to eager execution.
-
-Both roads go through AOTAutograd and meet the same passes on the forward and the backward graph.
-"""
+"""What is not attention: handed to Inductor, with foci's padding, where the compiler that it needs is there, else run eagerly."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import fx
 
-__all__ = ["FUSED", "Pass", "Rest", "hand_over", "inductor_obstacle", "settings"]
+__all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "settings"]
 
 Rest: TypeAlias = Literal["auto", "inductor", "eager"]
-Pass: TypeAlias = Callable[..., fx.GraphModule]
-"""`(graph_module, example_inputs, *, is_backward) -> graph_module`, on graphs that AOTAutograd made."""
-
 FUSED: Final = "foci_fused"
 """Key in a graph module's meta: it has been through `fuse`."""
-
-_PASSES: Final[tuple[Pass, ...]] = ()
 
 
 def settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,22 +70,12 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest:
     return _inductor(graph_module, example_inputs, config) if rest == "inductor" else _eager(graph_module, example_inputs)
 
 
-def _passed(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, is_backward: bool) -> fx.GraphModule:
-    for each in _PASSES:
-        graph_module = each(graph_module, example_inputs, is_backward=is_backward)
-    return graph_module
-
-
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
     from foci.graph.padding.options import options
 
-    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> Any:
-        return compile_fx_inner(_passed(graph, inputs, is_backward=others.get("is_backward", False)), inputs, **others)
-
-    patches = {**options(), **config}
-    compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[assignment]
+    compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, config_patches={**options(), **config})  # type: ignore[assignment]
     return compiled
 
 
@@ -101,8 +83,9 @@ def _eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
 
-    def compiler(is_backward: bool) -> Callable[..., Any]:
-        return lambda graph, inputs: make_boxed_func(_passed(graph, inputs, is_backward=is_backward))
+    def as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        boxed: Callable[..., Any] = make_boxed_func(graph)
+        return boxed
 
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=compiler(False), bw_compiler=compiler(True))(graph_module, example_inputs)
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=as_it_is)(graph_module, example_inputs)
     return compiled

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from foci.context import observers
 from foci.graph.sites import Site
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["summary", "table", "tell"]
+
+_WORDS: Final = {"matmul-softmax-matmul": "plain torch", "flex": "flex_attention", "mha": "MultiheadAttention"}
 
 
 def tell(sites: Iterable[Site]) -> None:
@@ -28,19 +32,22 @@ def summary(sites: Iterable[Site]) -> str:
 
 
 def table(sites: Iterable[Site]) -> Table:
-    """A row for each site, equal ones counted together: its place, what it was, and its formula or what stood in the way."""
+    """A row for each site, equal ones counted together: its place, how it is written, and its formula or what stood in the way."""
     from rich.table import Table
     from rich.text import Text
 
-    counted: dict[Site, int] = {}
-    for site in sites:
-        counted[site] = counted.get(site, 0) + 1
-    made = Table(title=summary([site for site, count in counted.items() for _ in range(count)]))
-    for name, justify in (("place", "left"), ("kind", "left"), ("sites", "right"), ("fused", "left"), ("formula, or why not", "left")):
-        made.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for site, count in counted.items():
+    found = list(sites)
+    made = Table(title=summary(found))
+    for name in ("place", "n", "written as", "fused", "formula, or why not"):
+        made.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
+    for site, count in Counter(found).items():
         verdict = Text("yes", "green") if site.fused else Text("no", "red")
-        made.add_row(
-            Text(site.location or "unknown"), site.kind, str(count), verdict, Text(site.variant if site.fused else site.reason or "")
-        )
+        text = site.variant if site.fused else site.reason or ""
+        made.add_row(Text(_short(site.location)), str(count), _WORDS.get(site.kind, site.kind), verdict, Text(text))
     return made
+
+
+def _short(location: str) -> str:
+    """A place in an installed package from the package on, one below the working directory from there."""
+    _, installed, inside = location.rpartition("site-packages/")
+    return inside if installed else location.removeprefix(f"{Path.cwd()}/") or "unknown"
