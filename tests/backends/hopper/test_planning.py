@@ -66,11 +66,34 @@ def test_what_it_cannot_take_is_declined_in_words(given, target, said):
     assert said in reason
 
 
-def test_explain_says_which_kernel_and_why():
-    assert "N3" not in choose(problem(score=scores.softcap(20.0)), H200).table()
-    table = choose(problem(), H200).table()
-    chosen = next(line for line in table.splitlines() if "hopper" in line)
-    assert "three warpgroups" in chosen
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "N3"),
+        ({"mask": masks.causal(), "score": scores.alibi(16)}, "N3"),
+        ({"mask": masks.window(1023)}, "C2"),
+        ({"head_dim": 256, "value_dim": 256}, "C2"),
+    ],
+    ids=str,
+)
+def test_explain_says_which_kernel_and_why(given, name):
+    line = next(line for line in choose(problem(**given), H200).table().splitlines() if "hopper" in line)
+    assert f": {name}, " in line
+    assert "warpgroups" in line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": masks.window(1023), "head_dim": 64, "value_dim": 64},
+        {"score": foci.Score(lambda s, b, h, q, k, table=torch.zeros(64, 64): s + table[q % 64, k % 64])},
+    ],
+    ids=["narrow window", "bias"],
+)
+def test_what_was_measured_faster_elsewhere_is_left_there(given):
+    decision = choose(problem(**given), H200)
+    assert decision.plan is not None
+    assert decision.plan.backend == "triton"
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

@@ -11,7 +11,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.schedules import forward_schedule
+from foci.backends.hopper.schedules import forward_schedule, is_slow
 from foci.backends.triton import BACKEND as TRITON
 from foci.problem import Layout, Problem, Target
 
@@ -21,6 +21,7 @@ VERSIONS: Final = ("3.6",)
 """Releases of Triton whose Gluon the kernels are written for."""
 
 _FLOPS: Final = 6e14
+_SLOW: Final = 3.5e14
 _LAUNCH: Final = 2e-5
 _PROCESSORS: Final = 132
 
@@ -64,14 +65,16 @@ class HopperBackend:
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Which forward kernel, and why."""
-        return forward_schedule(problem).why
+        schedule = forward_schedule(problem)
+        return f"{schedule.name}, {schedule.why}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """A launch, and so many turns of the device's multiprocessors: rows come in tiles, which few queries leave mostly empty."""
         rows = forward_schedule(problem).tile_q
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
         turns = max(1.0, tiles / _PROCESSORS)
-        seconds = turns * 2.0 * rows * problem.kv_len * (problem.head_dim + problem.value_dim) / (_FLOPS / _PROCESSORS)
+        rate = (_SLOW if is_slow(problem) else _FLOPS) / _PROCESSORS
+        seconds = turns * 2.0 * rows * problem.kv_len * (problem.head_dim + problem.value_dim) / rate
         part = 0.5 if is_causal(problem.variant) else 1.0
         return _LAUNCH + part * seconds * (3.5 if problem.needs_backward else 1.0)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from foci.backends.causal import is_causal
-from foci.backends.triton.schedules import padded
+from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Problem
 
-__all__ = ["Schedule", "forward_schedule"]
+__all__ = ["C2", "N3", "WIDE", "Schedule", "forward_schedule", "is_slow"]
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,29 @@ class Schedule:
         return 64 * self.consumers
 
 
-C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for scores and masks")
-N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn, as scores are plain")
+C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
+N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
 
 
 def forward_schedule(problem: Problem) -> Schedule:
-    """N3 where scores are plain, rows are found by arithmetic and its 160 registers suffice, else C2."""
-    if max(padded(problem.head_dim), padded(problem.value_dim)) > 128:
+    """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score."""
+    width = max(padded(problem.head_dim), padded(problem.value_dim))
+    if width > 128:
         return WIDE
-    formula, variant = problem.formula, problem.variant
-    is_plain = variant.score.op == "var" and not formula.dropout
-    is_simple = formula.block_size is None and (is_causal(variant) or variant.mask.op == "const")
-    return N3 if is_plain and is_simple else C2
+    if problem.formula.block_size is not None:
+        return C2
+    bounds = bounds_of(problem.variant.mask)
+    if width <= 64:
+        return N3 if not problem.formula.dropout else C2
+    is_simple = bounds is not None and not bounds.is_low and not problem.formula.dropout
+    return N3 if is_simple and not tile_bytes(problem.variant) else C2
+
+
+def is_slow(problem: Problem) -> bool:
+    """Whether smaller tiles than these were measured to be faster: scores that read memory for each pair of positions, and, with
+    narrow heads, masks of which whole tiles are a small part."""
+    if tile_bytes(problem.variant):
+        return True
+    bounds = bounds_of(problem.variant.mask)
+    return max(padded(problem.head_dim), padded(problem.value_dim)) <= 64 and (bounds is None or bounds.is_low)
