@@ -16,7 +16,7 @@ from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache
 from foci.nn.masking import check_mask, detect_causal
-from foci.nn.packing import Packing, entered, left
+from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
 __all__ = [
@@ -223,7 +223,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         )
         if reason is not None and isinstance(padding, Tensor):
             warn_padded(self, reason)
-        causal = detect_causal(mask, is_causal, None if src.is_nested else src.shape[-2] if batch_first else src.shape[0])
+        causal = detect_causal(mask, is_causal, None if is_nested(src) else src.shape[-2] if batch_first else src.shape[0])
         for n, layer in enumerate(layers):
             more = {} if cache is None else {"cache": cache[n]}
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)

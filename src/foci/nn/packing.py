@@ -8,8 +8,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
-__all__ = ["Packing", "Pair", "cleared", "entered", "entered_pair", "is_readable", "left", "pack_mask", "pack_nested", "pack_whole"]
+__all__ = [
+    "Packing",
+    "Pair",
+    "cleared",
+    "entered",
+    "entered_pair",
+    "is_jagged",
+    "is_nested",
+    "is_readable",
+    "left",
+    "pack_mask",
+    "pack_nested",
+    "pack_whole",
+]
 
 
 class _Gather(torch.autograd.Function):
@@ -54,6 +68,8 @@ class Packing:
         starts: int64 [B], first position of each row, where tokens lie side by side; else None.
         bias: [T], what a floating padding mask adds to each key's scores; None for nothing.
         nested: the NestedTensor that the batch was, None for a padded tensor.
+        values: its tokens, where it is of jagged layout.
+        extremes: its shortest and longest sequence, None for what a graph is not told.
         batch_first: whether the padded tensor is [B, S, E], else [S, B, E].
 
     Example:
@@ -76,6 +92,8 @@ class Packing:
     starts: Tensor | None = None
     bias: Tensor | None = None
     nested: Tensor | None = None
+    values: Tensor | None = None
+    extremes: tuple[int | None, int | None] = (None, None)
     batch_first: bool = True
 
     @property
@@ -102,7 +120,9 @@ class Packing:
 
     def pack(self, padded: Tensor) -> Tensor:
         """The tokens of a tensor of this batch: [T, ...] of [B, S, ...], of [S, B, ...] or of a NestedTensor."""
-        if padded.is_nested:
+        if self.values is not None and padded is self.nested:
+            return self.values
+        if is_nested(padded):
             return _nested_values(padded)
         rows = padded.flatten(0, 1)
         return rows if self.indices is None else _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call]
@@ -123,11 +143,23 @@ class Packing:
         return torch.unflatten(full, 0, (self.batch, self.longest))
 
     def _nest(self, tokens: Tensor, source: Tensor) -> Tensor:
-        if source.layout != torch.jagged:
+        if not is_jagged(source):
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
-        shortest, longest = _extremes(source)
+        shortest, longest = self.extremes
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
+
+
+def is_jagged(tensor: Tensor) -> bool:
+    """Whether it is a NestedTensor of jagged layout: by its type, as every question put to one goes through Python."""
+    if torch.compiler.is_compiling():
+        return tensor.is_nested and tensor.layout == torch.jagged
+    return type(tensor) is NestedTensor
+
+
+def is_nested(tensor: Tensor) -> bool:
+    """Whether it is a NestedTensor of any layout."""
+    return is_jagged(tensor) or tensor.is_nested
 
 
 class Pair(NamedTuple):
@@ -210,32 +242,30 @@ def pack_nested(tensor: Tensor) -> Packing:
     Raises:
         ValueError: for another number of dims, or another ragged dim.
     """
-    if tensor.dim() != 3 or (tensor.layout == torch.jagged and tensor._ragged_idx != 1):  # type: ignore[attr-defined]
+    jagged = is_jagged(tensor)
+    if tensor.dim() != 3 or (jagged and tensor._ragged_idx != 1):  # type: ignore[attr-defined]
         raise ValueError(f"a nested input must be [batch, ragged length, features]; got {tensor.dim()} dimensions")
-    if tensor.layout != torch.jagged:
+    if not jagged:
         sizes = tensor._nested_tensor_size()[:, 0]
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)
         longest = int(sizes.max()) if sizes.numel() else 0
         return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
     whole: Any = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
-    known = _extremes(whole)[1]
-    longest = whole.values().shape[0] if known is None else known  # the number of all tokens is a bound
-    return Packing(whole.offsets(), longest, (tensor.shape[0], longest), nested=whole)
+    values: Tensor = whole.values()
+    readable = is_readable(values)
+    shortest = whole._get_min_seqlen() if readable else whole._maybe_min_seqlen
+    known = whole._get_max_seqlen() if readable else whole._maybe_max_seqlen
+    longest = values.shape[0] if known is None else known  # the number of all tokens is a bound
+    shape = (tensor.shape[0], longest)
+    return Packing(whole.offsets(), longest, shape, nested=tensor, values=values, extremes=(shortest, known))
 
 
 def _nested_values(tensor: Tensor) -> Tensor:
-    if tensor.layout != torch.jagged:
+    if not is_jagged(tensor):
         return torch.cat(tensor.unbind())
     whole = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
     values: Tensor = whole.values()
     return values
-
-
-def _extremes(tensor: Any) -> tuple[int | None, int | None]:
-    """Shortest and longest sequence; None for what a graph is not told."""
-    if is_readable(tensor.values()):
-        return tensor._get_min_seqlen(), tensor._get_max_seqlen()
-    return tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
 
 
 def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:
@@ -264,7 +294,7 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
         ValueError: for a nested x with a mask.
         AssertionError: for a mask of another shape, in torch's words.
     """
-    if x.is_nested:
+    if is_nested(x):
         if padding is not None:
             raise ValueError("a nested input takes no padding mask: its offsets say where each sequence ends")
         if not may_pack:

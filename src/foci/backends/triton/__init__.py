@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.triton.schedules import padded, schedule_for, scratch_of
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
@@ -19,7 +20,9 @@ __all__ = ["BACKEND", "TritonBackend"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _FLOPS: Final[dict[int, float]] = {80: 1.6e14, 86: 6e13, 89: 1.5e14, 90: 4.5e14, 100: 6e14}
-_LAUNCH: Final = 2e-5
+_FORWARD: Final = 2.2e-5
+_BACKWARD: Final = 5e-5
+"""What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
 
 
 class TritonBackend:
@@ -75,11 +78,13 @@ class TritonBackend:
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops at the rate such kernels reach; in the interpreter no one should want to wait."""
+        """Launches and flops at the rate such kernels reach, half of them under the causal mask; in the interpreter no one should
+        want to wait."""
         if target.device == "cpu":
             return 1e3 + problem.flops / 1e6
         rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
-        return _LAUNCH + problem.flops * (3.5 if problem.needs_backward else 1.0) / rate
+        seconds = problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
+        return _FORWARD + seconds + (_BACKWARD + 2.5 * seconds if problem.needs_backward else 0.0)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched."""
