@@ -178,6 +178,15 @@ def test_a_permuted_batch_is_followed():
     assert reasons(fused(permuted, *learned(*qkv()))) == [None]
 
 
+def test_a_view_that_nobody_reads_does_not_block():
+    def idle(q, k, v):
+        scores = q @ k.mT
+        scores.view(-1, q.shape[2])
+        return scores.softmax(-1) @ v
+
+    assert reasons(fused(idle, *learned(*qkv()))) == [None]
+
+
 def test_two_columns_are_no_sink():
     def columns(q, k, v, logit):
         scores = torch.cat([q @ k.mT * 0.3, logit.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 2)], -1)

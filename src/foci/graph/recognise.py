@@ -26,7 +26,7 @@ from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.products import Product, product_of
 from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
-from foci.graph.replacing import erase, fitting
+from foci.graph.replacing import erase, erase_dead, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
 from foci.graph.spelled import divided_early
@@ -53,6 +53,7 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     graph = module.graph
     opened = open_composites(graph, mode)
     without_writes(graph, mode)
+    erase_dead(graph)
     sizes = Sizes(graph)
     divided_early(graph, sizes, mode)
     writes = Writes.of(graph)

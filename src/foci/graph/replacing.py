@@ -10,10 +10,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.lift import PASSED
+from foci.graph.products import product_of
 from foci.graph.reading import call_of, value_of
 from foci.graph.views import VIEWS
 
-__all__ = ["erase", "fitting"]
+__all__ = ["erase", "erase_dead", "fitting"]
 
 
 def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
@@ -68,6 +69,13 @@ _MAKERS = frozenset((
     "arange", "zeros", "ones", "full", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "tril",
     "triu", "eye", "size", "sym_size",
 ))  # fmt: skip
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erases values that nobody reads: they would look like readers of the scores."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op in ("call_function", "call_method") and (_is_pure(node) or product_of(node) is not None):
+            graph.erase_node(node)
 
 
 def _is_pure(node: fx.Node) -> bool:
