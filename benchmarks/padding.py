@@ -1,6 +1,6 @@
 """Bad shapes: models whose products have odd sizes, with foci's padding, with Inductor's, without, and the good size next to them.
 
-python benchmarks/padding.py [--cases linear-bf16,bert] [--seconds 1.0] [--device cuda]
+python benchmarks/padding.py [--cases linear-bf16,bert] [--implementations good,foci] [--seconds 1.0] [--device cuda]
 
 Median milliseconds of CUDA events, implementations in turn. `good` is the same model with the next good size, compiled without
 any padding; `ratio` is to it.
@@ -71,13 +71,21 @@ def linear(dtype: torch.dtype, rows: int = 8192) -> Callable[[int, str], Step]:
     return make
 
 
-def product(produced: bool) -> Callable[[int, str], Step]:
-    def make(k: int, device: str) -> Step:
-        a = torch.randn(8192, k, dtype=torch.float16, device=device) / 64
-        b = torch.randn(k, 768, dtype=torch.float16, device=device)
-        return ran((lambda a, b: torch.relu(a) @ b) if produced else (lambda a, b: a @ b), (a, b))
+def product(k: int, device: str) -> Step:
+    a = torch.randn(8192, k, dtype=torch.float16, device=device) / 64
+    return ran(torch.mm, (a, torch.randn(k, 768, dtype=torch.float16, device=device)))
 
-    return make
+
+def produced(k: int, device: str) -> Step:
+    """The left matrix is made in the graph."""
+    rows, columns = (torch.randn(n, dtype=torch.float16, device=device) / 8 for n in (8192, k))
+    return ran(lambda r, c, b: torch.relu(r[:, None] + c) @ b, (rows, columns, torch.randn(k, 768, dtype=torch.float16, device=device)))
+
+
+def changed(k: int, device: str) -> Step:
+    """The left matrix is made in the graph, of one from outside."""
+    a = torch.randn(8192, k, dtype=torch.float16, device=device) / 64
+    return ran(lambda a, b: torch.relu(a) @ b, (a, torch.randn(k, 768, dtype=torch.float16, device=device)))
 
 
 def bert(vocabulary: int, device: str, *, layers: int = 12, batch: int = 16) -> Step:
@@ -127,8 +135,9 @@ def convolution(width: int, device: str) -> Step:
 CASES = {
     "linear-bf16": Case(linear(torch.bfloat16), 30523, 30528, eager=True),
     "linear-tf32": Case(linear(torch.float32), 30523, 30528, eager=True),
-    "product-f16": Case(product(produced=True), 30522, 30528),
-    "product-f16-outside": Case(product(produced=False), 30522, 30528),
+    "product-f16": Case(produced, 30522, 30528),
+    "product-f16-changed": Case(changed, 30522, 30528),
+    "product-f16-outside": Case(product, 30522, 30528),
     "bert": Case(bert, 30522, 30528),
     "recommender": Case(recommender, 197951, 197952),
     "longformer": Case(chunked, 4096, 4096),
@@ -137,7 +146,7 @@ CASES = {
 }
 
 
-def implementations(case: Case, device: str) -> Iterator[tuple[str, Step, list[str]]]:
+def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str, Step, list[str]]]:
     """(name, step, what foci reported)."""
     for name, size, settings in (
         ("good", case.good, PLAIN),
@@ -146,7 +155,7 @@ def implementations(case: Case, device: str) -> Iterator[tuple[str, Step, list[s
         ("inductor, no padding", case.bad, PLAIN),
         ("eager", case.bad, "eager"),
     ):
-        if name == "eager" and not case.eager:
+        if (name == "eager" and not case.eager) or (chosen and name not in chosen):
             continue
         torch.manual_seed(0)
         torch._dynamo.reset()
@@ -184,6 +193,7 @@ def measured(steps: dict[str, Step], device: str, seconds: float) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--implementations", default="", help="names, with commas; all if not given")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
@@ -193,7 +203,7 @@ def main() -> None:
     with given.out.open("a") as out:
         for name in given.cases.split(","):
             steps, reports = {}, {}
-            for implementation, step, report in implementations(CASES[name], given.device):
+            for implementation, step, report in implementations(CASES[name], given.device, given.implementations):
                 steps[implementation], reports[implementation] = step, report
                 print(name, implementation, *report, sep="\n    ", flush=True)
             times = measured(steps, given.device, given.seconds)

@@ -39,7 +39,7 @@ def test_infinite_and_missing_values_stay_in_their_rows():
     x, w, v = torch.randn(64, 64), torch.randn(64, 1023), torch.randn(1023, 64)
     x[3], x[5, 1], w[:, 7], v[9] = float("nan"), float("inf"), float("-inf"), float("inf")
     expected = loss(x, w, v)
-    recorder = Recorder(machine(odd=3.0), grow=True)
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(loss, backend=recorder)(x, w, v), expected, equal_nan=True)
     assert bad_lengths(recorder) == []
@@ -88,7 +88,7 @@ def test_dropout_draws_what_it_would():
 
     x, a, b = torch.randn(64, 64), torch.randn(64, 127), torch.randn(127, 64)
     results = []
-    for recorder in (Recorder(machine(1.0)), Recorder(machine(odd=3.0), grow=True)):
+    for recorder in (Recorder(machine(1.0)), Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)):
         torch._dynamo.reset()
         torch.manual_seed(0)
         results.append(torch.compile(model, backend=recorder)(x, a, b))
@@ -107,7 +107,7 @@ def test_reductions_of_every_kind():
 
 @pytest.mark.parametrize("kind", ["forward", "training"])
 def test_a_symbolic_batch(kind):
-    recorder = Recorder(machine(odd=3.0), grow=True)
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
     torch._dynamo.reset()
     w = torch.randn(64, 2047, requires_grad=kind == "training")
 
@@ -124,7 +124,7 @@ def test_a_symbolic_batch(kind):
 
 
 def test_a_symbolic_length_is_refused():
-    recorder = Recorder(machine(odd=3.0), grow=True)
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
     torch._dynamo.reset()
     w = torch.randn(64, 2047)
     torch._dynamo.mark_dynamic(w, 1)

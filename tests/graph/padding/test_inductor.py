@@ -56,11 +56,8 @@ def test_linear_and_cross_entropy():
     for leaf, gradient in zip(leaves, expected):
         torch.testing.assert_close(leaf.grad, gradient, rtol=2e-3, atol=1e-5)
         assert leaf.grad.stride() == gradient.stride()
-    assert {sizes for code in (forward, backward) for sizes, _ in allocations(code) if sizes[-1:] in ((2047,), (2048,))} == {
-        (256, 2048),
-        (1, 2048),
-        (2048,),
-    } - ({(2048,)} if DEVICE == "cuda" else set())
+    found = {sizes for code in (forward, backward) for sizes, _ in allocations(code) if sizes[-1:] in ((2047,), (2048,))}
+    assert found == {(256, 2048), (1, 2048), (2048,)}
     assert "(2047, 64), (64, 1), 0)" in backward  # the weight's gradient, cut without a copy
     assert {padding.how for padding in log.paddings} == {"in place", "copied"}
 
@@ -160,6 +157,6 @@ def test_memory_is_what_the_report_says():
 def test_by_rows_on_a_gpu():
     a, b = torch.randn(1024, 2046, device="cuda", dtype=torch.float16), torch.randn(2046, 256, device="cuda", dtype=torch.float16)
     with foci.observe() as log:
-        out = torch.compile(torch.mm, options=options(MACHINE))(a, b)
-    assert [padding.how for padding in log.paddings] == ["by rows"]
+        out = torch.compile(torch.mm, options=options(machine(odd=3.0, bandwidth=1e12)))(a, b)
+    assert "by rows" in {padding.how for padding in log.paddings}
     torch.testing.assert_close(out, a @ b, rtol=2e-3, atol=0.2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from foci.graph.padding.legal import Fix, How, Illegal, is_legal_to_pad, rows_fix
+from foci.graph.padding.legal import Fix, Illegal, is_legal_to_pad, rows_fix
 from foci.graph.padding.model import Machine, is_profitable_to_pad, seconds
 from foci.graph.padding.reading import Matrix, Product, hints, value_of
 from foci.graph.padding.strides import padding_bytes
@@ -57,6 +57,12 @@ class Choice:
             return None
         faults = {m.role: m.fault(self.machine.load, mended=m.base in self.taken or m.base in also) for m in product.matrices}
         return seconds(self.machine.table, kind, product.shape, {role: fault for role, fault in faults.items() if fault is not None})
+
+    def good(self, product: Product) -> float | None:
+        """Seconds of a product without any fault."""
+        kind = self.machine.kind(product.dtype)
+        assert self.machine.table is not None
+        return seconds(self.machine.table, kind, product.shape, {}) if kind is not None else None
 
     def _misaligned(self, matrix: Matrix) -> bool:
         return matrix.alignment < self.machine.load and matrix.base not in self.taken
@@ -141,13 +147,10 @@ def _by_rows_instead(choice: Choice, product: Product, gain: float) -> tuple[Fix
     if len(misaligned) != 1 or misaligned[0].base is not misaligned[0].node:
         return None
     matrix = misaligned[0]
-    legal = choice.fixes[matrix.base]
-    if isinstance(legal, Fix) and legal.how is not How.COPIED:
-        return None
     if sum(matrix.base is other.base for p in choice.products for other in p.matrices) > 1:
         return None
     fix = rows_fix(product, matrix)
-    before, aligned = choice.time(product), choice.time(product, frozenset({matrix.base}))
+    before, aligned = choice.time(product), choice.good(product)
     if fix is None or before is None or aligned is None:
         return None
     after = aligned * BY_ROWS

@@ -43,8 +43,13 @@ class Groups:
         return self.skip * (self.count - 1)
 
 
-def groups_of(rows: int, k: int, itemsize: int) -> Groups | None:
-    """The groups of a matrix [rows, k] without gaps, or None if it has too few columns, or rows that are no multiple of the groups.
+def groups_of(rows: int, k: int, itemsize: int, stride: int | None = None) -> Groups | None:
+    """The groups of a matrix [rows, k], or None if it has too few columns, or rows that are no multiple of the groups.
+
+    Args:
+        rows, k: its sizes.
+        itemsize: bytes of an element.
+        stride: elements from row to row; k if not given.
 
     Example:
         >>> groups_of(8192, 30522, 2)
@@ -52,9 +57,10 @@ def groups_of(rows: int, k: int, itemsize: int) -> Groups | None:
         >>> groups_of(8191, 30522, 2) is None
         True
     """
+    stride = k if stride is None else stride
     load = LOAD // itemsize
-    count = load // math.gcd(k, load)
-    skip = -k % load
+    count = load // math.gcd(stride, load)
+    skip = -stride % load
     width = (k - skip * (count - 1)) // load * load
     if rows % count or width < 16 * load:
         return None
@@ -65,7 +71,7 @@ def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.
 
     Args:
-        a: [M, K] without gaps, M a multiple of the number of groups.
+        a: [M, K], each row's elements side by side, M a multiple of the number of groups.
         b: [K, N] with aligned rows.
 
     Returns:
@@ -75,15 +81,16 @@ def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
         ValueError: for an `a` that does not fall into groups.
     """
     (m, k), n = a.shape, b.shape[1]
-    groups = groups_of(m, k, a.dtype.itemsize)
-    if groups is None or not a.is_contiguous():
-        raise ValueError(f"a must be contiguous, with rows that fall into groups of equal misalignment: {tuple(a.shape)}, {a.stride()}")
+    stride = a.stride(0)
+    groups = groups_of(m, k, a.dtype.itemsize, stride)
+    if groups is None or a.stride(1) != 1:
+        raise ValueError(f"a must have rows that fall into groups of equal misalignment: {tuple(a.shape)}, {a.stride()}")
     count, skip, width = groups.count, groups.skip, groups.width
     out = _edges(a, b, groups)
     by_group = out.as_strided((count, m // count, n), (n, count * n, 1))
-    left = a.as_strided((count, m // count, width), (k + skip, count * k, 1), a.storage_offset())
+    left = a.as_strided((count, m // count, width), (stride + skip, count * stride, 1), a.storage_offset())
     right = b.as_strided((count, width, n), (skip * b.stride(0), b.stride(0), b.stride(1)), b.storage_offset())
-    return torch.baddbmm(by_group, left, right, out=by_group).as_strided((m, n), (n, 1)) if width else out
+    return torch.baddbmm(by_group, left, right, out=by_group).as_strided((m, n), (n, 1))
 
 
 def _edges(a: Tensor, b: Tensor, groups: Groups) -> Tensor:

@@ -34,7 +34,7 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
         A line for each matrix of products with such a dim.
     """
     products = list(products_of(graph, machine.load))
-    found = list(_growths(products, machine))
+    found = list(_growths(graph, products, machine))
     legal = [growth for growth, obstacle in found if obstacle is None]
     taken = _chosen(legal, graph, products, machine)
     paddings: list[Padding] = []
@@ -52,7 +52,7 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     return tuple(paddings)
 
 
-def _growths(products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
+def _growths(graph: fx.Graph, products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
     """Every set of dims of bad size that products read or write, with what forbids it to grow."""
     done: set[tuple[fx.Node, int]] = set()
     for product in products:
@@ -60,7 +60,7 @@ def _growths(products: Sequence[Product], machine: Machine) -> Iterator[tuple[Gr
             if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
                 growth, obstacle = _growth(matrix, machine)
                 done |= growth.lengths.keys()
-                yield growth, obstacle or _read_by_rows(products, matrix, machine)
+                yield growth, obstacle or _read_by_rows(graph, products, matrix, growth, machine)
 
 
 def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
@@ -78,15 +78,17 @@ def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
     return growth, None
 
 
-def _read_by_rows(products: Sequence[Product], matrix: Matrix, machine: Machine) -> str | None:
-    """A product's only bad matrix may be read where it lies, which costs less than a copy."""
+def _read_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> str | None:
+    """A product's only bad matrix may be read where it lies, which may cost less than a copy of it."""
     readers = [product for product in products if any(m.base is matrix.base for m in product.matrices)]
     bad = [m for m in readers[0].matrices if m.fault(machine.load) is not None]
-    if len(readers) > 1 or len(bad) > 1 or origin_of(matrix.base) is not Origin.INPUT or rows_fix(readers[0], matrix) is None:
+    written = origin_of(matrix.base) in (Origin.PRODUCT, Origin.CONSTANT) or matrix.base is not matrix.node
+    if len(readers) > 1 or len(bad) > 1 or written or rows_fix(readers[0], matrix) is None:
         return None
-    before, after = _time(readers[0], None, machine), _time(readers[0], Growth({(matrix.node, matrix.inner): (0, 0)}), machine)
-    pays = before is not None and after is not None and is_profitable_to_pad(before, after * BY_ROWS, 0.0)
-    return "it is read by rows" if pays else None
+    before, after = _time(readers[0], None, machine), _time(readers[0], growth, machine)
+    if before is None or after is None or not is_profitable_to_pad(before, after * BY_ROWS, 0.0):
+        return None
+    return "it is read by rows" if before - after * BY_ROWS > _net(graph, products, [growth], machine) else None
 
 
 def _chosen(legal: Sequence[Growth], graph: fx.Graph, products: Sequence[Product], machine: Machine) -> list[Growth]:
@@ -139,8 +141,9 @@ def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
         if not dims:
             continue
         moved = 0
-        if not is_remade(node, growth) and _is_read_whole(node, growth):
-            moved += 2
+        if not is_remade(node, growth):
+            # along rows, the copy's reads and writes are misaligned by turns
+            moved += (2 if _is_read_whole(node, growth) else 0) + (2 if any(_is_inner(node, dim) for dim in dims) else 0)
         if _is_masked(node, growth) and origin_of(base_of(node)) is Origin.PRODUCT:
             moved += 2
         if _leaves(node, growth) and origin_of(base_of(node)) is not Origin.INPUT and any(_outer(node, dim) for dim in dims):
@@ -175,6 +178,13 @@ def _is_masked(node: fx.Node, growth: Growth) -> bool:
 
 def _leaves(node: fx.Node, growth: Growth) -> bool:
     return any(reader.op == "output" or (reader.target not in VIEWS and not is_remade(reader, growth)) for reader in node.users)
+
+
+def _is_inner(node: fx.Node, dim: int) -> bool:
+    """Whether a dim runs along rows."""
+    value = value_of(node)
+    assert value is not None
+    return value.dim() > 1 and hints(value.stride())[dim] == 1
 
 
 def _outer(node: fx.Node, dim: int) -> bool:

@@ -30,7 +30,8 @@ _SCHEMAS: Final = (
 )
 
 for _schema in _SCHEMAS:
-    _library.define(_schema)  # type: ignore[no-untyped-call]
+    # Inductor then pads no operand by itself
+    _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))  # type: ignore[no-untyped-call]
 
 
 def _empty(sizes: Sequence[int], strides: Sequence[int], like: Tensor, alignment: int, smallest: int) -> Tensor:

@@ -118,7 +118,8 @@ def default_machine(graph: fx.Graph) -> Machine | None:
 
 def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph."""
-    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    given: Any = graph.output_node().args[0]
+    outputs = given if isinstance(given, (tuple, list)) else (given,)
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     leaving = range(len(outputs))
