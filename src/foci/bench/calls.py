@@ -46,9 +46,8 @@ def peers_of(case: Case, asked: Asked, device: torch.device) -> tuple[str, ...]:
         return ()
     found: tuple[str, ...] = ()
     if asked.has_sdpa:
-        found = ("flash", "cuDNN", "efficient") if is_gpu else ("SDPA",)
-    if asked.attn_mask is not None:
-        found = tuple(name for name in found if name != "flash")
+        # flash takes no mask; where there is none, efficient is behind the others
+        found = (("cuDNN", "efficient") if asked.attn_mask is not None else ("flash", "cuDNN")) if is_gpu else ("SDPA",)
     has_functions = asked.mask is not None or asked.score is not None
     return (*found, "flex") if is_gpu and has_functions and case.trains and asked.attn_mask is None else found
 

@@ -145,31 +145,33 @@ def _backend(calls: Calls) -> str:
 def _medians(functions: dict[str, Callable[[], Any]], request: Request) -> dict[str, float]:
     """Milliseconds, the functions taken in turn, so that a slow moment of the machine falls on all alike."""
     timed = _gpu_ms if request.device.type == "cuda" else _cpu_ms
+    repeats = {name: max(1, min(20, int(2.0 / timed(function, 1)))) for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
     while functions and (len(next(iter(times.values()))) < 5 or time.perf_counter() - start < request.seconds * len(functions)):
         for name, function in functions.items():
-            times[name].append(timed(function))
+            times[name].append(timed(function, repeats[name]))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _cpu_ms(function: Callable[[], Any]) -> float:
+def _cpu_ms(function: Callable[[], Any], repeats: int) -> float:
     begin = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - begin)
+    for _ in range(repeats):
+        function()
+    return 1e3 * (time.perf_counter() - begin) / repeats
 
 
-def _gpu_ms(function: Callable[[], Any]) -> float:
-    """By events, around calls enough that the device is never out of work; the caches are flushed by the calls of the others."""
+def _gpu_ms(function: Callable[[], Any], repeats: int) -> float:
+    """By events, around calls enough that the device is not out of work; the caches are flushed by the calls of the others."""
     start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
     function()
     torch.cuda.synchronize()
     start.record()
-    for _ in range(5):
+    for _ in range(repeats):
         function()
     stop.record()
     torch.cuda.synchronize()
-    return float(start.elapsed_time(stop)) / 5
+    return float(start.elapsed_time(stop)) / repeats
 
 
 def _work(case: Case, asked: Asked, sizes: Sizes, request: Request) -> tuple[float, str]:
