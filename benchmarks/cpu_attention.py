@@ -2,11 +2,13 @@
 
     python benchmarks/cpu_attention.py                   # every group
     python benchmarks/cpu_attention.py dense masked      # some of them
-    python benchmarks/cpu_attention.py --plot benchmarks/results/cpu_attention.jsonl docs/cpu.png
+    python benchmarks/cpu_attention.py --clock thread    # CPU time of one thread, for a machine that others use too
+    python benchmarks/cpu_attention.py --report benchmarks/results/cpu_attention.jsonl docs/cpu.md docs/cpu.png
 
-Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory. Each round times one side and
-then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster. `load` is the machine's load
-average when the line was made: on a busy machine only ratios mean something.
+Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory, start. Each round
+times one side and then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster, and
+`ratio_of_minima` that of the fastest rounds. `load` is the machine's load average when the line was made: on a busy
+machine only ratios mean something. `--report` draws the ratios and writes them between the marks of the page.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from torch import Tensor
 
 import foci
 
-ROUNDS = 5
+SECONDS = 2.0  # of rounds per comparison
+clock = time.perf_counter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Call = Callable[[], object]
 
@@ -45,32 +48,43 @@ class Pair:
 
 
 def compare(pair: Pair) -> dict[str, object]:
-    """Medians over rounds; every round times both."""
+    """Ratios over rounds; every round times both."""
     for call in (pair.ours, pair.peer):
         call()
-    repeats = max(1, int(0.02 / max(1e-6, timed(pair.ours, 1))))
-    rounds = [(timed(pair.ours, repeats), timed(pair.peer, repeats)) for _ in range(ROUNDS)]
-    ratio = statistics.median(peer / ours for ours, peer in rounds)
+    once = timed(pair.ours, 1)
+    repeats = max(1, int(0.02 / max(1e-6, once)))
+    count = max(3, min(15, int(SECONDS / (repeats * (once + timed(pair.peer, 1))))))
+    rounds = [(timed(pair.ours, repeats), timed(pair.peer, repeats)) for _ in range(count)]
+    ours, peer = zip(*rounds, strict=True)
     return {
         "case": pair.case,
         "dtype": pair.dtype,
         "direction": pair.direction,
-        "foci_ms": round(1e3 * statistics.median(ours for ours, _ in rounds), 4),
+        "foci_ms": round(1e3 * statistics.median(ours), 4),
         "peer": pair.peer_name,
-        "peer_ms": round(1e3 * statistics.median(peer for _, peer in rounds), 4),
-        "ratio": round(ratio, 3),
+        "peer_ms": round(1e3 * statistics.median(peer), 4),
+        "ratio": round(statistics.median(p / o for o, p in rounds), 3),
+        "ratio_of_minima": round(min(peer) / min(ours), 3),
         "target": pair.target,
+        **machine(),
+    }
+
+
+def machine() -> dict[str, object]:
+    """What a number depends on besides the code."""
+    return {
         "threads": torch.get_num_threads(),
+        "clock": "thread" if clock is time.thread_time else "wall",
         "load": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
     }
 
 
 def timed(call: Call, repeats: int) -> float:
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,14 +268,85 @@ def memory() -> Iterator[dict[str, object]]:
         }
 
 
-def plot(source: Path, to: Path) -> None:
-    """Bars of the ratios in a file of results."""
+_START = """
+import gc, json, sys, time, torch, foci
+torch.set_num_threads(1)
+q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+torch.nn.functional.scaled_dot_product_attention(q, k, v)
+gc.collect()  # else Python's collector may pass over all of torch within the first call, 50 ms
+found = []
+for mask in (foci.masks.causal(), foci.masks.window(16), foci.masks.window(16)):
+    start = time.process_time()
+    foci.attention(q, k, v, mask=mask)
+    found.append(1e3 * (time.process_time() - start))
+print(json.dumps(found))
+"""
+
+
+def start() -> Iterator[dict[str, object]]:
+    """CPU time of first calls: in a new process, of another function in it, and again; all found in the cache on disk."""
+    for _ in range(2):  # the first compiles
+        ran = subprocess.run([sys.executable, "-c", _START], capture_output=True, text=True, check=True)
+    for case, ms in zip(("first call of a process", "first call of another function", "second call"), json.loads(ran.stdout), strict=True):
+        yield {"case": case, "dtype": "float32", "direction": "forward", "ms": round(ms, 2)}
+
+
+# Reports ---------------------------------------------------------------------------------------------------------------
+
+
+def results(source: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in source.read_text().splitlines() if line.startswith("{")]
+
+
+def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
+    """The table of ratios: forward and backward of a case in one row, those below their target in bold."""
+    found = {(line["case"], line["dtype"], line["peer"].removeprefix("own plain backward"), line["direction"]): line for line in lines}
+    for (case, dtype, peer, direction), line in found.items():
+        back = found.get((case, dtype, peer, "backward")) or found.get((case, dtype, "", "backward"))
+        if direction == "forward":
+            yield f"| {case}, against {peer} | {dtype} | {_cells(line)} | {_cells(back) if back else '| |'} |"
+
+
+def _cells(line: dict[str, object]) -> str:
+    mark = "" if max(line["ratio"], line["ratio_of_minima"]) >= line["target"] else "**"
+    return f"{mark}{line['ratio']:.2f}{mark} ({line['ratio_of_minima']:.2f}) | {line['target']}"
+
+
+def report(source: Path, page: Path, picture: Path) -> None:
+    """Draws the ratios and writes the tables into the page."""
+    lines = results(source)
+    ratios = [line for line in lines if "ratio" in line]
+    plot(ratios, picture)
+    facts, loads = ratios[-1], [line["load"] for line in ratios]
+    clock_words = "CPU time of one thread" if facts["clock"] == "thread" else f"wall time, {facts['threads']} threads"
+    parts = [
+        f"torch {facts['torch']}, {clock_words}, load average {min(loads)} to {max(loads)}. Medians over rounds of peer / foci, taken in turn;",
+        "in brackets the ratio of the fastest rounds. Bold: both are below the target.",
+        "",
+        "| case (B,H,S,D) | dtype | forward | target | backward | target |",
+        "|---|---|---|---|---|---|",
+        *rows_of(ratios),
+        "",
+        "| growth of the resident set over a causal forward and backward | MB | two S x S matrices would take |",
+        "|---|---|---|",
+        *(f"| {m['case'].removeprefix('memory ')} | {m['megabytes']} | {m['scores_megabytes']:.0f} |" for m in lines if "megabytes" in m),
+        "",
+        "| CPU time of first calls, kernels found in the cache | ms |",
+        "|---|---|",
+        *(f"| {m['case']} | {m['ms']} |" for m in lines if "ms" in m),
+    ]
+    before, _, rest = page.read_text().partition("<!-- results -->\n")
+    after = rest.partition("<!-- end of results -->\n")[2]
+    page.write_text(f"{before}<!-- results -->\n{chr(10).join(parts)}\n<!-- end of results -->\n{after}")
+
+
+def plot(lines: list[dict[str, object]], to: Path) -> None:
+    """Bars of the ratios."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = [line for line in map(json.loads, source.read_text().splitlines()) if "ratio" in line]
     labels = [f"{line['case']}  {line['dtype']}  {line['direction']}" for line in lines]
     figure, axes = plt.subplots(figsize=(10, 0.2 * len(lines) + 1))
     reached = [line["ratio"] >= line["target"] for line in lines]
@@ -278,16 +363,24 @@ def plot(source: Path, to: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", help="of " + ", ".join((*GROUPS, "memory")))
-    parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PNG"), type=Path)
+    parser.add_argument("groups", nargs="*", help="of " + ", ".join((*GROUPS, *SINGLE)))
+    parser.add_argument("--clock", choices=("wall", "thread"), default="wall", help="thread: of one thread alone")
+    parser.add_argument("--report", nargs=3, metavar=("RESULTS", "PAGE", "PNG"), type=Path)
     chosen = parser.parse_args()
-    if chosen.plot:
-        plot(*chosen.plot)
+    if chosen.report:
+        report(*chosen.report)
         return
+    if chosen.clock == "thread":
+        global clock
+        clock = time.thread_time
+        torch.set_num_threads(1)
     with foci.use("cpu"):
-        for group in chosen.groups or GROUPS:
-            for line in memory() if group == "memory" else map(compare, GROUPS[group]()):
+        for group in chosen.groups or (*GROUPS, *SINGLE):
+            for line in SINGLE[group]() if group in SINGLE else map(compare, GROUPS[group]()):
                 print(json.dumps(line), flush=True)
+
+
+SINGLE = {"memory": memory, "start": start}
 
 
 if __name__ == "__main__":
