@@ -145,7 +145,7 @@ def _backend(calls: Calls) -> str:
 def _medians(functions: dict[str, Callable[[], Any]], request: Request) -> dict[str, float]:
     """Milliseconds, the functions taken in turn, so that a slow moment of the machine falls on all alike."""
     timed = _gpu_ms if request.device.type == "cuda" else _cpu_ms
-    repeats = {name: max(1, min(20, int(2.0 / timed(function, 1)))) for name, function in functions.items()}
+    repeats = {name: max(1, min(20, int(2.0 / max(1e-3, timed(function, 1))))) for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
     while functions and (len(next(iter(times.values()))) < 5 or time.perf_counter() - start < request.seconds * len(functions)):
