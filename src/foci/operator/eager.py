@@ -80,12 +80,20 @@ class EagerAttention(torch.autograd.Function):
 
 def as_batch(rows: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D]."""
-    return rows.transpose(0, 1).unsqueeze(0)
+    if torch.is_grad_enabled():
+        return rows.transpose(0, 1).unsqueeze(0)
+    count, heads, width = rows.shape
+    step, head, last = rows.stride()
+    return rows.as_strided((1, heads, count, width), (heads * head, head, step, last))  # one operation for two
 
 
 def packed_rows(batch: Tensor) -> Tensor:
     """[1, H, T, D] as [T, H, D]."""
-    return batch.squeeze(0).transpose(0, 1)
+    if torch.is_grad_enabled():
+        return batch.squeeze(0).transpose(0, 1)
+    _, heads, count, width = batch.shape
+    _, head, step, last = batch.stride()
+    return batch.as_strided((count, heads, width), (step, head, last))
 
 
 _NOTHING: Final = (None,) * len(OPTIONAL)
