@@ -1,0 +1,55 @@
+"""A part of the conformance suite in Triton's interpreter, for machines without a GPU; on one, the whole suite runs natively.
+
+The whole of it here: TRITON_INTERPRET=1 pytest tests/conformance -k "triton and cpu", which takes hours.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs the interpreter itself"),
+]
+SUITES = {
+    "conformance": [
+        "causal-square-dense-float16",
+        "outputs-dense-float32",
+        "outputs-jagged-float32",
+        "captured-head-scale-blocks",
+        "score-bias_keys-dense-float16",
+        "no-keys-dense",
+    ],
+    "paged": ["decoding-1-32", "window-5-12", "score-1-8", "gradients_of_query"],
+}
+FILES = {"conformance": "tests/conformance/test_conformance.py", "paged": "tests/api/test_paged.py"}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_in_the_interpreter(name):  # FLEX-14 SDPA-19 SDPA-20 FLEX-04
+    numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
+    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    chosen = " or ".join(SUITES[name])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        FILES[name],
+        "-k",
+        f"triton and cpu and not repeats and ({chosen})",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    summary = done.stdout.splitlines()[-1]
+    assert int(summary.split(" passed")[0].split()[-1]) >= len(SUITES[name]), summary
