@@ -78,7 +78,8 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
             )
         axis.axvline(1.0, color="#555555", linewidth=1)
         axis.set_xscale("log")
-        ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+        low, high = axis.get_xlim()
+        ticks = [t for t in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200) if low <= t <= high]
         axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axis.minorticks_off()
         axis.grid(axis="x", color="#dddddd")
