@@ -24,7 +24,7 @@ def flat(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "explain", "mask", "env"])  # ECO-03
+@pytest.mark.parametrize("command", ["demo", "explain", "mask", "report", "env"])  # ECO-03
 def test_help_names_every_option_with_words(command):
     done = run(command, "--help")
     assert done.exit_code == 0

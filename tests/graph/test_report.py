@@ -1,0 +1,85 @@
+"""The report: what observers get, how it is printed, and the command that prints it for a script."""
+
+import textwrap
+
+import torch
+from rich.console import Console
+from spelling_harness import qkv
+from typer.testing import CliRunner
+
+import foci
+from foci.cli.app import app
+from foci.graph import Site, summary, table
+
+FUSED = Site(True, "/somewhere/site-packages/models/gpt.py:12", "score where kv_idx <= q_idx", None, "matmul-softmax-matmul")
+DECLINED = Site(False, "", "", "the softmax is not over the keys", "sdpa")
+
+
+def printed(sites):
+    console = Console(width=140, record=True)
+    console.print(table(sites))
+    return console.export_text()
+
+
+def test_equal_sites_are_one_row():
+    text = printed([FUSED, FUSED, DECLINED])
+    assert summary([FUSED, FUSED, DECLINED]) == "2 of 3 attentions fused"
+    assert "2 of 3 attentions fused" in text
+    rows = [line for line in text.splitlines() if "yes" in line or " no " in line]
+    assert len(rows) == 2
+    assert "models/gpt.py:12" in rows[0] and "somewhere" not in rows[0] and " 2 " in rows[0] and "kv_idx <= q_idx" in rows[0]
+    assert "unknown" in rows[1] and "the softmax is not over the keys" in rows[1]
+
+
+def test_formulas_are_no_markup():
+    assert "c0[b, q_idx]" in printed([Site(True, "a.py:1", "score + c0[b, q_idx]", None, "mha")])
+
+
+def test_only_open_logs_are_told():
+    def attend(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    with foci.observe() as closed:
+        pass
+    with foci.observe() as outer, foci.observe() as inner:
+        torch._dynamo.reset()
+        foci.compile(attend, rest="eager")(*qkv(20))
+    assert closed.fusions == []
+    assert outer.fusions == inner.fusions
+    assert [site.fused for site in outer.fusions] == [True]
+
+
+def test_a_script_is_reported(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        import torch
+        import foci
+
+        def attend(x):
+            return torch.softmax(x @ x.mT, dim=-1) @ x
+
+        def other(x):
+            return torch.softmax(x @ x.mT, dim=-2) @ x
+
+        if __name__ == "__main__":
+            x = torch.randn(2, 2, int(sys.argv[1]), 8)
+            foci.compile(attend, rest="eager")(x)
+            foci.compile(other, rest="eager")(x)
+            sys.exit(3)
+        """)
+    )
+    done = CliRunner().invoke(app, ["report", str(script), "20"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert "1 of 2 attentions fused" in done.output
+    assert "train.py:7" in done.output.replace("\n", "")
+    assert "the softmax is not over the keys" in done.output
+
+
+def test_a_script_that_compiles_nothing_is_told_so(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("print('nothing to see')\n")
+    done = CliRunner().invoke(app, ["report", str(script)])
+    assert done.exit_code == 0
+    assert "no attention in what was compiled" in " ".join(done.output.split())
