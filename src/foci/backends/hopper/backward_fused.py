@@ -11,7 +11,7 @@ It holds where the tiles of keys that a tile of queries visits are the first so 
 """
 
 from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, send, send_sum, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import copy_in, copy_out
 from foci.backends.triton.tiles import HEAD_GROUP, number, sequence
@@ -88,7 +88,7 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, c):
     """One warp: keys and values once, then the queries of each head that shares them, from the last to the first."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = held
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles = buffers
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -149,35 +149,70 @@ def await_turns(turns, bars, place, spans, size, slots, c):
 
 
 @gluon.jit
-def pass_turns(turns, bars, place, spans, size, slots, c):
-    """One warp: lets the next tile of keys add to a tile of queries."""
+def pass_turn(turns, slot, tile):
+    """Lets the next tile of keys add to a tile of queries."""
+    gl.inline_asm_elementwise(
+        """st.release.gpu.global.u32 [$1], $2;
+        mov.u32 $0, 0;""",
+        "=r,l,r",
+        [turns + 1 + slot, tile // 2 + 1],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def await_sent(LEFT: gl.constexpr):
+    """Waits until what this warp sent to the sums is there, but for the last LEFT pieces: 0 or 2."""
+    asm: gl.constexpr = (
+        "cp.async.bulk.wait_group 2; bar.warp.sync 0xffffffff; fence.proxy.async; mov.u32 $0, $1;"
+        if LEFT == 2
+        else "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.proxy.async; mov.u32 $0, $1;"
+    )
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turns(sums, shares, turns, bars, place, spans, size, slots, c, BULK: gl.constexpr):
+    """One warp: lets the next tile of keys add to each tile of queries; if BULK, adds this one's shares first."""
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     last, ending, whole, diagonal = query_runs(tile * c.TILE_KV, q_len, kv_len, c)
     count = ending + whole + diagonal
     group = number(size.group)
+    before = tile * 0
     for n in range(0, count * group):
         h = kv_h * group + n // count
         slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
         mbarrier.wait(added.index(n % AHEAD), (n // AHEAD) & 1)
-        gl.inline_asm_elementwise(
-            """st.release.gpu.global.u32 [$1], $2;
-            mov.u32 $0, 0;""",
-            "=r,l,r",
-            [turns + 1 + slot, tile // 2 + 1],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        mbarrier.arrive(passed.index(n % AHEAD), count=1)
+        if BULK:
+            mbarrier.wait(turn.index(n % AHEAD), (n // AHEAD) & 1)
+            for half in gl.static_range(2):
+                if tile < 2:
+                    send(sums, [slot * 128 + half * 64, 0], shares.index((n % 2) * 2 + half))
+                else:
+                    send_sum(sums, [slot * 128 + half * 64, 0], shares.index((n % 2) * 2 + half))
+            if n > 0:
+                await_sent(2)
+                pass_turn(turns, before, tile)
+                mbarrier.arrive(passed.index((n + AHEAD - 1) % AHEAD), count=1)
+            before = slot
+        else:
+            pass_turn(turns, slot, tile)
+            mbarrier.arrive(passed.index(n % AHEAD), count=1)
+    if BULK:  # noqa: SIM102  known when the kernel is compiled
+        if count * group > 0:
+            await_sent(0)
+            pass_turn(turns, before, tile)
 
 
 @gluon.jit
 def add_share(sums, share, how):
     """Adds a warpgroup's [64, 64] share to the sums at `sums`, which lie as the threads hold them, four to a thread in a row.
 
-    `how`: 0 to add, 1 to store what is the first to be there, 2 to leave it.
+    `how`: 0 to add, 1 to store what is the first to be there.
     """
     A: gl.constexpr = product(64)
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, A)), 1)
@@ -221,18 +256,14 @@ def begin_share(ds_tiles, k_tiles, two, none, c, half: gl.constexpr):
 
 @gluon.jit
 def fold_fused(
-    sums, tiles, buffers, bars, at, run, n, before, dq, scale, numbers, env, aux, c,
-    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
+    sums, tiles, buffers, bars, at, run, n, dq, scale, numbers, env, aux, c,
+    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """Adds one run of tiles of queries to (dk, dv) of 64 keys, and to dq the share of the tile before each.
-
-    A share waits for the other warpgroup, so it comes a tile late. MASKED tiles may also overhang. `before` is the slot of
-    the tile before.
-    """
+    """Adds one run of tiles of queries to (dk, dv) of 64 keys, and their share to dq. MASKED tiles may also overhang."""
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
     k_tiles, v_tiles = tiles
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles = buffers
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, h, kv_idx, q_len, kv_len, how, slot = at
     last, count = run
@@ -246,25 +277,16 @@ def fold_fused(
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         two = n % 2
-        is_late = n > 0
-        late = (n + AHEAD - 1) % AHEAD
-        late_phase = ((n - 1) // AHEAD) & 1
         queries = q_tiles.index(stage)
         douts = do_tiles.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
         s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(ds_full.index(1 - two), ((n - 1) // 2) & 1, pred=is_late)
-        share = begin_share(ds_tiles, k_tiles, 1 - two, none, c, half)
-        s = warpgroup_mma_wait(2, deps=[s])
+        mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        share = warpgroup_mma_wait(0, deps=[share])
-        mbarrier.wait(turn.index(late), late_phase, pred=is_late)
-        add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, gl.where(is_late, how, 2))
-        mbarrier.arrive(added.index(late), count=1, pred=is_late)
-        mbarrier.wait(do_full.index(stage), phase)
-        dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
         if c.DROPOUT:
             keep = keep_places(numbers, b, h, q_idx, kv_idx)
         dropped = p
@@ -282,16 +304,37 @@ def fold_fused(
         fence_async_shared()
         mbarrier.arrive(ds_full.index(two), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        mbarrier.wait(ds_full.index(two), (n // 2) & 1)
+        share = begin_share(ds_tiles, k_tiles, two, none, c, half)
+        dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
         mbarrier.arrive(empty.index(stage), count=1)
-        before = slot + tile
+        share = warpgroup_mma_wait(0, deps=[share])
+        if BULK:
+            mbarrier.wait(passed.index((n + AHEAD - 2) % AHEAD), ((n - 2) // AHEAD) & 1, pred=n >= 2)
+            shares.index(two * 2 + half).store(share)
+            fence_async_shared()
+        else:
+            mbarrier.wait(turn.index(n % AHEAD), (n // AHEAD) & 1)
+            add_share(dq + (slot + tile).to(gl.int64) * 8192 + half * 4096, share, how)
+        mbarrier.arrive(added.index(n % AHEAD), count=1)
         n += 1
-    return dk, dv, n, before
+    return dk, dv, n
 
 
 @gluon.jit
 def fused_consumer(
-    half: gl.constexpr, held, buffers, bars, outputs, place, told, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
+    half: gl.constexpr,
+    held,
+    buffers,
+    bars,
+    outputs,
+    place,
+    told,
+    c,
+    pre: gl.constexpr,
+    both: gl.constexpr,
+    mask: gl.constexpr,
+    BULK: gl.constexpr,
 ):
     """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
@@ -310,46 +353,22 @@ def fused_consumer(
     how = (tile < 2).to(gl.int32)
     mbarrier.wait(kv_full, 0)
     n = 0
-    before = tile * 0
     group = number(size.group)
     for member in range(0, group):
         h = kv_h * group + member
         slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c)
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len, how, slot)
-        dk, dv, n, before = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last, ending), n, before, dq, scale, numbers, env, aux, c, half, both, mask, True
+        dk, dv, n = fold_fused(
+            (dk, dv), held, buffers, bars, at, (last, ending), n, dq, scale, numbers, env, aux, c, half, both, mask, True, BULK
         )
-        dk, dv, n, before = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, before, dq, scale, numbers, env, aux, c, half, both, mask, False
+        dk, dv, n = fold_fused(
+            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, dq, scale, numbers, env, aux, c, half, both, mask, False, BULK
         )
-        dk, dv, n, before = fold_fused(
-            (dk, dv),
-            held,
-            buffers,
-            bars,
-            at,
-            (last - ending - whole, diagonal),
-            n,
-            before,
-            dq,
-            scale,
-            numbers,
-            env,
-            aux,
-            c,
-            half,
-            both,
-            mask,
-            True,
-        )
-    if n > 0:
-        mbarrier.wait(ds_full.index((n - 1) % 2), ((n - 1) // 2) & 1)
-        share = begin_share(buffers[4], k_tiles, (n - 1) % 2, gl.zeros([64, 64], gl.float32, product(64)), c, half)
-        share = warpgroup_mma_wait(0, deps=[share])
-        mbarrier.wait(turn.index((n - 1) % AHEAD), ((n - 1) // AHEAD) & 1)
-        add_share(dq + before.to(gl.int64) * 8192 + half * 4096, share, how)
-        mbarrier.arrive(added.index((n - 1) % AHEAD), count=1)
+        dk, dv, n = fold_fused(
+            (dk, dv), held, buffers, bars, at, (last - ending - whole, diagonal), n, dq, scale, numbers, env, aux, c,
+            half, both, mask, True, BULK,
+        )  # fmt: skip
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
     v.store(dv.to(v.dtype))
@@ -374,7 +393,7 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def attention_gradients(
     q, k, v, do, lse, delta, pitch, dq, dk, dv, turns, slots, size, spans, numbers, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries, a slot to a tile.
 
@@ -390,6 +409,9 @@ def attention_gradients(
     q_tiles = gl.allocate_shared_memory(q.dtype, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
     do_tiles = gl.allocate_shared_memory(do.dtype, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q))
+    shares = ds_tiles
+    if BULK:
+        shares = gl.allocate_shared_memory(gl.float32, [4, 64, 64], dq.layout)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (
@@ -398,16 +420,16 @@ def attention_gradients(
     )  # fmt: skip
     fence_async_shared()
     held = (k_tiles, v_tiles)
-    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles)
+    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
     outputs = (dq, dk, dv)
     told = (spans, size, slots, numbers, scale, env)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
-            (fused_consumer, (1, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
+            (fused_consumer, (0, held, buffers, bars, outputs, place, told, c, pre, both, mask, BULK)),
+            (fused_consumer, (1, held, buffers, bars, outputs, place, told, c, pre, both, mask, BULK)),
             (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, c)),
             (await_turns, (turns, bars, place, spans, size, slots, c)),
-            (pass_turns, (turns, bars, place, spans, size, slots, c)),
+            (pass_turns, (dq, shares, turns, bars, place, spans, size, slots, c, BULK)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
