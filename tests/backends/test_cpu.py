@@ -339,6 +339,23 @@ for a, b in zip(run("cpu", torch.float32), run("reference", torch.float64)):
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+def test_tokens_of_no_sequence_get_zeros():  # JAG-06
+    tokens = torch.randn(20, 2, 16, requires_grad=True)
+    offsets = torch.tensor([2, 9, 9, 15], dtype=torch.int32)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # empty tensors start as NaN
+    try:
+        with foci.use("cpu"):
+            out = foci.varlen_attn(tokens, tokens, tokens, offsets, offsets, 7, 7)
+        (grad,) = torch.autograd.grad(out.sum(), tokens)
+    finally:
+        torch.use_deterministic_algorithms(was)
+    for found in (out, grad):
+        assert not found[:2].any()
+        assert not found[15:].any()
+        assert found[2:15].isfinite().all()
+
+
 def test_caller_blocks_decide_where_tiles_straddle_heads():  # FLEX-06
     torch.manual_seed(0)
     q, k, v = qkv(2, 4, 130, 16)
