@@ -266,9 +266,9 @@ _RULES: Final[Mapping[Any, Callable[[fx.Node], Relations]]] = {
 }
 
 
-def closure(start: Slot) -> set[Slot]:
-    """All dims that must have the size of one: those that operations tie to it, and on."""
-    found = {start}
+def closure(start: Slot) -> list[Slot]:
+    """All dims that must have the size of one: those that operations tie to it, and on; in the order in which they are found."""
+    found = {start: None}
     todo = [start]
     while todo:
         slot = todo.pop()
@@ -277,6 +277,6 @@ def closure(start: Slot) -> set[Slot]:
             for tie in relations.ties if relations is not None else ():
                 if slot in tie:
                     fresh = [other for other in tie if other not in found]
-                    found.update(fresh)
+                    found.update(dict.fromkeys(fresh))
                     todo.extend(fresh)
-    return found
+    return list(found)

@@ -126,7 +126,8 @@ def _time(product: Product, growth: Growth | None, machine: Machine) -> float | 
 
 
 def _gain(products: Sequence[Product], growth: Growth, machine: Machine) -> float:
-    times = [(_time(product, None, machine), _time(product, growth, machine)) for product in products]
+    touched = [product for product in products if _touches(product, growth)]
+    times = [(_time(product, None, machine), _time(product, growth, machine)) for product in touched]
     return sum(before - after for before, after in times if before is not None and after is not None)
 
 
@@ -136,10 +137,8 @@ def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
         return 0.0
     passes = 0.0
     launches = 0
-    for node in graph.nodes:
+    for node in growth.nodes:
         dims = growth.dims(node)
-        if not dims:
-            continue
         moved = 0
         if not is_remade(node, growth):
             # along rows, the copy's reads and writes are misaligned by turns

@@ -8,7 +8,8 @@ the dim, it is replaced by the value that changes nothing, chosen by position an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +39,19 @@ class Growth:
 
     def dims(self, node: fx.Node) -> list[int]:
         """Those of a node's value."""
-        value = value_of(node)
-        return [dim for dim in range(value.dim()) if (node, dim) in self.lengths] if value is not None else []
+        return self._dims.get(node, [])
+
+    @functools.cached_property
+    def _dims(self) -> dict[fx.Node, list[int]]:
+        found: dict[fx.Node, list[int]] = {}
+        for node, dim in self.lengths:
+            found.setdefault(node, []).append(dim)
+        return {node: sorted(dims) for node, dims in found.items()}
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]:
+        """That have such dims, in no order."""
+        return self._dims
 
     def and_also(self, *others: Growth) -> Growth:
         """All at once."""
@@ -107,12 +119,12 @@ def grow(graph: fx.Graph, growth: Growth) -> None:
 
 def is_remade(node: fx.Node, growth: Growth) -> bool:
     """Whether an operation can run with grown operands, and give a grown result where it belongs to the set."""
-    relations = relations_of(node)
-    if relations is None:
-        return False
     operands = [(operand, dim) for operand in node.all_input_nodes for dim in growth.dims(operand)]
     dims = growth.dims(node)
     if not operands and not (dims and node.target in CREATIONS):
+        return False
+    relations = relations_of(node)
+    if relations is None:
         return False
     tied = {slot for tie in relations.ties for slot in tie if len(tie) > 1 or node.target in CREATIONS}
     return all(relations.handles(slot) for slot in operands) and all((node, dim) in tied for dim in dims)

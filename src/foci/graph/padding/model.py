@@ -73,15 +73,16 @@ def seconds(table: Table, kind: Kind, shape: Shape, faults: Mapping[Role, Fault]
         shape: of the product.
         faults: of its matrices.
     """
-    slowdown = 1.0
-    for role, fault in faults.items():
-        row = table.nearest(kind, role, fault.alignment, shape)
-        if row is None:
-            return None
-        slowdown = max(slowdown, row.slowdown(fault.padded))
-    base = min((row for row in table.rows if row.kind == kind), key=lambda row: (row.shape.distance(shape), str(row.shape)), default=None)
-    if base is None:
+    return _seconds(table, kind, shape, frozenset(faults.items()))
+
+
+@functools.lru_cache(maxsize=4096)  # a model's layers ask the same
+def _seconds(table: Table, kind: Kind, shape: Shape, faults: frozenset[tuple[Role, Fault]]) -> float | None:
+    rows = [(table.nearest(kind, role, fault.alignment, shape), fault.padded) for role, fault in faults]
+    base = table.nearest(kind, None, None, shape)
+    if base is None or any(row is None for row, _ in rows):
         return None
+    slowdown = max((row.slowdown(padded) for row, padded in rows if row is not None), default=1.0)
     return _roofline(table, kind, shape) * base.aligned / _roofline(table, kind, base.shape) * slowdown
 
 

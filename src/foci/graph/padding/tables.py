@@ -116,9 +116,10 @@ class Table:
     launch: float
     rows: tuple[Row, ...]
 
-    def nearest(self, kind: Kind, role: Role, alignment: int, shape: Shape) -> Row | None:
-        """The measurement of the shape most like this one."""
-        found = [row for row in self.rows if (row.kind, row.role, row.alignment) == (kind, role, alignment)]
+    def nearest(self, kind: Kind, role: Role | None, alignment: int | None, shape: Shape) -> Row | None:
+        """The measurement of the shape most like this one, of any role and alignment where they are None."""
+        wanted = kind, role, alignment
+        found = [row for row in self.rows if all(w in (None, has) for w, has in zip(wanted, (row.kind, row.role, row.alignment)))]
         return min(found, key=lambda row: (row.shape.distance(shape), str(row.shape)), default=None)
 
     def extended(self, by: Table) -> Table:
