@@ -28,6 +28,8 @@ def test_linear_and_cross_entropy():
         (((2048, 256), (1, 2048)), ((256, 64), (64, 1))),
     ]
     assert {padding.how for padding in recorder.paddings if padding.how} == {"in place", "copied"}
+    # nothing is masked
+    assert all(node.target is not torch.ops.aten.lt.Scalar for graph in recorder.graphs for node in graph.graph.nodes)
     # padded once for both passes
     assert sum(node.target is torch.ops.aten.constant_pad_nd.default for graph in recorder.graphs for node in graph.graph.nodes) == 2
 
