@@ -198,6 +198,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
     given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("the sizes are those of a GPU: no CUDA device, nothing measured")
+        return
     torch.backends.cuda.matmul.allow_tf32 = True
     facts = measure.facts(given.device)
     with given.out.open("a") as out:

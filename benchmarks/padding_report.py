@@ -1,0 +1,62 @@
+"""Writes the table and the plot of docs/padding.md from benchmarks/results/padding.jsonl.
+
+python benchmarks/padding_report.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from measure import RESULTS
+
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
+NAMES = ("foci", "inductor", "inductor, no padding", "eager")
+CASES = {
+    "linear-bf16": "Linear(768, 30523) and cross entropy, 8192 rows, bfloat16, training",
+    "linear-tf32": "the same in float32 with tf32",
+    "product-f16": "8192 x 30522 @ 30522 x 768, float16, left matrix made in the graph",
+    "product-f16-changed": "left matrix relu of an input",
+    "product-f16-outside": "both matrices from outside",
+    "bert": "BERT base, masked language model, vocabulary 30522, 16 x 512, bfloat16, training",
+    "recommender": "recommender 197951-512-512-1024-512-512-197951, 1024 rows, bfloat16, training",
+    "longformer": "chunked attention, 513 keys a chunk, bfloat16, training (good: the same, unpadded)",
+    "attention-d16": "attention of 511 tokens, head dim 16, bfloat16, training",
+    "convolution": "convolution 1 x 128 x 640 x 959, float16, training",
+}
+
+
+def main() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "padding.jsonl").read_text().splitlines()]
+    found = {(row["case"], row["implementation"]): row for row in rows}
+    cases = [case for case in CASES if (case, "foci") in found]
+    lines = ["| case | good size, ms | " + " | ".join(NAMES) + " |", "| --- " * (len(NAMES) + 2) + "|"]
+    for case in cases:
+        ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
+        lines.append(f"| {CASES[case]} | {found[case, 'good']['ms']:.3f} | " + " | ".join(ratios) + " |")
+    last = rows[-1]
+    where = f"{last['device']}, torch {last['torch']}, commit {last['commit']}; times of the odd size over those of the good one:\n"
+    page = (DOCS / "padding.md").read_text()
+    before, rest = page.split(BEGIN)
+    measured = "\n".join([where, *lines, "", "![ratios](padding.png)", ""])
+    (DOCS / "padding.md").write_text(before + BEGIN + "\n" + measured + "\n" + END + rest.split(END)[1])
+
+    figure, axis = plt.subplots(figsize=(9, 0.5 * len(cases) + 1.5), constrained_layout=True)
+    for place, name in enumerate(NAMES):
+        heights = [found[case, name]["ratio"] if (case, name) in found else 0.0 for case in cases]
+        axis.barh([index + 0.2 * place for index in range(len(cases))], heights, 0.2, label=name)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_yticks([index + 0.3 for index in range(len(cases))], cases)
+    axis.set_xlabel("time over that of the good size")
+    axis.invert_yaxis()
+    axis.legend(fontsize=8)
+    figure.savefig(DOCS / "padding.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
