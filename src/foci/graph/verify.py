@@ -28,6 +28,8 @@ class VerificationError(RuntimeError):
 class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, every floating point operation is one of float64, whatever dtypes the program names."""
 
+    supports_higher_order_operators = True  # flex_attention is one
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
 
