@@ -106,7 +106,7 @@ class Architecture:
     def config(self) -> Any:
         cls = type(transformers.AutoConfig.for_model(self.kind))
         default = transformers.AutoConfig.for_model(self.kind)
-        known = {name: value for name, value in SMALL.items() if hasattr(default, name) and name not in cls.attribute_map}
+        known = {name: value for name, value in SMALL.items() if hasattr(default, name) and _is_set(cls, name)}
         own = {**OWN.get(self.kind, {}), **self.own}
         nested = {
             part: {n: v for n, v in SMALL.items() if hasattr(getattr(default, part), n)}
@@ -139,6 +139,11 @@ class Architecture:
         if config.is_encoder_decoder:
             made |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": keep.flip(0)}
         return made
+
+
+def _is_set(cls: type, name: str) -> bool:
+    """Whether a configuration holds the setting itself: it is no other name for one, and not computed."""
+    return name not in cls.attribute_map and not isinstance(getattr(cls, name, None), property)
 
 
 class _Softmaxes(TorchFunctionMode):
