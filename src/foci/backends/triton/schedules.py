@@ -138,10 +138,10 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     wide = sum(dims) * itemsize * (2 if itemsize == 4 else 1)
     scores = schedule.tile_q * schedule.tile_kv
     buffers = max(schedule.stages, 1)
-    spare = 2560 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
+    spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
     if kind.startswith("forward") or kind == "decode":
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
-        return rows + buffers * schedule.tile_kv * wide + spare
+        return rows + buffers * schedule.tile_kv * wide + spare + 64  # and what masks of 128 x 128 reduce through it
     if kind == "captures":
         return (schedule.tile_q + schedule.tile_kv) * wide + scores * 4 + spare
     if kind == "query_gradient":
