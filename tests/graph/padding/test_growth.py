@@ -138,3 +138,17 @@ def test_copies_that_cost_more_are_refused():
     recorder = grown(lambda x, w: x @ w.t(), torch.randn(8, 64), torch.randn(2047, 64), on=machine(odd=3.0, bandwidth=1e8))
     assert {padding.how for padding in recorder.paddings} == {None}
     assert "copies counted" in recorder.paddings[0].reason
+
+
+def test_rows_that_grow_say_nothing_of_columns():
+    # the product's rows grow; its sum over them must not see what stands behind them
+    def model(x, w, v):
+        return torch.exp((x @ w).t() @ v).sum(0), (x.t() @ v).t().exp().sum(1)
+
+    x, w, v = torch.randn(64, 127), torch.randn(127, 8), torch.randn(64, 16)
+    w[3, 2] = float("inf")
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
+    torch._dynamo.reset()
+    for got, expected in zip(torch.compile(model, backend=recorder)(x, w, v), model(x, w, v)):
+        torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-4, atol=1e-3)
+    assert bad_lengths(recorder) == []

@@ -63,7 +63,8 @@ def fill_of(made: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) -> F
     constant = _constant(made)
     if constant is not None:
         return Fill(constant)
-    rule = _RULES.get(made.target)
+    # Inductor defines it when it is imported
+    rule = _multiply_add if str(made.target) == "prims.fma.default" else _RULES.get(made.target)
     if made.target is aten.sub.Tensor and made.args[1] in maxima and not made.kwargs:
         first = fills.get(made.args[0])  # type: ignore[arg-type]
         if maxima[made.args[1]] is made.args[0] and first is not None and first.value == -INFINITY:  # type: ignore[index]
@@ -147,7 +148,6 @@ _RULES: Final[Mapping[Any, Callable[[fx.Node, Fills], Fill | None]]] = {
     aten.sub.Tensor: _less,
     aten.add.Tensor: _more,
     aten.mul.Tensor: _times,
-    prims.fma.default: _multiply_add,
     aten.exp.default: _exponential,
     aten.neg.default: _negative,
     aten.clone.default: _same,

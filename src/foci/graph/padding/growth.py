@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
-from foci.graph.padding.fills import Fill, fill_of
+from foci.graph.padding.fills import Fill, Rows, fill_of
 from foci.graph.padding.reading import VIEWS, hints, value_of
 
 __all__ = ["Growth", "grow", "is_remade"]
@@ -145,10 +145,19 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
         state.maxima[made] = made.args[0]  # type: ignore[assignment]
     if growth.dims(node):
         state.made[node] = made
-        state.fills[made] = fill_of(made, state.fills, state.maxima)
+        state.fills[made] = _fill(state, node, made)
     else:
         node.replace_all_uses_with(made)
         state.made[node] = made
+
+
+def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
+    """What stands in a result's padding. What is said of rows holds where one dim grew, in products that of the columns."""
+    fill, dims, value = fill_of(made, state.fills, state.maxima), state.growth.dims(node), value_of(node)
+    if fill is None or value is None or fill.rows is Rows.CLEAN:
+        return fill
+    product = node.target in (aten.mm.default, aten.addmm.default)
+    return fill if len(dims) == 1 and (not product or dims == [value.dim() - 1]) else None
 
 
 def _resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[Any, ...]:
