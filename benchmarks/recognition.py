@@ -53,8 +53,8 @@ def survey(architecture: Architecture) -> dict[str, object]:
         torch._dynamo.reset()
         counters.clear()
         torch.compile(model, backend=patterns_only)(**inputs)
-    found["inductor"] = counters["inductor"]["fuse_attention"]
-    found["foci"] = len(log.calls)
+    found["fused by Inductor"] = counters["inductor"]["fuse_attention"]
+    found["fused by foci"] = len(log.calls)
     found["equal"] = torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
     found["why not"] = sorted({f"{site.location.rpartition('/')[2]}: {site.reason}" for site in log.fusions if not site.fused})
     return found
@@ -75,7 +75,7 @@ def main() -> None:
         except Exception as error:
             rows.append({"kind": architecture.kind, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
         print(rows[-1], flush=True)
-    for who in ("attentions", "inductor", "foci"):
+    for who in ("attentions", "fused by Inductor", "fused by foci"):
         print(who, sum(int(str(row.get(who, 0))) for row in rows))
     if not options.kind:
         measure.write("recognition", [{**row, **measure.facts(), "transformers": transformers.__version__} for row in rows])
