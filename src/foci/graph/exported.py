@@ -73,8 +73,8 @@ def _as_exported(fused: fx.GraphModule, original: fx.GraphModule, inputs: Sequen
 
 
 def _renamed(spec: OutputSpec, names: Mapping[str, str]) -> OutputSpec:
-    name = getattr(spec.arg, "name", None)
-    return dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=names[name])) if name in names else spec  # type: ignore[call-arg]
+    name = names.get(getattr(spec.arg, "name", None) or "")
+    return spec if name is None else dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=name))
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
