@@ -85,7 +85,7 @@ def attention(
     floats: list[float] = []
     scale = 1.0 / math.sqrt(float(q.size(3)))
     out, _lse, _row_max, _columns, weights = torch.ops.foci.attention(
-        q, k, v, added, seed, None, None, None, None, None, ints, floats, scale, dropout_p, 0, 0, formula, "*"
+        q, k, v, added, seed, None, None, None, None, None, None, ints, floats, scale, dropout_p, 0, 0, formula, "*"
     )
     if need_weights:
         return out, weights
