@@ -160,7 +160,8 @@ def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str,
         torch.manual_seed(0)
         torch._dynamo.reset()
         step = case.make(size, device)
-        function = step.loss if settings == "eager" else torch.compile(step.loss, options=settings)  # type: ignore[attr-defined]
+        # the implementations share their code: of two sizes Dynamo would make one symbolic
+        function = step.loss if settings == "eager" else torch.compile(step.loss, dynamic=False, options=settings)  # type: ignore[attr-defined]
         run = step(function)  # type: ignore[call-arg]
         with foci.observe() as log:
             start = time.perf_counter()
