@@ -41,13 +41,11 @@ __all__ = ["HopperGradients"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kernel is cut up: rows and keys of a tile, tiles that stream by in flight; `second` of those that only the weights'
-    gradient needs."""
+    """How a kernel is cut up: rows and keys of a tile, tiles that stream by in flight."""
 
     tile_q: int
     tile_kv: int
     stages: int
-    second: int = 2
 
     @property
     def tiles(self) -> Tiles:
@@ -55,14 +53,11 @@ class Cut:
         return Tiles(self.tile_q, self.tile_kv, 4, self.stages)
 
 
-QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 64, 2, 1)}
+QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
 """By the wider of the padded head dims."""
-KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(64, 128, 2, 1)}
-VALUES: Final = Cut(64, 128, 2)
-"""dv alone, at 256."""
+KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
 FUSED: Final = {(64, 64): Cut(128, 128, 2), (128, 128): Cut(64, 128, 2)}
 """By padded head dims."""
-_SUMS: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -91,8 +86,9 @@ class HopperGradients(host.TritonKernel):
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
-        self.is_fused = self.is_prefix and self.dims in FUSED
-        self.is_bulk = False
+        self.can_fuse = self.is_prefix and self.dims in FUSED
+        # at 128 one kernel is as fast as two, and takes the memory of two float32 dq besides
+        self.is_fused = self.can_fuse and self.dims == (64, 64)
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -159,14 +155,11 @@ class HopperGradients(host.TritonKernel):
             attention_query_gradient, (batch * heads * visits.tasks,),
             of(streams.query, 64), of(streams.key, cut.tile_kv), of(streams.value, cut.tile_kv), of(streams.dout, 64), *rows, of(dq, 64),
             self.size(call, heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
-            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
-            cut.second, num_warps=4,
+            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
     def _keys(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None]) -> None:
         cut, operands, of = KEYS[max(self.dims)], call.operands, streams.of
-        if grads[0] is None and max(self.dims) == 256:
-            cut = VALUES
         visits, functions = self._found(call, cut, "keys"), self._functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         call.recorder.launch(
@@ -175,7 +168,7 @@ class HopperGradients(host.TritonKernel):
             *streams.rows_of(cut.tile_q), *(None if t is None else of(t, 64) for t in grads),
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
-            grads[0] is not None, grads[1] is not None, cut.second, num_warps=4,
+            grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
     def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -194,15 +187,14 @@ class HopperGradients(host.TritonKernel):
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), _sums(sums) if self.is_bulk else sums, *(of(t, 64) for t in grads[1:]), turns, encode(slots),
+            *streams.rows_of(cut.tile_q), sums, *(of(t, 64) for t in grads[1:]), turns, encode(slots),
             self.size(call, kv_heads, by_key.tasks), by_key.spans, call.numbers, operands.scale, call.environment, config,
-            functions.pre, functions.both, functions.mask, self.is_bulk, num_warps=4,
+            functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
             sums, turns, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
-            encode(slots), operands.scale, config, call.unit, self.is_bulk,
-            num_warps=4,
+            encode(slots), operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
 
     def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:
@@ -249,8 +241,3 @@ def _without_mask(plan: Plan) -> Plan:
 def _line(tensor: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of runs of a float32 tensor, which is contiguous."""
     return TensorDescriptor(tensor, [tensor.numel()], [1], [rows], _LINE)
-
-
-def _sums(tensor: Tensor) -> TensorDescriptor:
-    """A descriptor of [64, 64] float32 sums, one after the other."""
-    return TensorDescriptor(tensor, [tensor.numel() // 64, 64], [64, 1], [64, 64], _SUMS)

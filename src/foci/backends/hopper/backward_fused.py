@@ -11,7 +11,7 @@ It holds where the tiles of keys that a tile of queries visits are the first so 
 """
 
 from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, send, send_sum, tma, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import copy_in, copy_out
 from foci.backends.triton.tiles import HEAD_GROUP, number, sequence
@@ -88,7 +88,7 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, c):
     """One warp: keys and values once, then the queries of each head that shares them, from the last to the first."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = held
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles = buffers
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -149,63 +149,28 @@ def await_turns(turns, bars, place, spans, size, slots, c):
 
 
 @gluon.jit
-def pass_turn(turns, slot, tile):
-    """Lets the next tile of keys add to a tile of queries."""
-    gl.inline_asm_elementwise(
-        """st.release.gpu.global.u32 [$1], $2;
-        mov.u32 $0, 0;""",
-        "=r,l,r",
-        [turns + 1 + slot, tile // 2 + 1],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def await_sent(LEFT: gl.constexpr):
-    """Waits until what this warp sent to the sums is there, but for the last LEFT pieces: 0 or 2."""
-    asm: gl.constexpr = (
-        "cp.async.bulk.wait_group 2; bar.warp.sync 0xffffffff; fence.proxy.async; mov.u32 $0, $1;"
-        if LEFT == 2
-        else "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.proxy.async; mov.u32 $0, $1;"
-    )
-    gl.inline_asm_elementwise(asm, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turns(sums, shares, turns, bars, place, spans, size, slots, c, BULK: gl.constexpr):
-    """One warp: lets the next tile of keys add to each tile of queries; if BULK, adds this one's shares first."""
+def pass_turns(turns, bars, place, spans, size, slots, c):
+    """One warp: lets the next tile of keys add to each tile of queries."""
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     last, ending, whole, diagonal = query_runs(tile * c.TILE_KV, q_len, kv_len, c)
     count = ending + whole + diagonal
     group = number(size.group)
-    before = tile * 0
     for n in range(0, count * group):
         h = kv_h * group + n // count
         slot = first_slot(memory_b, h, b, q_start, tile, slots, size, c) + last - n % count
         mbarrier.wait(added.index(n % AHEAD), (n // AHEAD) & 1)
-        if BULK:
-            mbarrier.wait(turn.index(n % AHEAD), (n // AHEAD) & 1)
-            for half in gl.static_range(2):
-                if tile < 2:
-                    send(sums, [slot * 128 + half * 64, 0], shares.index((n % 2) * 2 + half))
-                else:
-                    send_sum(sums, [slot * 128 + half * 64, 0], shares.index((n % 2) * 2 + half))
-            if n > 0:
-                await_sent(2)
-                pass_turn(turns, before, tile)
-                mbarrier.arrive(passed.index((n + AHEAD - 1) % AHEAD), count=1)
-            before = slot
-        else:
-            pass_turn(turns, slot, tile)
-            mbarrier.arrive(passed.index(n % AHEAD), count=1)
-    if BULK:  # noqa: SIM102  known when the kernel is compiled
-        if count * group > 0:
-            await_sent(0)
-            pass_turn(turns, before, tile)
+        gl.inline_asm_elementwise(
+            """st.release.gpu.global.u32 [$1], $2;
+            mov.u32 $0, 0;""",
+            "=r,l,r",
+            [turns + 1 + slot, tile // 2 + 1],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        mbarrier.arrive(passed.index(n % AHEAD), count=1)
 
 
 @gluon.jit
@@ -257,13 +222,13 @@ def begin_share(ds_tiles, k_tiles, two, none, c, half: gl.constexpr):
 @gluon.jit
 def fold_fused(
     sums, tiles, buffers, bars, at, run, n, dq, scale, numbers, env, aux, c,
-    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, BULK: gl.constexpr,
+    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys, and their share to dq. MASKED tiles may also overhang."""
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
     k_tiles, v_tiles = tiles
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles = buffers
     kv_full, q_full, do_full, empty, ds_full, turn, added, passed = bars
     b, h, kv_idx, q_len, kv_len, how, slot = at
     last, count = run
@@ -309,13 +274,8 @@ def fold_fused(
         dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
         mbarrier.arrive(empty.index(stage), count=1)
         share = warpgroup_mma_wait(0, deps=[share])
-        if BULK:
-            mbarrier.wait(passed.index((n + AHEAD - 2) % AHEAD), ((n - 2) // AHEAD) & 1, pred=n >= 2)
-            shares.index(two * 2 + half).store(share)
-            fence_async_shared()
-        else:
-            mbarrier.wait(turn.index(n % AHEAD), (n // AHEAD) & 1)
-            add_share(dq + (slot + tile).to(gl.int64) * 8192 + half * 4096, share, how)
+        mbarrier.wait(turn.index(n % AHEAD), (n // AHEAD) & 1)
+        add_share(dq + (slot + tile).to(gl.int64) * 8192 + half * 4096, share, how)
         mbarrier.arrive(added.index(n % AHEAD), count=1)
         n += 1
     return dk, dv, n
@@ -334,7 +294,6 @@ def fused_consumer(
     pre: gl.constexpr,
     both: gl.constexpr,
     mask: gl.constexpr,
-    BULK: gl.constexpr,
 ):
     """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
@@ -360,14 +319,14 @@ def fused_consumer(
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len, how, slot)
         dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last, ending), n, dq, scale, numbers, env, aux, c, half, both, mask, True, BULK
+            (dk, dv), held, buffers, bars, at, (last, ending), n, dq, scale, numbers, env, aux, c, half, both, mask, True
         )
         dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, dq, scale, numbers, env, aux, c, half, both, mask, False, BULK
+            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, dq, scale, numbers, env, aux, c, half, both, mask, False
         )
         dk, dv, n = fold_fused(
             (dk, dv), held, buffers, bars, at, (last - ending - whole, diagonal), n, dq, scale, numbers, env, aux, c,
-            half, both, mask, True, BULK,
+            half, both, mask, True,
         )  # fmt: skip
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
@@ -393,7 +352,7 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def attention_gradients(
     q, k, v, do, lse, delta, pitch, dq, dk, dv, turns, slots, size, spans, numbers, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, BULK: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries, a slot to a tile.
 
@@ -409,9 +368,6 @@ def attention_gradients(
     q_tiles = gl.allocate_shared_memory(q.dtype, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
     do_tiles = gl.allocate_shared_memory(do.dtype, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q))
-    shares = ds_tiles
-    if BULK:
-        shares = gl.allocate_shared_memory(gl.float32, [4, 64, 64], dq.layout)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (
@@ -420,16 +376,16 @@ def attention_gradients(
     )  # fmt: skip
     fence_async_shared()
     held = (k_tiles, v_tiles)
-    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
+    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles)
     outputs = (dq, dk, dv)
     told = (spans, size, slots, numbers, scale, env)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, held, buffers, bars, outputs, place, told, c, pre, both, mask, BULK)),
-            (fused_consumer, (1, held, buffers, bars, outputs, place, told, c, pre, both, mask, BULK)),
+            (fused_consumer, (0, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
+            (fused_consumer, (1, held, buffers, bars, outputs, place, told, c, pre, both, mask)),
             (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, c)),
             (await_turns, (turns, bars, place, spans, size, slots, c)),
-            (pass_turns, (dq, shares, turns, bars, place, spans, size, slots, c, BULK)),
+            (pass_turns, (turns, bars, place, spans, size, slots, c)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

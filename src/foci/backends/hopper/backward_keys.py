@@ -26,11 +26,11 @@ def key_runs(table, b, h, task, first, q_len, kv_len, c):
 
 
 @gluon.jit
-def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.constexpr, SECOND: gl.constexpr):
+def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.constexpr):
     """Producer: the tiles of one run of one head, each into the next stage; returns how many stages were used so far."""
     q, do, lse, delta = sources
     q_tiles, do_tiles, lse_rows, delta_rows = buffers
-    q_full, do_full, empty, do_empty = bars
+    q_full, do_full, empty = bars
     h, memory_b, head, q_start, q_len = at
     first, before, gap, count = run
     for i in range(0, count):
@@ -41,24 +41,21 @@ def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.co
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
         copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
         tma.async_copy_global_to_shared(lse, [head + here], ready, lse_rows.index(stage))
-        second = n % SECOND
-        if SECOND != c.STAGES:
-            mbarrier.wait(do_empty.index(second), ((n // SECOND) & 1) ^ 1)
-        ready = do_full.index(second)
+        ready = do_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
-        copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(second), c.JAGGED)
+        copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(stage), c.JAGGED)
         if KEY:
-            tma.async_copy_global_to_shared(delta, [head + here], ready, delta_rows.index(second))
+            tma.async_copy_global_to_shared(delta, [head + here], ready, delta_rows.index(stage))
         n += 1
     return n
 
 
 @gluon.jit
-def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr, SECOND: gl.constexpr):
+def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr):
     """One warp: keys and values once, then the queries of each head that shares them."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = stationary
-    kv_full, q_full, do_full, empty, do_empty = bars
+    kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
@@ -75,21 +72,21 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
         head = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c)
         line, whole, masked = key_runs(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
-        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty, do_empty), at, whole, line, n, table, c, KEY, SECOND)
-        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty, do_empty), at, masked, line, n, table, c, KEY, SECOND)
+        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty), at, whole, line, n, table, c, KEY)
+        n = bring_queries((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked, line, n, table, c, KEY)
 
 
 @gluon.jit
 def fold_queries(
     sums, tiles, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
-    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, SECOND: gl.constexpr,
+    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys."""
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
     k, v = tiles
     q_tiles, do_tiles, lse_rows, delta_rows = buffers
-    q_full, do_full, empty, do_empty = bars
+    q_full, do_full, empty = bars
     b, h, kv_idx, q_len, kv_len = at
     first, before, gap, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -99,11 +96,10 @@ def fold_queries(
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         queries = q_tiles.index(stage)
-        second = n % SECOND
-        douts = do_tiles.index(second)
+        douts = do_tiles.index(stage)
         mbarrier.wait(q_full.index(stage), phase)
         s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(do_full.index(second), (n // SECOND) & 1)
+        mbarrier.wait(do_full.index(stage), phase)
         if KEY:
             dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1 if KEY else 0, deps=[s])
@@ -120,10 +116,7 @@ def fold_queries(
             dv = warpgroup_mma(dropped, douts, dv, is_async=True)
         if KEY:
             dp = warpgroup_mma_wait(1 if VALUE else 0, deps=[dp])
-            delta = gl.expand_dims(delta_rows.index(second).load(gl.SliceLayout(0, S)), 0)
-            if SECOND != c.STAGES:
-                fence_async_shared()
-                mbarrier.arrive(do_empty.index(second), count=1)
+            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
             if c.DROPOUT:
                 dp = gl.where(keep, dp * numbers.keep_factor, 0.0)
             ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
@@ -144,7 +137,7 @@ def fold_queries(
 @gluon.jit
 def key_consumer(
     half: gl.constexpr, stationary, buffers, bars, outputs, task, told, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, SECOND: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
     S: gl.constexpr = product(c.TILE_Q)
@@ -152,7 +145,7 @@ def key_consumer(
     spans, size, table, numbers, scale, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = stationary
-    kv_full, q_full, do_full, empty, do_empty = bars
+    kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
@@ -175,12 +168,12 @@ def key_consumer(
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty, do_empty), at, whole, line, n, table, scale, numbers, env, aux, c,
-            both, mask, False, KEY, VALUE, SECOND,
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, numbers, env, aux, c,
+            both, mask, False, KEY, VALUE,
         )  # fmt: skip
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty, do_empty), at, masked, line, n, table, scale, numbers, env, aux, c,
-            both, mask, True, KEY, VALUE, SECOND,
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, numbers, env, aux, c,
+            both, mask, True, KEY, VALUE,
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
     if KEY:
@@ -197,10 +190,10 @@ def key_consumer(
 @gluon.jit
 def attention_key_gradient(
     q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, numbers, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, SECOND: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
-    `backward_sums.align_rows` leaves them. SECOND: stages of gradients of out, other than of queries only without VALUE."""
+    `backward_sums.align_rows` leaves them."""
     b, kv_h, index = place(size, spans, c, number(size.tasks), False)
     memory_b = b
     tile = index
@@ -215,32 +208,29 @@ def attention_key_gradient(
     if KEY or c.DV_PAD != c.D_PAD:
         v_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.DV_PAD], shared(c.TILE_KV // 2, c.DV_PAD))
     q_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
-    do_tiles = gl.allocate_shared_memory(DTYPE, [SECOND, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
+    do_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    delta_rows = gl.allocate_shared_memory(gl.float32, [SECOND, c.TILE_Q], lse.layout)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [SECOND, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [SECOND, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     for stage in gl.static_range(c.STAGES):
         mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    for stage in gl.static_range(SECOND):
         mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(do_empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
-    bars = (kv_full, q_full, do_full, empty, do_empty)
+    bars = (kv_full, q_full, do_full, empty)
     task = (b, memory_b, kv_h, tile, index)
     told = (spans, size, table, numbers, scale, env)
     held = (k_tiles, v_tiles)
     gl.warp_specialize(
         [
-            (key_consumer, (0, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE, SECOND)),
-            (key_consumer, (1, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE, SECOND)),
-            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c, KEY, SECOND)),
+            (key_consumer, (0, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (1, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c, KEY)),
         ],
         [4, 1],
         [240, 24],

@@ -9,10 +9,10 @@ from foci.backends.triton.tiles import number, place, sequence, start_of, visite
 
 
 @gluon.jit
-def bring_keys(k, v, buffers, bars, at, run, line, n, table, c, SECOND: gl.constexpr):
+def bring_keys(k, v, buffers, bars, at, run, line, n, table, c):
     """Producer: the tiles of one run, each into the next stage; returns how many stages were used so far."""
     k_tiles, v_tiles = buffers
-    k_full, v_full, empty, v_empty = bars
+    k_full, v_full, empty = bars
     memory_b, kv_h, kv_start, kv_len = at
     first, before, gap, count = run
     for i in range(0, count):
@@ -21,21 +21,18 @@ def bring_keys(k, v, buffers, bars, at, run, line, n, table, c, SECOND: gl.const
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
         copy_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), k_tiles.index(stage), c.JAGGED)
-        second = n % SECOND
-        if SECOND != c.STAGES:
-            mbarrier.wait(v_empty.index(second), ((n // SECOND) & 1) ^ 1)
-        mbarrier.expect(v_full.index(second), c.TILE_KV * c.DV_PAD * 2)
-        copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(second), v_tiles.index(second), c.JAGGED)
+        mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
+        copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), v_tiles.index(stage), c.JAGGED)
         n += 1
     return n
 
 
 @gluon.jit
-def query_producer(sources, stationary, buffers, bars, task, spans, size, table, c, SECOND: gl.constexpr):
+def query_producer(sources, stationary, buffers, bars, task, spans, size, table, c):
     """One warp: queries and gradients of out once, then keys and values."""
     q, do, k, v = sources
     q_tiles, do_tiles = stationary
-    q_full, k_full, v_full, empty, v_empty = bars
+    q_full, k_full, v_full, empty = bars
     b, memory_b, h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q
@@ -46,21 +43,21 @@ def query_producer(sources, stationary, buffers, bars, task, spans, size, table,
     line, full_first, full, part_first, before, gap, rest = visits(table, b, h, index, kv_len, c, c.TILE_KV)
     at = (memory_b, h // number(size.group), kv_start, kv_len)
     n = full * 0
-    n = bring_keys(k, v, buffers, (k_full, v_full, empty, v_empty), at, (full_first, full * 0, full * 0, full), line, n, table, c, SECOND)
-    n = bring_keys(k, v, buffers, (k_full, v_full, empty, v_empty), at, (part_first, before, gap, rest), line, n, table, c, SECOND)
+    n = bring_keys(k, v, buffers, (k_full, v_full, empty), at, (full_first, full * 0, full * 0, full), line, n, table, c)
+    n = bring_keys(k, v, buffers, (k_full, v_full, empty), at, (part_first, before, gap, rest), line, n, table, c)
 
 
 @gluon.jit
 def fold_keys(
     dq, tiles, rows, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
-    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, SECOND: gl.constexpr,
+    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of keys to dq of 64 queries. MASKED tiles may also overhang the keys."""
     S: gl.constexpr = product(c.TILE_KV)
     q, do = tiles
     lse2, delta = rows
     k_tiles, v_tiles = buffers
-    k_full, v_full, empty, v_empty = bars
+    k_full, v_full, empty = bars
     b, h, q_idx, q_len, kv_len = at
     first, before, gap, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -72,15 +69,12 @@ def fold_keys(
         keys = k_tiles.index(stage)
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-        second = n % SECOND
-        mbarrier.wait(v_full.index(second), (n // SECOND) & 1)
-        dp = warpgroup_mma(do, v_tiles.index(second).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage), phase)
+        dp = warpgroup_mma(do, v_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         kv_idx = start_of(tile, c, c.TILE_KV) + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if SECOND != c.STAGES:
-            mbarrier.arrive(v_empty.index(second), count=1)
         if c.DROPOUT:
             dp = gl.where(keep_places(numbers, b, h, q_idx, kv_idx), dp * numbers.keep_factor, 0.0)
         ds = score_gradient(p, dp, delta, slope, c, MASKED).to(keys.dtype)
@@ -95,14 +89,14 @@ def fold_keys(
 @gluon.jit
 def query_consumer(
     part: gl.constexpr, stationary, buffers, bars, dq_out, row_values, task, told, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, SECOND: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dq of 64 queries."""
     S: gl.constexpr = product(c.TILE_KV)
     spans, size, table, numbers, scale, env = told
     lse_rows, delta_rows = row_values
     q_tiles, do_tiles = stationary
-    q_full, k_full, v_full, empty, v_empty = bars
+    q_full, k_full, v_full, empty = bars
     b, memory_b, h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     own = tile * c.TILE_Q + part * 64
@@ -120,12 +114,12 @@ def query_consumer(
     mbarrier.wait(q_full, 0)
     n = full * 0
     dq, n = fold_keys(
-        dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty, v_empty), at, (full_first, full * 0, full * 0, full), line, n,
-        table, scale, numbers, env, aux, c, both, mask, False, SECOND,
+        dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty), at, (full_first, full * 0, full * 0, full), line, n,
+        table, scale, numbers, env, aux, c, both, mask, False,
     )  # fmt: skip
     dq, n = fold_keys(
-        dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty, v_empty), at, (part_first, before, gap, rest), line, n,
-        table, scale, numbers, env, aux, c, both, mask, True, SECOND,
+        dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty), at, (part_first, before, gap, rest), line, n,
+        table, scale, numbers, env, aux, c, both, mask, True,
     )  # fmt: skip
     # the queries are read no more, each 64 of them by their own warpgroup alone
     q.store((dq * scale).to(q.dtype))
@@ -137,12 +131,9 @@ def query_consumer(
 @gluon.jit
 def attention_query_gradient(
     q, k, v, do, lse, delta, dq, size, spans, table, numbers, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, SECOND: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries. Tensors come as descriptors; lse in base 2 and delta [B, Hq, Sq] as pointers.
-
-    SECOND: stages of values, as `Config.STAGES` are of keys.
-    """
+    """dq of one tile of queries. Tensors come as descriptors; lse in base 2 and delta [B, Hq, Sq] as pointers."""
     b, h, index = place(size, spans, c, number(size.tasks), not c.JAGGED)
     memory_b = b
     tile = index
@@ -155,31 +146,28 @@ def attention_query_gradient(
     q_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.D_PAD], shared(64, c.D_PAD))
     do_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.DV_PAD], shared(64, c.DV_PAD))
     k_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
-    v_tiles = gl.allocate_shared_memory(DTYPE, [SECOND, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
+    v_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [SECOND, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [SECOND, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     for stage in gl.static_range(c.STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=c.CONSUMERS)
-    for stage in gl.static_range(SECOND):
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=c.CONSUMERS)
+        mbarrier.init(empty.index(stage), count=c.CONSUMERS)
     fence_async_shared()
     stationary = (q_tiles, do_tiles)
     buffers = (k_tiles, v_tiles)
-    bars = (q_full, k_full, v_full, empty, v_empty)
+    bars = (q_full, k_full, v_full, empty)
     task = (b, memory_b, h, tile, index)
     rows = (lse, delta)
     told = (spans, size, table, numbers, scale, env)
     gl.warp_specialize(
         [
-            (query_consumer, (0, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask, SECOND)),
-            (query_consumer, (1, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask, SECOND)),
-            (query_producer, ((q, do, k, v), stationary, buffers, bars, task, spans, size, table, c, SECOND)),
+            (query_consumer, (0, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask)),
+            (query_consumer, (1, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask)),
+            (query_producer, ((q, do, k, v), stationary, buffers, bars, task, spans, size, table, c)),
         ],
         [4, 1],
         [240, 24],

@@ -57,12 +57,11 @@ def clear_between(dq, dk, dv, strides, size, kv_heads, spans, c):
 
 
 @triton.jit
-def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c, UNIT: tl.constexpr, BULK: tl.constexpr):
+def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c, UNIT: tl.constexpr):
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 
     Args:
-        sums: float32, two of a slot of [2, 64, 64] for each tile, row by row if BULK, else in the
-            order of `backward_fused.add_share`.
+        sums: float32, two of a slot of [2, 64, 64] for each tile, in the order of `backward_fused.add_share`.
         turns: int32, how many tiles of keys have added to a slot, for each of the two, after one other number.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
@@ -90,10 +89,7 @@ def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c
         at = sums + (slot.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
         held = tl.load(at, mask=is_there, other=0.0)
         held += tl.load(at + total.to(tl.int64) * 8192, mask=is_second_there, other=0.0)
-        if BULK:
-            share = held.reshape(64, 64) * scale
-        else:
-            share = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64) * scale
+        share = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64) * scale
         # half of the columns, or half of the rows
         rows = tile * c.TILE_Q + tl.arange(0, 64)
         cols = tl.arange(0, 64)
