@@ -40,7 +40,7 @@ def main() -> None:
         ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
         lines.append(f"| {CASES[case]} | {found[case, 'good']['ms']:.3f} | " + " | ".join(ratios) + " |")
     last = rows[-1]
-    where = f"{last['device']}, torch {last['torch']}, commit {last['commit']}; times of the odd size over those of the good one:\n"
+    where = f"{last['device']}, torch {last['torch']}, commit {last['commit']}{' with later changes' if 'tree' in last else ''}; times of the odd size over those of the good one:\n"
     page = (DOCS / "padding.md").read_text()
     before, rest = page.split(BEGIN)
     measured = "\n".join([where, *lines, "", "![ratios](padding.png)", ""])
