@@ -179,6 +179,8 @@ MADE = {
     "arange with a step": lambda x: torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None],
     "zeros_like": lambda x: torch.zeros_like(x),
     "new_full": lambda x: x.new_full((4, 6), 3.0),
+    "differences": lambda x: torch.diff(torch.arange(4) * 3, prepend=torch.zeros(1, dtype=torch.int64))[:, None] + torch.zeros(6),
+    "sums of nothing": lambda x: (torch.diff(torch.arange(6)[None], prepend=torch.arange(6)[None, :1] - 1) != 1).cumsum(-1),
     "padded": lambda x: F.pad(x, (1, 2, 0, 1), value=5.0),
     "concatenated": lambda x: torch.cat([x, x * 2], dim=-1),
     "clamped": lambda x: x.clamp(-0.5, 0.5),

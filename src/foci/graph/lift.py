@@ -22,6 +22,7 @@ from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply, cast
+from foci.ir.simplify import simplify
 from foci.ir.trace import Symbol, TraceError, Tracer, dtype_of
 from foci.ir.vocabulary import WORDS
 
@@ -348,10 +349,37 @@ def _one_digit(value: Expr, size: Size) -> Digits:
     return () if same_size(size, 1) else (Digit(value, size),)
 
 
+def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
+    """Each element less the one before it; the first less what was prepended."""
+    source, dim = call.args[0], call.argument(2, "dim", -1) % len(index)
+    before = call.argument(3, "prepend")
+    if call.argument(1, "n", 1) != 1 or call.argument(4, "append") is not None or dtype_of(node.meta["example_value"].dtype) is DType.BOOL:
+        return None
+    if before is not None and not same_size(shape_of(before)[dim], 1):
+        return None
+    size, position = shape_of(source)[dim], value_of_digits(index[dim], lift.number)
+
+    def at(value: Expr) -> Expr:
+        return lift.element(source, (*index[:dim], _one_digit(value, size), *index[dim + 1 :]))
+
+    if before is None:
+        return apply("sub", at(apply("add", position, 1)), at(position))
+    first = apply("sub", at(ir.const(0)), lift.element(before, (*index[:dim], (), *index[dim + 1 :])))
+    rest = apply("sub", at(position), at(apply("sub", position, 1)))
+    return apply("where", apply("le", position, 0), simplify(first), simplify(rest))
+
+
+def _cumsum(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
+    """A sum of zeros; any other is captured."""
+    value = simplify(lift.element(call.args[0], index))
+    return ir.const(0) if value.op == "const" and not value.value else None
+
+
 _MAKERS: Final[Mapping[str, Maker]] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1)),
     **dict.fromkeys(("full", "full_like", "new_full"), _filled(None)),
     **dict.fromkeys(("tensor", "scalar_tensor", "as_tensor"), _tensor),
-    "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye, "pad": _pad, "cat": _cat,
+    "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye,
+    "diff": _diff, "cumsum": _cumsum, "pad": _pad, "cat": _cat,
 }  # fmt: skip
