@@ -61,9 +61,12 @@ def by_thread(p):
 def fold_softmax(x, most, total, factor):
     """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
     higher = gl.maximum(most, gl.max(x, 1))
-    shift = gl.where(higher == float("-inf"), 0.0, higher) * factor
-    p = gl.exp2(x * factor - shift[:, None])
-    alpha = gl.exp2(most * factor - shift)
+    # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
+    exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
+    shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
+    p = gl.exp2(x * steep[:, None] - shift[:, None])
+    alpha = gl.exp2(most * steep - shift)
     sums = by_thread(p)
     LAYOUT: gl.constexpr = sums.type.layout
     return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
@@ -221,7 +224,7 @@ def consume(
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
-    factor = LOG2E * (numbers.scale if c.PLAIN else aux[0])
+    factor = gl.to_tensor(LOG2E * (numbers.scale if c.PLAIN else aux[0]))
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high)
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
