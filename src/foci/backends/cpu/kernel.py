@@ -28,6 +28,7 @@ _LAYOUT: Final = struct.Struct("<61q2d8q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _NO_GRADIENTS: Final = (None, None, None, None)
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
+_MOST_SPLITS: Final = 8  # the sums of dQ of more cost what their balance gains
 
 _threads_after_fork: int | None = None
 
@@ -187,10 +188,10 @@ class CpuKernel:
         return (dots.neg() if lse is None else lse - dots), columns
 
     def _splits(self, arguments: Arguments) -> int:
-        """Parts of the keys: 64 tasks in all where the keys suffice, by the sizes alone, so that threads do not matter."""
+        """Parts of the keys, each with a dQ of its own: up to 64 tasks in all, by the sizes alone, so that threads do not matter."""
         batch, _, kv_heads, _, kv_len, _, _ = arguments.sizes
         heads = batch * kv_heads
-        return max(1, min(-(-64 // heads), kv_len // 512))
+        return max(1, min(-(-64 // heads), kv_len // 512, _MOST_SPLITS))
 
 
 class CaptureSums:
