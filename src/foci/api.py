@@ -90,9 +90,7 @@ def attention(
     score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
     if bias is not None:
         check_broadcasts("bias", bias, query, key)
-    extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query)
-    )
+    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
     results = _attend((query, key, value), score_function, mask_function, extras)
     if return_aux is None:
         return results.out
@@ -152,9 +150,7 @@ def explain(
     score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
     if bias is not None:
         check_broadcasts("bias", bias, query, key)
-    extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query)
-    )
+    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
     if is_nested(query, key, value):
         return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))
     return Explanation(decision((query, key, value), score_function, mask_function, extras))
