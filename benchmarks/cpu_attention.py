@@ -12,6 +12,7 @@ machine only ratios mean something. `--report` draws the ratios and writes them 
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measure import facts
 from torch import Tensor
 
 import foci
@@ -70,13 +72,15 @@ def compare(pair: Pair) -> dict[str, object]:
     }
 
 
+_facts = functools.cache(facts)
+
+
 def machine() -> dict[str, object]:
     """What a number depends on besides the code."""
     return {
-        "threads": torch.get_num_threads(),
+        **_facts(),
         "clock": "thread" if clock is time.thread_time else "wall",
         "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__,
     }
 
 
@@ -304,7 +308,7 @@ def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
     for (case, dtype, peer, direction), line in found.items():
         back = found.get((case, dtype, peer, "backward")) or found.get((case, dtype, "", "backward"))
         if direction == "forward":
-            yield f"| {case}, against {peer} | {dtype} | {_cells(line)} | {_cells(back) if back else '| |'} |"
+            yield f"| {case}, against {peer} | {dtype} | {_cells(line)} | {_cells(back) if back else ' | '} |"
 
 
 def _cells(line: dict[str, object]) -> str:
@@ -317,10 +321,10 @@ def report(source: Path, page: Path, picture: Path) -> None:
     lines = results(source)
     ratios = [line for line in lines if "ratio" in line]
     plot(ratios, picture)
-    facts, loads = ratios[-1], [line["load"] for line in ratios]
-    clock_words = "CPU time of one thread" if facts["clock"] == "thread" else f"wall time, {facts['threads']} threads"
+    last, loads = ratios[-1], [line["load"] for line in ratios]
+    clock_words = "CPU time of one thread" if last["clock"] == "thread" else f"wall time, {last['threads']} threads"
     parts = [
-        f"torch {facts['torch']}, {clock_words}, load average {min(loads)} to {max(loads)}. Medians over rounds of peer / foci, taken in turn;",
+        f"torch {last['torch']}, {clock_words}, load average {min(loads)} to {max(loads)}. Medians over rounds of peer / foci, taken in turn;",
         "in brackets the ratio of the fastest rounds. Bold: both are below the target.",
         "",
         "| case (B,H,S,D) | dtype | forward | target | backward | target |",
