@@ -108,7 +108,7 @@ template <class P> struct BackwardTile {
     FOCI_UNROLL for (int r = 0; r < MR; ++r)
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
         vf x = in_order(acc[r][v] * scale);
-        if (finished) x = G::Exp::of(x - t.lse[r0 + r]);
+        if (finished) x = G::Exp::of(at_most_zero(x - t.lse[r0 + r]));
         store(p + (r0 + r) * PANEL + v * WIDTH, x);
       }
   }
@@ -130,7 +130,7 @@ template <class P> struct BackwardTile {
           x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d);
           if constexpr (!P::UNIT_SLOPE) store(slope + i, d);
         }
-        x = G::Exp::of(x * G::Exp::UNIT - t.lse[r]);
+        x = G::Exp::of(at_most_zero(x * G::Exp::UNIT - t.lse[r]));
         if constexpr (P::MASKED)
           if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
         if (edge) x = select(inside[v], x, vf{});

@@ -47,7 +47,7 @@ template <class P> int columns(const Call& call) {
             vf total = load<vf>(sum + kv + k);
             const vf weight = load<vf>(gradient + kv + k);
             for (int r = 0; r < tile.rows; ++r) {
-              const vf w = exp_negative(in_order(load<vf>(tile.score(r, k)) * tile.unit) - lse[r]);
+              const vf w = exp_negative(at_most_zero(in_order(load<vf>(tile.score(r, k)) * tile.unit) - lse[r]));
               total += w;
               dots[r] += w * weight;
             }

@@ -55,6 +55,9 @@ template <bool ROUGH = false> FOCI_INLINE vf exp2_negative(vf x) {
   return y < -126.0f ? vf{} : scaled;
 }
 
+// No more than 0: a score less its row's logsumexp, but for the rounding of both, which is large where they are. NaN stays.
+FOCI_INLINE vf at_most_zero(vf x) { return x > 0.0f ? vf{} : x; }
+
 // exp for x <= 0, likewise.
 FOCI_INLINE vf exp_negative(vf x) { return exp2_negative(x * 1.44269504088896341f); }
 
