@@ -183,7 +183,7 @@ def _slot(e: Expr) -> int:
 
 
 def cache_sizes() -> dict[str, int]:
-    """Entries of each cache of this module. None grows with lengths, values or re-created functions (FLEX-10)."""
+    """Entries of each cache of this module. None grows with lengths, values or re-created functions."""
     return {
         "traces": sum(len(traces) for traces in _traces.values()),
         "canonical forms": _canonical.cache_info().currsize,

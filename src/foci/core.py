@@ -74,7 +74,7 @@ def allowed_for(extras: Extras) -> Allowed:
 
 
 def _allowed_by_torch() -> Allowed:
-    """torch's `sdpa_kernel` context and global flags, read as foci backends (SDPA-15).
+    """torch's `sdpa_kernel` context and global flags, read as foci backends.
 
     MATH is the formula, `reference`; every other flag allows the fused backends; no flag at all allows none.
     """

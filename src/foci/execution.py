@@ -121,7 +121,7 @@ _UNCHANGED: Final = contextlib.nullcontext()
 
 
 def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operations run in the dtypes they are given: autocast has had its say on the operands (SDPA-17)."""
+    """Inside, operations run in the dtypes they are given: autocast has had its say on the operands."""
     device = tensor.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -192,7 +192,7 @@ def _is_empty(operands: Operands) -> bool:
 
 
 def _empty_results(formula: Formula, operands: Operands) -> Results:
-    """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum (SDPA-06, SDPA-13)."""
+    """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum."""
     query, key = operands.query, operands.key
     rows = query.shape[:3]
     kv_len = key.shape[2] if operands.page_table is None else operands.max_kv

@@ -41,7 +41,7 @@ class Packed:
 
 
 def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Checks in torch's words (JAG-02)."""
+    """Checks in torch's words."""
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
         if tensor.is_nested and tensor.layout != torch.jagged:
@@ -152,11 +152,11 @@ def _bound(packed: Packed) -> int:
 
 
 def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    """Attention where query, or key and value, are NestedTensors; the others may be dense (JAG-01, JAG-05).
+    """Attention where query, or key and value, are NestedTensors; the others may be dense.
 
     Ragged in the length, [B, H, ragged, D] or [B, ragged, D]: sequences attend within themselves only, and indices given
     to the functions are within the sequence. Ragged in a dimension before it, [B, ragged, S, D] or [B, ragged, H, S, D]:
-    every entry of it is an attention of its own, numbered by b through the whole batch (JAG-07). The results have the
+    every entry of it is an attention of its own, numbered by b through the whole batch. The results have the
     query's layout.
 
     Raises:

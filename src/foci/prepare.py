@@ -98,7 +98,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's rule for scaled_dot_product_attention: every floating operand but float64 takes the autocast dtype (SDPA-17)."""
+    """torch's rule for scaled_dot_product_attention: every floating operand but float64 takes the autocast dtype."""
     device = query.device.type if isinstance(query, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return query, key, value
@@ -171,7 +171,7 @@ def _number(value: Any) -> float:
 
 
 def _draw_seed(device: torch.device) -> Tensor:
-    """One 63-bit number of torch's default generator of the device: reproducible by torch.manual_seed (SDPA-08)."""
+    """One 63-bit number of torch's default generator of the device: reproducible by torch.manual_seed."""
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 

@@ -178,7 +178,7 @@ def exact(model: Any) -> Any:
 
 
 def within_budget(name: str, found: Tensor, plain: Tensor, true: Tensor, factor: float) -> None:
-    """SPEC SDPA-20 for a whole model: no further from float64 than `factor` times the eager model is, plus rounding."""
+    """The error budget of a whole model: no further from float64 than `factor` times the eager model is, plus rounding."""
     eps = torch.finfo(found.dtype).eps
     distance, of_plain = (float((t.double() - true).abs().max().detach()) for t in (found, plain))
     budget = factor * of_plain + 16 * eps * float(true.abs().max().detach()) + 1e-9

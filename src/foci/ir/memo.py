@@ -2,7 +2,7 @@
 
 A function is remembered by its code and by what it closes over: numbers by value, tensors by shape and dtype (their
 values and identity are looked up anew), functions likewise. A function that reads anything else, an object's attribute
-or a global that can change, has no key and is traced at each call, so a stale expression cannot exist (FLEX-09).
+or a global that can change, has no key and is traced at each call, so a stale expression cannot exist.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Place: TypeAlias = Callable[[Any, Any], Any]
 
 
 def check_mask(name: str, mask: Tensor | None) -> None:
-    """Raises torch's AssertionError unless the mask is None, bool or floating (MOD-06)."""
+    """Raises torch's AssertionError unless the mask is None, bool or floating."""
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertionError(f"only bool and floating types of {name} are supported; got {mask.dtype}")
 
