@@ -67,7 +67,7 @@ DOCUMENTS = torch.arange(2048) // 100
 CASES = {
     "plain": {"fused": True},
     "causal": {"mask": masks.causal(), "fused": True},
-    "causal D 64": {"mask": masks.causal(), "dim": 64},
+    "causal D 64": {"mask": masks.causal(), "dim": 64, "fused": True},
     "D 16": {"dim": 16},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64},
@@ -125,5 +125,5 @@ def launch(case):
     if case.get("fused"):
         gradients.is_fused = True
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
-        gradients.is_fused = False
+    gradients.is_fused = False
     gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
