@@ -1,6 +1,7 @@
 """Graphs drawn at random: padded and as they are, the same values and the same strides for the user."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, given, settings
@@ -78,16 +79,12 @@ PROGRAMS = st.builds(
 )
 
 
-SEEN = set()
-
-
 def as_it_is(graph, inputs):
     return make_boxed_func(graph)
 
 
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
-@given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
-def test_padded_equals_unpadded(program, m, k, n, trained, grow):
+def compare(program, m, k, n, trained, grow):
+    """Runs the program padded and as it is; the same values and strides, or an error. Returns the paddings."""
     torch.manual_seed(0)
     inputs = [torch.randn(m, k, dtype=torch.float64), torch.randn(k, n, dtype=torch.float64)]
     recorder = Recorder(machine(4.0), grow=grow)
@@ -101,14 +98,22 @@ def test_padded_equals_unpadded(program, m, k, n, trained, grow):
         used = [out for out in outputs if out.requires_grad]
         gradients = torch.autograd.grad(sum(out.square().mean() for out in used), leaves, allow_unused=True) if used else ()
         results.append((*outputs, *gradients))
-    SEEN.update(padding.how for padding in recorder.paddings)
     for expected, got in zip(*results, strict=True):
         assert (expected is None) == (got is None)
         if expected is not None:
             torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8 * float(1 + expected.detach().abs().max()))
             assert got.stride() == expected.stride()
+    return recorder.paddings
 
 
-def test_the_drawn_graphs_were_padded_in_every_way():
-    if SEEN:  # of the test above, in the same process
-        assert {"in place", "written twice", "copied"} <= SEEN
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
+def test_padded_equals_unpadded(program, m, k, n, trained, grow):
+    compare(program, m, k, n, trained, grow)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_product_is_padded_in_every_way(trained):
+    program = Program([("normed", 0, 0), ("product", 2, 1)], [0])
+    paddings = compare(program, 127, 1025, 127, trained, grow=False)
+    assert {padding.how for padding in paddings} == {"in place", "copied", "written twice"}
