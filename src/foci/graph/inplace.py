@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foci.graph.reading import call_of, tensor_of, value_of
+from foci.graph.reading import call_of, storage_of, tensor_of, value_of
 
 __all__ = ["without_writes"]
 
@@ -29,7 +29,7 @@ _OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
 def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
     """Replaces in-place operations of `graph` by functional ones, where that changes nothing. Linear in the graph."""
     position = {node: n for n, node in enumerate(graph.nodes)}
-    storages = {node: _storage(node) for node in graph.nodes}
+    storages = {node: storage_of(node) for node in graph.nodes}
     aliases: dict[int | None, list[fx.Node]] = {}
     for node, storage in storages.items():
         aliases.setdefault(storage, []).append(node)
@@ -43,14 +43,6 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
             continue
         if _functional(node):
             _rewire(node, target, position, mode)
-
-
-def _storage(node: fx.Node) -> int | None:
-    tensor = tensor_of(node)
-    try:
-        return None if tensor is None else tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def _is_private(node: fx.Node, target: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> bool:

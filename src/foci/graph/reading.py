@@ -30,6 +30,7 @@ __all__ = [
     "reads_only_shape",
     "same_size",
     "shape_of",
+    "storage_of",
     "tensor_of",
     "value_of",
 ]
@@ -111,6 +112,15 @@ def tensor_of(arg: Any) -> Tensor | None:
     """The example tensor of a node that makes one, else None."""
     value = value_of(arg) if isinstance(arg, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """An identity of the memory that a node's tensor lies in, which its views share; None where the example has none."""
+    tensor = tensor_of(node)
+    try:
+        return None if tensor is None else tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

@@ -8,7 +8,8 @@ writes the operator. What cannot be read gives the reason that the report prints
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -148,7 +149,7 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
         hidden = _hidden_above(softmax.source, passed) if any(product.shared for product, _ in seconds) else None
         return None if hidden is None else Site(False, location, "", f"the scores go through `{hidden}`", "matmul-softmax-matmul")
     if not seconds:
-        passed_through = _outsider(softmax.node, below) if any(_is_score_like(n) for n in above) else None
+        passed_through = _outsider(below) if any(_is_score_like(n) for n in above) else None
         reason = f"the weights go through `{passed_through}` before the product with the values"
         return None if passed_through is None else Site(False, location, "", reason, "matmul-softmax-matmul")
     reason = ""
@@ -186,39 +187,38 @@ def _below(softmax: fx.Node) -> frozenset[fx.Node]:
 _NEAR: Final = 24
 
 
-def _outsider(softmax: fx.Node, below: frozenset[fx.Node]) -> str | None:
-    """The operation that stands between a softmax and a product near below it, where no attention has one."""
-    frontier = [(user, user) for node in below for user in node.users if user not in below and not reads_only_shape(user)]
+def _near(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[tuple[fx.Node, str]]:
+    """The calls near `start`, breadth first, each with the name of the one in `start` that led there."""
+    frontier = deque((node, call.name) for node in start if (call := call_of(node)) is not None)
     seen: set[fx.Node] = set()
     while frontier and len(seen) < _NEAR:
-        node, through = frontier.pop(0)
-        call = call_of(node)
-        if node in seen or call is None:
+        node, through = frontier.popleft()
+        if node in seen or call_of(node) is None:
             continue
         seen.add(node)
+        yield node, through
+        frontier.extend((following, through) for following in onward(node))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if not reads_only_shape(user)]
+
+
+def _outsider(below: frozenset[fx.Node]) -> str | None:
+    """The operation that stands between a softmax and a product near below it, where no attention has one."""
+    start = [user for node in below for user in _readers(node) if user not in below]
+    for node, through in _near(start, _readers):
         product = product_of(node)
         if product is not None and product.shared:
-            first = call_of(through)
-            return None if first is None or node is through else first.name
-        frontier += [(user, through) for user in node.users if not reads_only_shape(user)]
+            return None if node in start else through
     return None
 
 
 def _hidden_above(source: fx.Node, passed: frozenset[fx.Node]) -> str | None:
     """The operation between a softmax and a product near above it that no score function has."""
-    frontier = [(n, n) for p in passed or (source,) for n in ([source] if not passed else p.all_input_nodes) if n not in passed]
-    seen: set[fx.Node] = set()
-    while frontier and len(seen) < _NEAR:
-        node, through = frontier.pop(0)
-        call = call_of(node)
-        if node in seen or call is None:
-            continue
-        seen.add(node)
-        if node is not through and _is_score_like(node):
-            first = call_of(through)
-            return None if first is None else first.name
-        frontier += [(n, through) for n in node.all_input_nodes]
-    return None
+    start = [n for p in passed for n in p.all_input_nodes if n not in passed] if passed else [source]
+    above = _near(start, lambda node: node.all_input_nodes)
+    return next((through for node, through in above if node not in start and _is_score_like(node)), None)
 
 
 def _is_score_like(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 from torch import fx
 
 from foci.graph.indices import NoRule
-from foci.graph.reading import call_of, location_of, reads_only_shape, tensor_of
+from foci.graph.reading import call_of, location_of, reads_only_shape, storage_of
 from foci.graph.views import VIEWS
 
 __all__ = ["Writes", "check_exclusive"]
@@ -29,7 +29,7 @@ class Writes:
         for n, node in enumerate(graph.nodes):
             position[node] = n
             for target in _written(node):
-                storage = _storage(target)
+                storage = storage_of(target)
                 if storage is not None:
                     found.setdefault(storage, []).append((n, node))
         return Writes(position, found)
@@ -37,12 +37,12 @@ class Writes:
     def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node) -> None:
         """Raises NoRule if a tensor that the attention reads is written between where it was read and `until`."""
         sources = frozenset(nodes)
-        if not any(self.by_storage.get(_storage(n)) for n in sources):
+        if not any(self.by_storage.get(storage_of(n)) for n in sources):
             return
         end, region = self.position[until], _between(sources, until)
         for node in sources:
             read = min((self.position[u] for u in node.users if u in region), default=end)
-            for at, writer in self.by_storage.get(_storage(node), ()):
+            for at, writer in self.by_storage.get(storage_of(node), ()):
                 if read < at < end:
                     raise NoRule(f"{node.name} is written in place ({location_of(writer) or writer.name}) before the second product")
 
@@ -50,7 +50,7 @@ class Writes:
         """Nodes that took the place of `old`."""
         for node in made:
             self.position[node] = self.position[old]
-            self.by_storage.setdefault(_storage(node), self.by_storage.get(_storage(old), []))
+            self.by_storage.setdefault(storage_of(node), self.by_storage.get(storage_of(old), []))
 
 
 _MOST_BETWEEN: Final = 4000
@@ -80,14 +80,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
     out = call.kwargs.get("out")
     target = out if isinstance(out, fx.Node) else call.args[0] if call.args else call.kwargs.get("input")
     return [target] if isinstance(target, fx.Node) else []
-
-
-def _storage(node: fx.Node) -> int | None:
-    tensor = tensor_of(node)
-    try:
-        return None if tensor is None else tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset[fx.Node]) -> None:
