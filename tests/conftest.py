@@ -1,6 +1,8 @@
 """What holds for every test: those of an absent device are skipped, with the reason; drawn examples are the same in every CI run."""
 
 import os
+import random
+import zlib
 
 import hypothesis
 import pytest
@@ -10,6 +12,13 @@ import torch
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_runtest_setup(item):
+    """Each test draws the numbers of its name, whatever ran before it and in whichever process."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def pytest_make_parametrize_id(val):
