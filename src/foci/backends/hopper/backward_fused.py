@@ -13,8 +13,8 @@ It holds where the tiles of keys that a tile of queries visits are the first so 
 from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import copy_in, copy_out
-from foci.backends.triton.tiles import HEAD_GROUP, number, sequence
+from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.triton.tiles import number, place, sequence
 
 ROWS = gl.constexpr(64)
 AHEAD = gl.constexpr(4)
@@ -28,15 +28,7 @@ def take_place(turns, size, spans, c):
     Tiles of a head, or of a sequence, come from the first to the last.
     """
     ticket = gl.atomic_add(turns, 1, sem="relaxed")
-    heads = number(size.batch) * number(size.heads)
-    tasks = number(size.tasks)
-    group = ticket // (HEAD_GROUP * tasks)
-    within = ticket - group * HEAD_GROUP * tasks
-    members = gl.minimum(HEAD_GROUP, heads - group * HEAD_GROUP)
-    task = within // members
-    bh = group * HEAD_GROUP + within - task * members
-    memory_b = bh // number(size.heads)
-    h = bh - memory_b * number(size.heads)
+    memory_b, h, task = place(ticket, size, False)
     b = memory_b
     tile = task
     if c.JAGGED:
@@ -338,15 +330,6 @@ def fused_consumer(
     fence_async_shared()
     copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
     tma.store_wait(0)
-
-
-@gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    """n barriers, each for so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(made.index(i), count=count)
-    return made
 
 
 @gluon.jit

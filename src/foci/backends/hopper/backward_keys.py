@@ -8,8 +8,8 @@ that sum into dv and dk, straight from registers. A warpgroup sums over all rows
 from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import copy_in, copy_out
-from foci.backends.triton.tiles import number, place, sequence, start_of, visited, visits
+from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
 
 
 @gluon.jit
@@ -194,14 +194,9 @@ def attention_key_gradient(
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
     `backward_sums.align_rows` leaves them."""
-    b, kv_h, index = place(size, spans, c, number(size.tasks), False)
-    memory_b = b
-    tile = index
-    if c.JAGGED:
-        b = gl.load(spans.tasks + 2 * index)
-        tile = gl.load(spans.tasks + 2 * index + 1)
-        if b < 0:
-            return
+    b, memory_b, kv_h, index, tile = find(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
     DTYPE: gl.constexpr = q.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.D_PAD], shared(c.TILE_KV // 2, c.D_PAD))
     v_tiles = k_tiles
@@ -211,18 +206,9 @@ def attention_key_gradient(
     do_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    for stage in gl.static_range(c.STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2))
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
-    bars = (kv_full, q_full, do_full, empty)
     task = (b, memory_b, kv_h, tile, index)
     told = (spans, size, table, numbers, scale, env)
     held = (k_tiles, v_tiles)

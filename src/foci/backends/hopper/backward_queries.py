@@ -4,8 +4,8 @@
 from foci.backends.hopper.backward_tiles import keep_places, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import copy_in, copy_out
-from foci.backends.triton.tiles import number, place, sequence, start_of, visited, visits
+from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
 
 
 @gluon.jit
@@ -134,32 +134,18 @@ def attention_query_gradient(
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries. Tensors come as descriptors; lse in base 2 and delta [B, Hq, Sq] as pointers."""
-    b, h, index = place(size, spans, c, number(size.tasks), not c.JAGGED)
-    memory_b = b
-    tile = index
-    if c.JAGGED:
-        b = gl.load(spans.tasks + 2 * index)
-        tile = gl.load(spans.tasks + 2 * index + 1)
-        if b < 0:
-            return
+    b, memory_b, h, index, tile = find(size, spans, c, True)
+    if c.JAGGED and b < 0:
+        return
     DTYPE: gl.constexpr = q.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.D_PAD], shared(64, c.D_PAD))
     do_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.DV_PAD], shared(64, c.DV_PAD))
     k_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
     v_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    for stage in gl.static_range(c.STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=c.CONSUMERS)
+    bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, c.CONSUMERS))
     fence_async_shared()
     stationary = (q_tiles, do_tiles)
     buffers = (k_tiles, v_tiles)
-    bars = (q_full, k_full, v_full, empty)
     task = (b, memory_b, h, tile, index)
     rows = (lse, delta)
     told = (spans, size, table, numbers, scale, env)

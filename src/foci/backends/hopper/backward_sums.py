@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import clear_gaps, number, sequence
+from foci.backends.triton.tiles import clear_gaps, find, number, sequence
 
 
 @triton.jit
@@ -13,22 +13,13 @@ def align_rows(lse2, delta, lse2_lines, delta_lines, size, spans, pitch, c):
 
     TMA copies runs that begin at multiples of 16 bytes. One program for 128 rows of a head, `pitch` the elements of a head.
     """
-    heads = number(size.heads)
-    task = tl.program_id(0) // heads
-    h = tl.program_id(0) - task * heads
-    memory_b = task // number(size.tasks)
-    tile = task - memory_b * number(size.tasks)
-    b = memory_b
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        memory_b = 0
-        if b < 0:
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     rows = tile * 128 + tl.arange(0, 128)
-    at = (memory_b * heads + h).to(tl.int64) * number(size.rows) + q_start + rows
-    to = (memory_b * heads + h) * number(pitch) + rows
+    at = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start + rows
+    to = (memory_b * number(size.heads) + h) * number(pitch) + rows
     if c.JAGGED:
         to += (q_start // 128 + b) * 128
     tl.store(lse2_lines + to, tl.load(lse2 + at, mask=rows < q_len, other=float("inf")))
@@ -65,23 +56,14 @@ def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c
         turns: int32, how many tiles of keys have added to a slot, for each of the two, after one other number.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
-    heads = number(size.heads)
-    task = tl.program_id(0) // heads
-    h = tl.program_id(0) - task * heads
-    memory_b = task // number(size.tasks)
-    tile = task - memory_b * number(size.tasks)
-    b = memory_b
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        memory_b = 0
-        if b < 0:
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    slot = (memory_b * heads + h) * number(slots) + tile
+    slot = (memory_b * number(size.heads) + h) * number(slots) + tile
     if c.JAGGED:
         slot += q_start // c.TILE_Q + b
-    total = number(size.batch) * heads * number(slots)
+    total = number(size.batch) * number(size.heads) * number(slots)
     is_there = tl.load(turns + 1 + slot) > 0
     is_second_there = tl.load(turns + 1 + total + slot) > 0
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)

@@ -21,8 +21,8 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import copy_in, copy_out, find, run_of, step, tiles_within
-from foci.backends.triton.tiles import FORCED, LN2, LOG2E, number, sequence, start_of
+from foci.backends.hopper.tiles import barriers, copy_in, copy_out, run_of, step, tiles_within
+from foci.backends.triton.tiles import FORCED, LN2, LOG2E, find, number, sequence, start_of
 
 ROWS = gl.constexpr(64)
 
@@ -272,15 +272,6 @@ def produce(q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    """n barriers, each for so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(made.index(i), count=count)
-    return made
-
-
-@gluon.jit
 def plan(place, spans, size, table, env, c, bounds: gl.constexpr):
     """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
     b, memory_b, h, task, block = place
@@ -323,7 +314,7 @@ def attention_forward(
     pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
-    place = find(size, spans, c)
+    place = find(size, spans, c, True)
     if place[0] < 0:
         return
     run, cuts = plan(place, spans, size, table, env, c, bounds)

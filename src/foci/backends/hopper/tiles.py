@@ -1,12 +1,21 @@
 # mypy: ignore-errors
 """What every kernel does with tiles: where they lie, which are visited, what is masked."""
 
-from foci.backends.hopper.interface import bring, gl, gluon, send
-from foci.backends.triton.tiles import number, place, visited, visits
+from foci.backends.hopper.interface import bring, gl, gluon, mbarrier, send
+from foci.backends.triton.tiles import visited, visits
 
-__all__ = ["FAR", "copy_in", "copy_out", "find", "run_of", "step", "tiles_within"]
+__all__ = ["FAR", "barriers", "copy_in", "copy_out", "run_of", "step", "tiles_within"]
 
 FAR = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """n barriers, each for so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(made.index(i), count=count)
+    return made
 
 
 @gluon.jit
@@ -29,18 +38,6 @@ def copy_out(target, b, h, row, start, length, buffer, JAGGED: gl.constexpr):
         send(target, [FAR, start + length, h, FAR - length + row, 0], buffer.reshape([1, 1, 1, rows, width]))
     else:
         send(target, [b, h, row, 0], buffer.reshape([1, 1, rows, width]))
-
-
-@gluon.jit
-def find(size, spans, c):
-    """(b that functions are told, batch entry in memory, head, task, tile) of this program; b < 0 for a spare one."""
-    memory_b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
-    b = memory_b
-    tile = task
-    if c.JAGGED:
-        b = gl.load(spans.tasks + 2 * task)
-        tile = gl.load(spans.tasks + 2 * task + 1)
-    return b, memory_b, h, task, tile
 
 
 @gluon.jit

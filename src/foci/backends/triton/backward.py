@@ -13,10 +13,10 @@ from foci.backends.triton.tiles import (
     FORCED,
     LOG2E,
     clear_gaps,
+    find,
     keep_tile,
     load_tile,
     number,
-    place,
     rows_pointer,
     sequence,
     start_of,
@@ -162,16 +162,11 @@ def attention_query_gradient(
     mask: tl.constexpr,
 ):
     """dq of one tile of queries, and what the other kernels need to know of its rows."""
-    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
-    memory_b = b
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        if b < 0:
-            if tile == 0:
-                clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, True)
+    if c.JAGGED and b < 0:
+        if tile == 0:
+            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
+        return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q
@@ -304,20 +299,15 @@ def attention_key_gradient(
     q, k, v, do, lse2, delta, dk, dv, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
 ):
     """dk and dv of one tile of keys, summed over the query heads that share it."""
-    b, kv_h, task = place(size, spans, c, number(size.tasks), False)
-    memory_b = b
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        if b < 0:
-            if tile == 0:
-                columns = number(size.columns)
-                if dk is not None:
-                    clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.D, c.D_PAD)
-                if dv is not None:
-                    clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.DV, c.DV_PAD)
-            return
+    b, memory_b, kv_h, task, tile = find(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        if tile == 0:
+            columns = number(size.columns)
+            if dk is not None:
+                clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.D, c.D_PAD)
+            if dv is not None:
+                clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.DV, c.DV_PAD)
+        return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
     limit = kv_len - first

@@ -14,10 +14,10 @@ from foci.backends.triton.tiles import (
     LOG2E,
     clear_gaps,
     fill_gaps,
+    find,
     keep_tile,
     load_tile,
     number,
-    place,
     rows_pointer,
     sequence,
     start_of,
@@ -123,20 +123,15 @@ def fold_tiles(
 @triton.jit
 def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr):
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`."""
-    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
-    memory_b = b
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        if b < 0:
-            if tile == 0:
-                clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.DV, c.DV_PAD)
-                head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows)
-                fill_gaps(lse + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
-                if row_max is not None:
-                    fill_gaps(row_max + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, True)
+    if c.JAGGED and b < 0:
+        if tile == 0:
+            clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.DV, c.DV_PAD)
+            head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows)
+            fill_gaps(lse + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
+            if row_max is not None:
+                fill_gaps(row_max + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
+        return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q

@@ -17,23 +17,38 @@ def number(x):
 
 
 @triton.jit
-def place(size, spans, c, tiles, LONGEST_FIRST: tl.constexpr):
-    """(batch entry, head, task or tile, live) of a program.
+def place(n, size, LONGEST_FIRST: tl.constexpr):
+    """(batch entry, head, task) of the n-th program.
 
     Heads go in groups that share what the cache holds; within a group the last tiles, longest under a causal mask, first.
     """
     heads = number(size.batch) * number(size.heads)
-    pid = tl.program_id(0)
-    group = pid // (HEAD_GROUP * tiles)
-    within = pid - group * HEAD_GROUP * tiles
+    tasks = number(size.tasks)
+    group = n // (HEAD_GROUP * tasks)
+    within = n - group * HEAD_GROUP * tasks
     members = tl.minimum(HEAD_GROUP, heads - group * HEAD_GROUP)
-    tile = within // members
-    bh = group * HEAD_GROUP + within - tile * members
+    task = within // members
+    bh = group * HEAD_GROUP + within - task * members
     b = bh // number(size.heads)
     h = bh - b * number(size.heads)
     if LONGEST_FIRST:
-        tile = tiles - 1 - tile
-    return b, h, tile
+        task = tasks - 1 - task
+    return b, h, task
+
+
+@triton.jit
+def find(size, spans, c, LONGEST_FIRST: tl.constexpr):
+    """(b that functions are told, batch entry in memory, head, task, tile) of this program; b < 0 for the tile-th spare one.
+
+    Tasks of packed sequences are in their order already.
+    """
+    memory_b, h, task = place(tl.program_id(0), size, LONGEST_FIRST and not c.JAGGED)
+    b = memory_b
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+    return b, memory_b, h, task, tile
 
 
 @triton.jit

@@ -11,9 +11,9 @@ from foci.backends.triton.backward import weights_of
 from foci.backends.triton.flow import with_flow
 from foci.backends.triton.tiles import (
     LOG2E,
+    find,
     load_tile,
     number,
-    place,
     rows_pointer,
     sequence,
     start_of,
@@ -50,14 +50,9 @@ def tile_weights(queries, keys, lse, at, rows, kv_idx, q_len, kv_len, tile, numb
 @triton.jit
 def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
     """Column sums [B, Hq, Skv] of one tile of keys, and the weights [B, Hq, Sq, Skv] themselves; each where it is not None."""
-    b, h, task = place(size, spans, c, number(size.tasks), False)
-    memory_b = b
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        if b < 0:
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
@@ -85,14 +80,9 @@ def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numb
 @triton.jit
 def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
     """sum_j p g for one tile of queries, [B, Hq, Sq]: the part of delta that comes of the weights' own gradients."""
-    b, h, task = place(size, spans, c, number(size.tasks), not c.JAGGED)
-    memory_b = b
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
-        if b < 0:
-            return
+    b, memory_b, h, task, tile = find(size, spans, c, True)
+    if c.JAGGED and b < 0:
+        return
     kv_h = h // number(size.group)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q
