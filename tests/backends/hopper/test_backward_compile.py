@@ -1,9 +1,6 @@
 """Both backward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
 
 import os
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,48 +16,16 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
-
 from foci.backends.hopper import backward  # noqa: E402
-from foci.backends.triton import capture_gradients, kernel, sparsity  # noqa: E402
+from foci.backends.triton import kernel, sparsity  # noqa: E402
+from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-BYSTANDERS = {
-    backward: ("clear_between", "clear_turns", "align_rows", "finish_query_gradient"),
+GRADIENTS = ("attention_key_gradient", "attention_query_gradient", "attention_gradients")
+LAUNCHED = {
+    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient"),
     kernel: ("prepare_rows",),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
-    capture_gradients: ("capture_gradient",),
 }
-
-
-class Idle:
-    """Stands in for a kernel that another test compiles."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: None
-
-
-class Compiler:
-    """Stands in for a kernel: compiles where the kernel would launch."""
-
-    def __init__(self, function, found):
-        self.function, self.found = function, found
-
-    def __getitem__(self, grid):
-        def compile_it(*args, num_warps):
-            target = GPUTarget("cuda", 90, 32)
-            backend = make_backend(target)
-            options = {"num_warps": num_warps}
-            binder = create_function_from_signature(self.function.signature, self.function.params, backend)
-            bound, specialization, _ = binder(*args, **options)
-            parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
-            source = GluonASTSource(self.function, signature, constants, attributes)
-            self.found.append((self.function.__name__, triton.compile(source, target=target, options=parsed.__dict__)))
-
-        return compile_it
 
 
 DOCUMENTS = torch.arange(2048) // 100
@@ -81,27 +46,21 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_backward_kernels_compile_within_bounds(name, monkeypatch, tmp_path):
-    case, found = CASES[name], []
-    for module, names in BYSTANDERS.items():
-        for each in names:
-            monkeypatch.setattr(module, each, Idle())
-    for each in ("attention_key_gradient", "attention_query_gradient", "attention_gradients"):
-        monkeypatch.setattr(backward, each, Compiler(getattr(backward, each), found))
+def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
+    case = CASES[name]
+    found = stand_in(LAUNCHED, 90)
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
-    fused = {"attention_gradients"} if case.get("fused") else set()
-    assert {function for function, _ in found} == {"attention_key_gradient", "attention_query_gradient"} | fused
-    for function, compiled in found:
-        assert compiled.metadata.shared <= 232448, function
-        assert "wgmma.mma_async" in compiled.asm["ptx"], function
-        if CUOBJDUMP.exists():
-            assert stack_bytes(compiled, tmp_path / "kernel.cubin") <= case.get("stack", 320), function
-
-
-def stack_bytes(compiled, file):
-    file.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage).group(1))
+    wanted = {"attention_key_gradient", "attention_query_gradient", "prepare_rows"}
+    wanted |= {"attention_gradients", "clear_turns", "finish_query_gradient"} if case.get("fused") else set()
+    wanted |= {"clear_between", "align_rows", "assign_tasks"} if case.get("jagged") else set()
+    assert wanted <= {one.name for one in found}
+    for one in found:
+        assert one.shared <= LIMITS[90], one.name
+        if one.name in GRADIENTS:
+            assert "wgmma.mma_async" in one.ptx, one.name
+        if one.stack is not None:
+            assert one.stack <= (case.get("stack", 320) if one.name in GRADIENTS else 32), one.name
 
 
 def launch(case):

@@ -1,17 +1,12 @@
 """The Hopper backward on a GPU: one kernel and several give the gradients of float64, the same bits each time."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
+from posed import exact, kernel_of, posed
 
 import foci
-from foci import backends, masks, scores
-from foci.backends.contract import Plan
-from foci.binding import bind
-from foci.planner import target_of
-from foci.problem import Cotangents, Formula, Layout, Operands, Problem, bucket
+from foci import masks, scores
+from foci.problem import Cotangents
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -19,13 +14,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
 
+ALL = (True, True, True)
 LENGTHS = [300, 1, 0, 128, 515, 64]
 CASES = {
-    "plain": {},
+    "plain": {"rows": 1024},
     "odd lengths": {"rows": 517, "keys": 389},
     "causal, more keys": {"mask": masks.causal(), "rows": 389, "keys": 517},
     "causal, more rows": {"mask": masks.causal(), "rows": 517, "keys": 130},
-    "grouped heads": {"mask": masks.causal(), "heads": 8, "kv_heads": 2},
+    "grouped heads": {"mask": masks.causal(), "rows": 1024, "heads": 8, "kv_heads": 2},
     "D 64": {"mask": masks.causal(), "dim": 64, "rows": 700},
     "D 80, float16": {"dim": 80, "dtype": torch.float16},
     "alibi": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 700},
@@ -41,48 +37,11 @@ CASES = {
 }
 
 
-def posed(batch=2, heads=4, kv_heads=None, rows=1024, keys=None, dim=128, value_dim=None, dtype=torch.bfloat16, lengths=None, **given):
-    """(problem, operands) of random tensors."""
-    keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
-    packed = {}
-    if lengths is not None:
-        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device="cuda")
-        batch, rows, keys = 1, sum(lengths), sum(lengths)
-        packed = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
-    shapes = ((batch, heads, rows, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, value_dim))
-    query, key, value = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    bound = bind(given.get("score"), given.get("mask"), torch.device("cuda"))
-    dropout = given.get("dropout", 0.0)
-    seed = torch.tensor([1234567], device="cuda") if dropout else None
-    scale = given.get("scale", 1 / math.sqrt(dim))
-    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, scale, dropout, seed, **packed)
-    layout = Layout.DENSE if lengths is None else Layout.JAGGED
-    sizes = (batch, rows, keys) if lengths is None else (len(lengths), max(lengths), max(lengths))
-    formula = Formula(bound.variant, layout, dropout=dropout > 0)
-    wanted = (*given.get("grads", (True, True, True)), tuple(False for _ in bound.captures))
-    return Problem(formula, dtype, dim, value_dim, heads, kv_heads, *map(bucket, sizes), *wanted), operands
-
-
-def kernel_of(name, asked):
-    return backends.load(name).compile(Plan(name, asked, target_of(torch.device("cuda"))))
-
-
-def wide(t):
-    return t.double() if t is not None and t.is_floating_point() else t
-
-
-def exact(asked, operands, dout):
-    tensors = {name: wide(getattr(operands, name)) for name in ("query", "key", "value")}
-    operands = replace(operands, **tensors, captures=tuple(map(wide, operands.captures)))
-    kernel = kernel_of("reference", replace(asked, dtype=torch.float64))
-    return kernel.backward(operands, kernel.forward(operands), Cotangents(dout.double()))
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_float64(name, apart):  # FLEX-04, SDPA-20
     torch.manual_seed(0)
-    asked, operands = posed(**CASES[name])
+    asked, operands = posed(grads=ALL, **CASES[name])
     kernel = kernel_of("hopper", asked)
     if not apart and not kernel.can_fuse:
         pytest.skip("several kernels either way")
@@ -97,7 +56,7 @@ def test_gradients_are_those_of_float64(name, apart):  # FLEX-04, SDPA-20
 
 @pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged, causal, D 64"])
 def test_gradients_have_the_same_bits_each_time(name):  # SDPA-16
-    asked, operands = posed(**{"rows": 2048, "heads": 16, **CASES[name]})
+    asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)
     kernel.is_fused = kernel.can_fuse
     results = kernel.forward(operands)
@@ -124,7 +83,7 @@ def test_only_what_requires_grad_is_computed(grads):
 
 
 def test_a_cotangent_of_one_number_spread_over_a_tensor():
-    asked, operands = posed(rows=300)
+    asked, operands = posed(rows=300, grads=ALL)
     kernel = kernel_of("hopper", asked)
     results = kernel.forward(operands)
     dout = torch.ones((), device="cuda", dtype=results.out.dtype).expand(results.out.shape)

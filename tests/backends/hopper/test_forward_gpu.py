@@ -5,66 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from posed import exact, kernel_of, posed
 
 import foci
-from foci import backends, masks, scores
-from foci.backends.contract import Plan
-from foci.binding import bind
-from foci.planner import target_of
-from foci.problem import Formula, Layout, Operands, Outputs, Problem, bucket
+from foci import masks, scores
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
-
-
-def posed(batch=2, heads=4, kv_heads=None, rows=1000, keys=None, dim=128, value_dim=None, dtype=torch.bfloat16, lengths=None, **given):
-    """(problem, operands) of random tensors."""
-    keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or dim
-    packed = {}
-    if lengths is not None:
-        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device="cuda")
-        batch, rows, keys = 1, sum(lengths), sum(lengths)
-        packed = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
-    shapes = ((batch, heads, rows, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, value_dim))
-    query, key, value = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    bound = bind(given.get("score"), given.get("mask"), torch.device("cuda"))
-    dropout = given.get("dropout", 0.0)
-    seed = torch.tensor([1234567], device="cuda") if dropout else None
-    scale = given.get("scale", 1 / math.sqrt(dim))
-    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, scale, dropout, seed, **packed)
-    layout = Layout.DENSE if lengths is None else Layout.JAGGED
-    formula = Formula(bound.variant, layout, Outputs(lse=True, row_max=True), dropout > 0)
-    sizes = (batch, rows, keys) if lengths is None else (len(lengths), max(lengths), max(lengths))
-    asked = Problem(
-        formula, dtype, dim, value_dim, heads, kv_heads, *map(bucket, sizes), capture_grads=tuple(False for _ in bound.captures)
-    )
-    return asked, operands
-
-
-def kernel_of(asked, schedule=None, monkeypatch=None):
-    from foci.backends.hopper import kernel
-
-    if schedule is not None:
-        monkeypatch.setattr(kernel, "forward_schedule", lambda problem: schedule)
-    return backends.load("hopper").compile(Plan("hopper", asked, target_of(torch.device("cuda"))))
-
-
-def exact(asked, operands):
-    def wide(t):
-        return t.double() if t.is_floating_point() else t
-
-    operands = replace(
-        operands,
-        query=wide(operands.query),
-        key=wide(operands.key),
-        value=wide(operands.value),
-        captures=tuple(map(wide, operands.captures)),
-    )
-    asked = replace(asked, dtype=torch.float64)
-    return backends.load("reference").compile(Plan("reference", asked, target_of(torch.device("cuda")))).forward(operands)
 
 
 def check(found, wanted):
@@ -97,10 +47,12 @@ CASES = {
 @pytest.mark.parametrize("schedule", ["C2", "N3"])
 @pytest.mark.parametrize("name", CASES)
 def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
+    from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
 
+    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
     asked, operands = posed(**CASES[name])
-    kernel = kernel_of(asked, getattr(schedules, schedule), monkeypatch)
+    kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
     for _ in range(40):
@@ -112,7 +64,7 @@ def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
 @pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (8, 24), (64, 256)])
 def test_every_width(dim, value_dim):
     asked, operands = posed(dim=dim, value_dim=value_dim, mask=masks.causal())
-    check(kernel_of(asked).forward(operands), exact(asked, operands))
+    check(kernel_of("hopper", asked).forward(operands), exact(asked, operands))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -120,10 +72,10 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
     """What lies beyond a sequence, another or the memory between two, may be anything."""
     lengths = [100, 130, 257]
     asked, operands = posed(lengths=lengths, mask=masks.causal() if causal else None)
-    alone = kernel_of(asked).forward(operands)
+    alone = kernel_of("hopper", asked).forward(operands)
     for t in (operands.query, operands.key, operands.value):
         t[:, :, 100:230] = float("nan")
-    found = kernel_of(asked).forward(operands)
+    found = kernel_of("hopper", asked).forward(operands)
     kept = torch.tensor([*range(100), *range(230, 487)], device="cuda")
     assert torch.equal(found.out[:, :, kept], alone.out[:, :, kept])
     assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
@@ -132,7 +84,7 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
 def test_gaps_between_sequences_are_zero():
     asked, operands = posed(lengths=[100, 130, 257])
     short = torch.tensor([90, 130, 200], device="cuda")
-    found = kernel_of(asked).forward(replace(operands, q_lengths=short, kv_lengths=short))
+    found = kernel_of("hopper", asked).forward(replace(operands, q_lengths=short, kv_lengths=short))
     gaps = torch.tensor([*range(90, 100), *range(430, 487)], device="cuda")
     assert (found.out[:, :, gaps] == 0).all()
     assert (found.lse[:, :, gaps] == -math.inf).all()

@@ -1,0 +1,77 @@
+"""Kernels compiled without a GPU: what stands in for a kernel compiles it where it would be launched."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel, by the name of its function. `stack`: bytes a thread spills, None where no tool tells them."""
+
+    name: str
+    kernel: Any
+    stack: int | None
+    sass: str
+
+    @property
+    def shared(self):
+        return self.kernel.metadata.shared
+
+    @property
+    def ptx(self):
+        return self.kernel.asm["ptx"]
+
+
+class StandIn:
+    """Stands in for a kernel."""
+
+    def __init__(self, function, arch, found, file):
+        self.function, self.arch, self.found, self.file, self.signature = function, arch, found, file, function.signature
+
+    def __getitem__(self, grid):
+        def compile_it(*args, **options):
+            self.found.append(self.compiled(args, options))
+
+        return compile_it
+
+    def compiled(self, args, options):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, make_backend
+        from triton.experimental.gluon._runtime import GluonASTSource
+        from triton.runtime.jit import create_function_from_signature
+
+        target = GPUTarget("cuda", self.arch, 32)
+        backend = make_backend(target)
+        binder = create_function_from_signature(self.function.signature, self.function.params, backend)
+        bound, specialization, _ = binder(*args, **options)
+        parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
+        kind = GluonASTSource if self.function.is_gluon() else ASTSource
+        kernel = triton.compile(kind(self.function, signature, constants, attributes), target=target, options=parsed.__dict__)
+        self.file.write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if not tool.exists():
+            return Compiled(self.function.__name__, kernel, None, "")
+        usage, sass = (
+            subprocess.run([tool, flag, self.file], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass")
+        )
+        return Compiled(self.function.__name__, kernel, int(re.search(r"STACK:(\d+)", usage).group(1)), sass)
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """stand_in({module: names of its kernels}, arch): the list that fills with `Compiled` as they would be launched."""
+
+    def put(kernels, arch):
+        found = []
+        for module, names in kernels.items():
+            for name in names:
+                monkeypatch.setattr(module, name, StandIn(getattr(module, name), arch, found, tmp_path / "kernel.cubin"))
+        return found
+
+    return put
