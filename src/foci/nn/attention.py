@@ -11,17 +11,22 @@ from torch._jit_internal import is_scripting
 from torch.nn.functional import linear
 
 import foci
+from foci.dispatch import run_packed
 from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
+from foci.nn.direct import caller, is_alone, is_silent, parameter
 from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, pack_nested, pack_whole
 from foci.nn.rotary import RotaryEmbedding
+from foci.prepare import Extras
+from foci.problem import Outputs
 from foci.variant import Mask, Score
 
-__all__ = ["MultiheadAttention", "SlidingWindowAttention", "adopt", "is_plain_attention"]
+__all__ = ["MultiheadAttention", "SlidingWindowAttention", "adopt", "attended", "is_plain_attention"]
 
 Variant: TypeAlias = Callable[..., Any] | torch.nn.Module | None
 Projected: TypeAlias = tuple[Tensor, Tensor, Tensor]
+_OUT: Final = Outputs()
 _NEEDS_MASK: Final = (
     "Need attn_mask if specifying the is_causal hint. "
     "You may use the Transformer module method `generate_square_subsequent_mask` to create this mask."
@@ -188,10 +193,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor."""
         own: Any = self
         size, width = self.embed_dim, own.num_kv_heads * self.head_dim
-        weight: Tensor | None = self.in_proj_weight
-        bias: Tensor | None = self.in_proj_bias
+        weight: Tensor | None = parameter(self, "in_proj_weight")
+        bias: Tensor | None = parameter(self, "in_proj_bias")
         if weight is not None and query is key and key is value and width == size:
-            q, k, v = torch.unflatten(linear(query, weight, bias), -1, (3, -1, self.head_dim)).unbind(-3)
+            q, k, v = torch.unflatten(linear(query, weight, bias), -1, (3, own.num_heads, self.head_dim)).unbind(-3)
             return q, k, v
         if weight is not None and query is key and key is value:
             parts = torch.split(linear(query, weight, bias), [size, width, width], dim=-1)
@@ -322,11 +327,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             k, v = (_appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
             functions = masking.with_extra_keys(functions, count)
-        out = foci.varlen_attn(
-            q, k, v, query.offsets, offsets, query.longest, longest, enable_gqa=True, mask=functions.mask,
-            score=None if functions.score is None else functions.score.function, dropout_p=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        return self.out_proj(out.flatten(1))  # type: ignore[no-any-return]
+        mask, score = functions.mask, functions.score
+        extras = Extras(
+            _OUT, dropout_p=self.dropout if self.training else 0.0, cu_q=query.offsets, cu_kv=offsets, max_q=query.longest, max_kv=longest
+        )
+        out = run_packed((q, k, v), None if score is None else score.function, None if mask is None else mask.function, extras).out
+        return caller()(self.out_proj, out.flatten(1))
 
     def _nested(
         self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool
@@ -410,25 +416,36 @@ def _group(module: torch.nn.MultiheadAttention, width: int) -> None:
     size = module.embed_dim
     packed: Tensor | None = module.in_proj_weight
 
-    def parameter(like: Tensor, *shape: int) -> torch.nn.Parameter:
+    def empty(like: Tensor, *shape: int) -> torch.nn.Parameter:
         return torch.nn.Parameter(like.new_empty(shape))
 
     if packed is not None:
-        module.in_proj_weight = parameter(packed, size + 2 * width, size)
+        module.in_proj_weight = empty(packed, size + 2 * width, size)
     else:
         assert module.k_proj_weight is not None and module.v_proj_weight is not None
-        module.k_proj_weight = parameter(module.k_proj_weight, width, module.kdim)
-        module.v_proj_weight = parameter(module.v_proj_weight, width, module.vdim)
+        module.k_proj_weight = empty(module.k_proj_weight, width, module.kdim)
+        module.v_proj_weight = empty(module.v_proj_weight, width, module.vdim)
     if module.in_proj_bias is not None:
-        module.in_proj_bias = parameter(module.in_proj_bias, size + 2 * width)
+        module.in_proj_bias = empty(module.in_proj_bias, size + 2 * width)
     if module.bias_k is not None and module.bias_v is not None:
-        module.bias_k, module.bias_v = (parameter(module.bias_k, 1, 1, width) for _ in range(2))
+        module.bias_k, module.bias_v = (empty(module.bias_k, 1, 1, width) for _ in range(2))
     module._reset_parameters()
 
 
-def is_plain_attention(module: torch.nn.Module) -> bool:
+def is_plain_attention(module: Any) -> bool:
     """Whether the module computes as `MultiheadAttention` does, so that it may be given packed tokens."""
     return isinstance(module, MultiheadAttention) and type(module).forward is MultiheadAttention.forward and "forward" not in vars(module)
+
+
+def attended(
+    attention: Any, inputs: Projected, attn_mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | Memory | None
+) -> Tensor:
+    """What a layer's attention gives without weights."""
+    if isinstance(padding, (Packing, Pair)) and is_plain_attention(attention) and is_silent(attention) and is_alone():
+        return attention._packed(inputs, padding, attn_mask, is_causal=is_causal)  # type: ignore[no-any-return]
+    more = {} if cache is None else {"cache": cache}  # other modules know no cache
+    out: Tensor = attention(*inputs, attn_mask=attn_mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal, **more)[0]
+    return out
 
 
 def _unsqueezed(inputs: Projected, dim: int) -> Projected:

@@ -11,9 +11,10 @@ from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
 from foci.nn import scripted
-from foci.nn.attention import Variant, adopt
+from foci.nn.attention import Variant, adopt, attended
 from foci.nn.cache import KVCache, LayerCache, Memory
-from foci.nn.encoder import Activation, attend_self, clones, is_batch_first, set_variants, warn_padded, why_not_tokens
+from foci.nn.direct import caller, is_alone, is_silent
+from foci.nn.encoder import Activation, attend_self, clones, feed_forward, is_batch_first, set_variants, warn_padded, why_not_tokens
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, left
 from foci.nn.rotary import RotaryEmbedding
@@ -127,34 +128,34 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         (x, padding), (mem, mem_padding) = target, memory
         cross = Pair(padding, mem_padding) if isinstance(padding, Packing) else mem_padding
         more = {} if cache is None else {"cache": cache.memory}
+        call, part = caller(), vars(self)["_modules"]
         if self.norm_first:
-            x = x + attend_self(self, self.norm1(x), masks[0], padding, is_causal=causal[0], cache=cache)
-            x = x + self._mha_block(self.norm2(x), mem, masks[1], cross, causal[1], **more)
-            return x + self._ff_block(self.norm3(x))
-        x = self.norm1(x + attend_self(self, x, masks[0], padding, is_causal=causal[0], cache=cache))
-        x = self.norm2(x + self._mha_block(x, mem, masks[1], cross, causal[1], **more))
-        out: Tensor = self.norm3(x + self._ff_block(x))
-        return out
+            x = x + attend_self(self, call(part["norm1"], x), masks[0], padding, is_causal=causal[0], cache=cache)
+            x = x + self._mha_block(call(part["norm2"], x), mem, masks[1], cross, causal[1], **more)
+            return x + self._ff_block(call(part["norm3"], x))
+        x = call(part["norm1"], x + attend_self(self, x, masks[0], padding, is_causal=causal[0], cache=cache))
+        x = call(part["norm2"], x + self._mha_block(x, mem, masks[1], cross, causal[1], **more))
+        return call(part["norm3"], x + self._ff_block(x))
 
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
     ) -> Tensor:
-        more = {} if cache is None else {"cache": cache}
-        x = self.self_attn(
-            x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, need_weights=False, **more
-        )[0]
-        out: Tensor = self.dropout1(x)
-        return out
+        call, part = caller(), vars(self)["_modules"]
+        x = attended(part["self_attn"], (x, x, x), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
+        return call(part["dropout1"], x)
 
     def _mha_block(
         self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, is_causal: bool = False, cache: Memory | None = None
     ) -> Tensor:
-        more = {} if cache is None else {"cache": cache}
-        x = self.multihead_attn(
-            x, mem, mem, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, need_weights=False, **more
-        )[0]
-        out: Tensor = self.dropout2(x)
-        return out
+        call, part = caller(), vars(self)["_modules"]
+        x = attended(part["multihead_attn"], (x, mem, mem), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
+        return call(part["dropout2"], x)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        if is_scripting():
+            return self.dropout3(self.linear2(self.dropout(self.activation(self.linear1(x)))))  # type: ignore[no-any-return]
+        else:
+            return feed_forward(self, x, "dropout3")
 
 
 class TransformerDecoder(torch.nn.TransformerDecoder):
@@ -243,14 +244,18 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         if reason is not None and (isinstance(padding, Tensor) or isinstance(hidden, Tensor)):
             warn_padded(self, reason)
         causal = detect_causal(masks[0], is_causal[0], None if tgt.is_nested else tgt.shape[-2] if batch_first else tgt.shape[0])
+        alone = isinstance(padding, Packing) and is_alone()
         for n, layer in enumerate(layers):
+            if alone and type(layer) is TransformerDecoderLayer and is_silent(layer):
+                x = layer._layer((x, padding), (mem, hidden), masks, (causal, is_causal[1]), None)
+                continue
             more = {} if cache is None else {"cache": cache[n]}
             x = layer(
                 x, mem, tgt_mask=masks[0], memory_mask=masks[1], tgt_key_padding_mask=padding, memory_key_padding_mask=hidden,
                 tgt_is_causal=causal, memory_is_causal=is_causal[1], **more,
             )  # fmt: skip
         if self.norm is not None:
-            x = self.norm(x)
+            x = caller()(self.norm, x)
         return left(x, padding, batch_first=batch_first)
 
 

@@ -13,8 +13,9 @@ from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
 from foci.nn import scripted
-from foci.nn.attention import Variant, adopt, is_plain_attention
+from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache
+from foci.nn.direct import caller, is_alone, is_silent
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
@@ -24,6 +25,7 @@ __all__ = [
     "TransformerEncoderLayer",
     "attend_self",
     "clones",
+    "feed_forward",
     "is_batch_first",
     "overridden",
     "set_variants",
@@ -121,22 +123,25 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return left(x, padding, batch_first=batch_first)
 
     def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
+        call, part = caller(), vars(self)["_modules"]
         if self.norm_first:
-            x = x + attend_self(self, self.norm1(x), mask, padding, is_causal=is_causal, cache=cache)
-            return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + attend_self(self, x, mask, padding, is_causal=is_causal, cache=cache))
-        out: Tensor = self.norm2(x + self._ff_block(x))
-        return out
+            x = x + attend_self(self, call(part["norm1"], x), mask, padding, is_causal=is_causal, cache=cache)
+            return x + self._ff_block(call(part["norm2"], x))
+        x = call(part["norm1"], x + attend_self(self, x, mask, padding, is_causal=is_causal, cache=cache))
+        return call(part["norm2"], x + self._ff_block(x))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        if is_scripting():
+            return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))  # type: ignore[no-any-return]
+        else:
+            return feed_forward(self, x, "dropout2")
 
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
     ) -> Tensor:
-        more = {} if cache is None else {"cache": cache}
-        x = self.self_attn(
-            x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, need_weights=False, is_causal=is_causal, **more
-        )[0]
-        out: Tensor = self.dropout1(x)
-        return out
+        call, part = caller(), vars(self)["_modules"]
+        x = attended(part["self_attn"], (x, x, x), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
+        return call(part["dropout1"], x)
 
 
 class TransformerEncoder(torch.nn.TransformerEncoder):
@@ -224,11 +229,15 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         if reason is not None and isinstance(padding, Tensor):
             warn_padded(self, reason)
         causal = detect_causal(mask, is_causal, None if is_nested(src) else src.shape[-2] if batch_first else src.shape[0])
+        alone = isinstance(padding, Packing) and is_alone()
         for n, layer in enumerate(layers):
+            if alone and type(layer) is TransformerEncoderLayer and is_silent(layer):
+                x = layer._layer(x, mask, padding, is_causal=causal, cache=None)
+                continue
             more = {} if cache is None else {"cache": cache[n]}
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
-            x = self.norm(x)
+            x = caller()(self.norm, x)
         return left(x, padding, batch_first=batch_first)
 
 
@@ -237,6 +246,13 @@ def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_
     if cache is None:
         return layer._sa_block(x, mask, padding, is_causal=is_causal)  # type: ignore[no-any-return]
     return layer._sa_block(x, mask, padding, is_causal=is_causal, cache=cache)  # type: ignore[no-any-return]
+
+
+def feed_forward(layer: Any, x: Tensor, last: str) -> Tensor:
+    """A layer's feed-forward block; `last` names the dropout behind it."""
+    call, part = caller(), layer._modules
+    hidden = layer.activation(call(part["linear1"], x))
+    return call(part[last], call(part["linear2"], call(part["dropout"], hidden)))
 
 
 def clones(layer: torch.nn.Module, count: int) -> torch.nn.ModuleList:
@@ -266,11 +282,12 @@ def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -
     """Why a layer of foci may not be given tokens [T, E], if it may not: it has methods or an attention of its own."""
     if getattr(layer, "takes_tokens", False):
         return None
-    own = [name for name in methods if getattr(type(layer), name) is not getattr(base, name) or name in vars(layer)]
+    kind, state = type(layer), vars(layer)
+    own = [name for name in methods if name in state or (kind is not base and getattr(kind, name) is not getattr(base, name))]
     if own:
         return f"{type(layer).__name__} has a {own[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
-    attentions = [getattr(layer, name) for name in ("self_attn", "multihead_attn") if hasattr(layer, name)]
-    if not all(is_plain_attention(module) for module in attentions):
+    attentions = [layer._modules[name] for name in ("self_attn", "multihead_attn") if name in layer._modules]
+    if not all(map(is_plain_attention, attentions)):
         return f"{type(layer).__name__} has an attention that is not foci.nn.MultiheadAttention"
     return None
 

@@ -1,0 +1,82 @@
+"""Modules called past `torch.nn.Module.__call__`, which looks up hooks and attributes for longer than a GPU takes to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear
+from torch.nn.modules import module as _module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+__all__ = ["Call", "caller", "is_alone", "is_silent", "parameter"]
+
+Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
+
+_CALL: Final = torch.nn.Module.__call__
+
+
+def is_alone() -> bool:
+    """Whether nobody can see that a module is not called: no graph is made, no hook is set for all modules."""
+    return (
+        not torch.compiler.is_compiling()
+        and not _module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        and torch._C._get_tracing_state() is None
+        and torch.nn.Module.__call__ is _CALL  # tracers put theirs in its place
+    )
+
+
+def is_silent(module: torch.nn.Module) -> bool:
+    """Whether calling this module would call its class's `forward` and nothing else."""
+    state = module.__dict__
+    return not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or state.get("_compiled_call_impl") is not None
+    )
+
+
+def caller() -> Call:
+    """How the modules of a layer are called here: linear layers, norms and dropout by their parameters, if `is_alone` and they
+    are `is_silent`; anything else as a module."""
+    return _directly if is_alone() else _as_module
+
+
+def parameter(module: torch.nn.Module, name: str) -> Any:
+    """A module's parameter, also where something else than a parameter stands for it now."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def _as_module(module: torch.nn.Module, x: Tensor) -> Tensor:
+    return module(x)  # type: ignore[no-any-return]
+
+
+def _directly(module: torch.nn.Module, x: Tensor) -> Tensor:
+    compute = _COMPUTE.get(type(module))
+    return module(x) if compute is None or not is_silent(module) else compute(module, x)
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return linear(x, parameter(module, "weight"), parameter(module, "bias"))
+
+
+def _layer_norm(module: Any, x: Tensor) -> Tensor:
+    return torch.layer_norm(x, module.normalized_shape, parameter(module, "weight"), parameter(module, "bias"), module.eps)
+
+
+def _dropout(module: Any, x: Tensor) -> Tensor:
+    return dropout(x, module.p, True, module.inplace) if module.training and module.p != 0.0 else x
+
+
+_COMPUTE: Final[dict[type, Call]] = {
+    torch.nn.Linear: _linear,
+    NonDynamicallyQuantizableLinear: _linear,
+    torch.nn.LayerNorm: _layer_norm,
+    torch.nn.Dropout: _dropout,
+}
