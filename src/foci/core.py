@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
-from foci.operator import as_batch, attend, attend_chosen, packed_rows
+from foci.operator import as_batch, attend, attend_outlined, packed_rows
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
@@ -30,9 +30,9 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
         return attend(formula, operands, allowed)
     known = recalled(site)
     if known is not None:
-        return attend_chosen(known.call, known.operands(tensors, site, extras))
+        return attend_outlined(known.outline, known.tensors(site), known.optional(site, extras))
     formula, operands = prepare(tensors, score, mask, extras)
-    return attend_chosen(remember(site, tensors, formula, operands, allowed), operands)
+    return attend_outlined(*remember(site, tensors, formula, operands, allowed))
 
 
 def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
@@ -41,13 +41,13 @@ def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Ex
     if site is None:
         results = run_now(_batches(tensors), score, mask, extras, allowed)
         return Results(packed_rows(results.out), results.lse.squeeze(0))
-    with torch.no_grad():  # autograd takes the tensors as they are
-        batches = _batches(tensors)
     known = recalled(site)
     if known is not None:
-        return attend_chosen(known.call, known.operands(batches, site, extras), tensors)
+        return attend_outlined(known.outline, known.tensors(site), known.optional(site, extras))
+    with torch.no_grad():  # autograd takes the tensors as they are
+        batches = _batches(tensors)
     formula, operands = prepare(batches, score, mask, extras)
-    return attend_chosen(remember(site, batches, formula, operands, allowed), operands, tensors)
+    return attend_outlined(*remember(site, batches, formula, operands, allowed, packed=True))
 
 
 def _batches(tensors: Tensors) -> Tensors:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Kernel
+from foci.backends.contract import Given, Inputs, Kernel, Offsets, Repeating
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
     Cotangents,
     Formula,
+    Geometry,
     Gradients,
     Layout,
     Operands,
@@ -27,14 +28,26 @@ from foci.problem import (
     is_aligned,
 )
 
-__all__ = ["Chosen", "as_written", "backward_of", "choose_kernel", "decide", "forward_of", "problem_of", "run_backward", "run_forward"]
+__all__ = [
+    "Chosen",
+    "as_written",
+    "backward_again",
+    "backward_of",
+    "choose_kernel",
+    "decide",
+    "forward_again",
+    "forward_of",
+    "problem_of",
+    "run_backward",
+    "run_forward",
+]
 
 Allowed = tuple[str, ...] | None
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 """Whether query, key, value and each captured tensor want a gradient."""
 
 _CAPACITY: Final = 1024
-_decisions: OrderedDict[tuple[object, ...], tuple[Decision, Kernel]] = OrderedDict()
+_decisions: OrderedDict[tuple[object, ...], tuple[Decision, Kernel, Repeating | None]] = OrderedDict()
 _kernels: OrderedDict[str, Kernel] = OrderedDict()
 
 
@@ -72,7 +85,7 @@ def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed)
     return choose(problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
 
 
-def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> tuple[Decision, Kernel]:
+def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> tuple[Decision, Kernel, Repeating | None]:
     query, key, value = operands.query, operands.key, operands.value
     if operands.cu_q is None:
         sizes = (query.shape[0], query.shape[2], key.shape[2] if operands.page_table is None else operands.max_kv)
@@ -88,7 +101,8 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         decision = decide(formula, operands, needs, allowed)
         if decision.plan is None:
             raise NoViableBackend(decision)
-        found = _decisions[signature] = decision, _compiled(decision)
+        kernel = _compiled(decision)
+        found = _decisions[signature] = decision, kernel, kernel if isinstance(kernel, Repeating) else None
         _trim(_decisions)
     return found
 
@@ -129,13 +143,14 @@ def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class Chosen(NamedTuple):
-    """A formula with the gradients that are wanted, and what was decided to run it."""
+    """A formula with the gradients that are wanted, and what was decided to run it; `repeating` is the kernel if it is that."""
 
     formula: Formula
     needs: Needs
     allowed: Allowed
     decision: Decision
     kernel: Kernel
+    repeating: Repeating | None
 
 
 def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Chosen:
@@ -165,6 +180,22 @@ def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: 
         return _empty_gradients(operands, call.needs)
     with as_written(operands.query):
         return call.kernel.backward(operands, results, cotangents)
+
+
+def forward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Offsets | None) -> list[Tensor] | None:
+    """`foci.backends.contract.Repeating.forward_again` of a kernel that has it."""
+    made = None if call.repeating is None else call.repeating.forward_again(geometry, inputs, offsets)
+    if made is not None and observers():
+        _tell(call.decision, backward=False)
+    return made
+
+
+def backward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given) -> list[Tensor] | None:
+    """`foci.backends.contract.Repeating.backward_again` likewise."""
+    made = None if call.repeating is None else call.repeating.backward_again(geometry, inputs, offsets, given)
+    if made is not None and observers():
+        _tell(call.decision, backward=True)
+    return made
 
 
 def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Results:

@@ -16,7 +16,7 @@ from foci.binding import Bound, bind
 from foci.problem import Formula, Layout, Operands, Outputs
 from foci.variant import Variant
 
-__all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "prepare"]
+__all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
@@ -75,7 +75,7 @@ def prepare(
     formula = _formula(bound.variant, _layout(extras), extras.outputs, extras.block_size, dropout=dropout_p > 0)
     operands = Operands(
         query, key, value, bound.captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,
-        seed=_draw_seed(query.device) if dropout_p > 0 else None, blocks=extras.blocks, cu_q=extras.cu_q, cu_kv=extras.cu_kv,
+        seed=draw_seed(query.device) if dropout_p > 0 else None, blocks=extras.blocks, cu_q=extras.cu_q, cu_kv=extras.cu_kv,
         q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, page_table=extras.page_table, max_q=extras.max_q, max_kv=extras.max_kv,
     )  # fmt: skip
     return formula, operands
@@ -170,7 +170,7 @@ def _number(value: Any) -> float:
     return value if isinstance(value, torch.SymFloat) else float(value)  # type: ignore[return-value]
 
 
-def _draw_seed(device: torch.device) -> Tensor:
+def draw_seed(device: torch.device) -> Tensor:
     """One 63-bit number of torch's default generator of the device: reproducible by torch.manual_seed."""
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
 

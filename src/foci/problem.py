@@ -15,6 +15,7 @@ from foci.variant import Variant
 __all__ = [
     "Cotangents",
     "Formula",
+    "Geometry",
     "Gradients",
     "Layout",
     "Operands",
@@ -193,6 +194,18 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
+class Geometry:
+    """Stands for all of a call but what its tensors hold and where: calls of one geometry have one formula, one set of numbers and of
+    wanted gradients, and tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
+
+    Attributes:
+        packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
+    """
+
+    packed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Operands:
     """The tensors and numbers of one call: the only type that holds tensors.
 
@@ -211,6 +224,7 @@ class Operands:
         q_lengths, kv_lengths: [sequences], jagged, when sequences do not fill their span; paged: [B] keys of each row.
         page_table: int64 or int32 [B, pages of a row], paged only: the page of the pool that holds keys n * page size and on.
         max_q, max_kv: longest sequence, jagged; max_kv, paged, bounds the rows.
+        geometry: of the call, where it is known.
     """
 
     query: Tensor
@@ -230,6 +244,7 @@ class Operands:
     page_table: Tensor | None = None
     max_q: int = 0
     max_kv: int = 0
+    geometry: Geometry | None = None
 
 
 @dataclass(frozen=True, eq=False)

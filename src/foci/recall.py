@@ -12,14 +12,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from foci import backends
 from foci.context import is_tuning
-from foci.execution import Allowed, Chosen, choose_kernel
+from foci.execution import Allowed, choose_kernel
 from foci.ir.memo import fingerprint
-from foci.operator import is_plain_eager, needs_of
-from foci.prepare import Extras
-from foci.problem import Formula, Operands
+from foci.operator import NOTHING, Optional, Outline, is_plain_eager, needs_of, optional_of, outline_of
+from foci.prepare import Extras, draw_seed
+from foci.problem import Formula, Geometry, Operands
 
 __all__ = ["Known", "Site", "find_site", "recalled", "remember"]
 
@@ -39,47 +40,59 @@ class Site(NamedTuple):
 class Known:
     """A call without its tensors; `spots` says which closed-over tensor each captured one is."""
 
-    call: Chosen
+    outline: Outline
     spots: tuple[int, ...]
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    scale: float
 
-    def operands(self, tensors: tuple[Tensor, Tensor, Tensor], site: Site, extras: Extras) -> Operands:
-        """The operands of a call with this key."""
-        captures = tuple([site.closed[n] for n in self.spots])
+    def tensors(self, site: Site) -> tuple[Tensor, ...]:
+        """Query, key, value and captured tensors of a call with this key."""
+        if not self.spots:
+            return site.tensors
+        return (*site.tensors, *[site.closed[n] for n in self.spots])
+
+    def optional(self, site: Site, extras: Extras) -> Optional:
+        """Its other tensors."""
+        draws = self.outline.dropout_p > 0
+        if extras.cu_q is None and not draws:
+            return NOTHING
         e = extras
-        return Operands(
-            *tensors, captures, self.ints, self.floats, self.scale, 0.0, None, None,
-            e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, max_q=e.max_q, max_kv=e.max_kv,
-        )  # fmt: skip
+        return (draw_seed(site.tensors[0].device) if draws else None, None, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, None)
 
 
-_known: OrderedDict[tuple[Any, ...], Known | None] = OrderedDict()
+_known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 
 
-def find_site(tensors: tuple[Tensor, ...], score: Any, mask: Any, extras: Extras, allowed: Allowed) -> Site | None:
-    """What a call is known by; None for one that cannot be: autocast, dropout, block masks, modes, functions that read more."""
+def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, extras: Extras, allowed: Allowed) -> Site | None:
+    """What a call is known by; None for one that cannot be: casts by autocast, block masks, pages, modes, functions that read more."""
     query, key, value = tensors
-    e = extras
-    if e.blocks is not None or e.page_table is not None or type(e.dropout_p) not in _REAL or e.dropout_p or not is_plain_eager(tensors):
+    e, scale, dropout_p = extras, extras.scale, extras.dropout_p
+    if e.blocks is not None or e.page_table is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
         return None
-    if torch.autograd.forward_ad._current_level >= 0 or (e.scale is not None and type(e.scale) not in _REAL):
+    if type(dropout_p) not in _REAL or not (scale is None or type(scale) in _REAL):
+        return None  # whatever else passes for a number is for `prepare` to say
+    device, dtype = query.device, query.dtype
+    is_autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
+    if is_autocast and not dtype == key.dtype == value.dtype == torch.get_autocast_dtype(device.type):
         return None
-    device = query.device
-    if not torch.amp.is_autocast_available(device.type) or torch.is_autocast_enabled(device.type):
+    scored, masked = fingerprint(score), fingerprint(mask)
+    if scored is None or masked is None:
         return None
-    prints = (fingerprint(score), fingerprint(mask))
-    if prints[0] is None or prints[1] is None:
-        return None
-    closed = prints[0].tensors + prints[1].tensors
-    lengths = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)])
+    closed = scored.tensors + masked.tensors if masked.tensors else scored.tensors
+    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    strides = None
+    if closed:
+        strides = tuple([t.stride() for t in closed])
+        for t in closed:
+            address |= t.data_ptr()
+    lengths = None
+    if e.cu_q is not None:
+        lengths = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)])
+    o = e.outputs
     signature = (
-        query.shape, query.stride(), query.dtype, device, key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(),
-        value.dtype, value.device, (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, torch.is_grad_enabled(),
-        needs_of((*tensors, *closed)), prints[0].structure, (*prints[0].numbers,), prints[1].structure, (*prints[1].numbers,),
-        e.outputs, e.scale, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed, backends.names(),
-        torch.are_deterministic_algorithms_enabled(), is_tuning(),
+        query.shape, query.stride(), dtype, device, key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(),
+        value.dtype, value.device, address & 15, query is key, key is value, query is value, torch.is_grad_enabled(),
+        needs_of((*tensors, *closed)), scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
+        o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
+        backends.names(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
     return Site(signature, tensors, closed)
 
@@ -89,18 +102,25 @@ def recalled(site: Site) -> Known | None:
     return _known.get(site.key)
 
 
-def remember(site: Site, given: tuple[Tensor, ...], formula: Formula, operands: Operands, allowed: Allowed) -> Chosen:
+def remember(
+    site: Site, given: tuple[Tensor, ...], formula: Formula, operands: Operands, allowed: Allowed, *, packed: bool = False
+) -> tuple[Outline, tuple[Tensor, ...], Optional]:
     """Chooses the kernel for a call prepared from the tensors `given`, and keeps the choice if its key says all it depends on.
+
+    Returns:
+        The call, its query, key, value and captured tensors, and its others: what `attend_outlined` takes.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    call = choose_kernel(formula, operands, needs_of((*site.tensors, *operands.captures)), allowed)
+    chosen = choose_kernel(formula, operands, needs_of((*site.tensors, *operands.captures)), allowed)
     spots = {id(t): n for n, t in enumerate(site.closed)}
     as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
-    if as_given and all(id(t) in spots for t in operands.captures):
-        found = tuple(spots[id(t)] for t in operands.captures)
-        _known[site.key] = Known(call, found, operands.ints, operands.floats, operands.scale)
+    is_kept = as_given and all(id(t) in spots for t in operands.captures)
+    outline = outline_of(chosen, operands, packed=packed, geometry=Geometry(packed=packed) if is_kept else None)
+    if is_kept:
+        _known[site.key] = Known(outline, tuple(spots[id(t)] for t in operands.captures))
         if len(_known) > _CAPACITY:
             _known.popitem(last=False)
-    return call
+    tensors = site.tensors if packed else (operands.query, operands.key, operands.value)
+    return outline, (*tensors, *operands.captures), optional_of(operands)

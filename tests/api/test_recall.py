@@ -40,7 +40,7 @@ def test_other_tensors_captures_and_numbers(grad):
             inputs = (q, k, v, slopes)
             found, sought = (torch.autograd.grad(out, inputs, weights) for out in (got, want))
             torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
-    known = [call for call in recall._known.values() if call.call.decision.plan.backend != "reference"]
+    known = [call for call in recall._known.values() if call.outline.chosen.decision.plan.backend != "reference"]
     assert len(known) == 2  # one for each number
 
 

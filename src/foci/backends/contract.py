@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from foci.problem import Cotangents, Gradients, Operands, Problem, Results, Target
+from torch import Tensor
 
-__all__ = ["Backend", "Kernel", "Noted", "Plan", "Rejection"]
+from foci.problem import Cotangents, Geometry, Gradients, Operands, Problem, Results, Target
+
+__all__ = ["Backend", "Given", "Inputs", "Kernel", "Noted", "Offsets", "Plan", "Rejection", "Repeating"]
+
+Inputs: TypeAlias = Sequence[Tensor | None]
+"""query, key, value, captured tensors, seed."""
+Offsets: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""cu_q, cu_kv, q_lengths, kv_lengths."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,31 @@ class Kernel(Protocol):
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands; `results` holds `out` and `lse` of the forward."""
+        ...
+
+
+class Given(NamedTuple):
+    """What a backward pass is given besides the operands: results, and gradients of them."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+
+
+@runtime_checkable
+class Repeating(Protocol):
+    """A kernel that may know a pass by its geometry, of the last calls of `forward` and `backward` whose operands had it: their checks
+    and arithmetic on the host are a good part of a small call's time. Both ways give what `forward` and `backward` would, in the
+    layout that the geometry says, or None where the pass is not known or something in the surroundings stands against it.
+    """
+
+    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
+        """out and lse, and row_max where it is asked for."""
+        ...
+
+    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
+        """Gradients of query, key and value, those that the problem asks for."""
         ...
 
 

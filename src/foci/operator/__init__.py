@@ -12,17 +12,29 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.execution import Allowed, Chosen, Needs, choose_kernel, forward_of
+from foci.execution import Allowed, Chosen, Needs, choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
-from foci.operator.eager import EagerAttention, as_batch, packed_rows
+from foci.operator.eager import NOTHING, EagerAttention, Optional, Outline, as_batch, forward_now, packed_rows
 from foci.operator.transforms import Transformed, TransformedCall
-from foci.problem import Formula, Operands, Results
+from foci.problem import Formula, Geometry, Operands, Results
 
-__all__ = ["as_batch", "attend", "attend_chosen", "is_plain_eager", "needs_of", "packed_rows"]
+__all__ = [
+    "NOTHING",
+    "Optional",
+    "Outline",
+    "as_batch",
+    "attend",
+    "attend_outlined",
+    "is_plain_eager",
+    "needs_of",
+    "optional_of",
+    "outline_of",
+    "packed_rows",
+]
 
 _Kind: Final = torch._C._functorch.TransformType
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
 
 
 def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
@@ -40,7 +52,8 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         return results_of(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
         return results_of(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    return attend_chosen(choose_kernel(formula, operands, needs_of(tensors), allowed), operands)
+    chosen = choose_kernel(formula, operands, needs_of(tensors), allowed)
+    return attend_outlined(outline_of(chosen, operands), tensors, optional_of(operands))
 
 
 def needs_of(tensors: Sequence[Tensor]) -> Needs:
@@ -50,20 +63,30 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
     return (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
 
 
-def attend_chosen(call: Chosen, operands: Operands, packed: Sequence[Tensor] | None = None) -> Results:
-    """Attention where `is_plain_eager` holds and the kernel is known.
+def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+    """Attention of query, key, value and captured tensors where `is_plain_eager` holds and the kernel is known."""
+    if not outline.learns:
+        return forward_now(outline, tensors, optional)
+    aside: list[Tensor] = []
+    found = _apply(outline, optional, aside, *tensors)
+    return Results(found, aside[0]) if aside else Results(*found)
 
-    Args:
-        packed: query, key and value as [T, H, D], where gradients are for these and autograd knows nothing of the operands', which
-            are [1, H, T, D]: views cost it more than launches. The results are out [T, Hq, Dv] and lse [Hq, T] then.
-    """
-    if any(call.needs[:3]) or any(call.needs[3]):
-        tensors = (operands.query, operands.key, operands.value) if packed is None else packed
-        aside: list[Tensor] = []
-        found = EagerAttention.apply(call, operands, packed is not None, aside, *tensors, *operands.captures)  # type: ignore[no-untyped-call]
-        return Results(found, aside[0]) if aside else Results(*found)
-    results = forward_of(call, operands)
-    return results if packed is None else Results(packed_rows(results.out), results.lse[0])
+
+_apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
+"""`EagerAttention.apply` less what serves torch.func alone, which `is_plain_eager` excludes."""
+
+
+def outline_of(chosen: Chosen, operands: Operands, *, packed: bool = False, geometry: Geometry | None = None) -> Outline:
+    """These operands without their tensors."""
+    o = operands
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, geometry)
+
+
+def optional_of(operands: Operands) -> Optional:
+    """The operands' other tensors."""
+    o = operands
+    found = (o.seed, o.blocks, o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths, o.page_table)
+    return NOTHING if all(t is None for t in found) else found
 
 
 def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
@@ -72,7 +95,7 @@ def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.compiler.is_compiling()
-        and all(type(t) in _PLAIN for t in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
     )
 
 

@@ -4,43 +4,98 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foci.execution import Chosen, Needs, backward_of, forward_of
-from foci.operator.arguments import OPTIONAL, call_backward, cotangents_of, formula_kernel, gradients_of
-from foci.problem import Formula, Gradients, Layout, Operands, Results
+from foci.backends.contract import Given
+from foci.execution import Chosen, Needs, backward_again, backward_of, forward_again, forward_of
+from foci.operator.arguments import call_backward, cotangents_of, formula_kernel, gradients_of
+from foci.problem import Formula, Geometry, Gradients, Operands, Results
 
-__all__ = ["EagerAttention", "as_batch", "packed_rows"]
+__all__ = ["NOTHING", "EagerAttention", "Optional", "Outline", "as_batch", "forward_now", "packed_rows"]
 
 Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
+Optional: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""As `foci.operator.arguments.OPTIONAL` names them."""
+NOTHING: Final[Optional] = (None, None, None, None, None, None, None)
+
+
+class Outline(NamedTuple):
+    """A call but for its tensors.
+
+    Attributes:
+        chosen: what runs it.
+        ints, floats, scale, dropout_p, max_q, max_kv: as in `Operands`.
+        packed: query, key, value and output are [T, H, D], and autograd knows nothing of [1, H, T, D]: views cost it more than launches.
+            Nothing but the logsumexp is asked for besides, which is [H, T] then.
+        geometry: where the call is known.
+    """
+
+    chosen: Chosen
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    scale: float
+    dropout_p: float
+    max_q: int
+    max_kv: int
+    packed: bool = False
+    geometry: Geometry | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient is wanted."""
+        needs = self.chosen.needs
+        return needs[0] or needs[1] or needs[2] or True in needs[3]
+
+    def operands(self, tensors: Sequence[Tensor], optional: Optional) -> Operands:
+        """Of query, key, value and captured tensors."""
+        query, key, value, *captures = tensors
+        if self.packed:
+            query, key, value = as_batch(query), as_batch(key), as_batch(value)
+        o = self
+        return Operands(
+            query, key, value, tuple(captures), o.ints, o.floats, o.scale, o.dropout_p, *optional, o.max_q, o.max_kv, o.geometry
+        )
+
+
+def _offsets(optional: Optional) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+    return None if optional[2] is None else optional[2:6]
+
+
+def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+    """Attention of query, key, value and captured tensors."""
+    geometry = outline.geometry
+    if geometry is not None:
+        made = forward_again(outline.chosen, geometry, (*tensors, optional[0]), _offsets(optional))
+        if made is not None:
+            return Results(*made)
+    r = forward_of(outline.chosen, outline.operands(tensors, optional))
+    return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
 
 
 class EagerAttention(torch.autograd.Function):
     """The eager way: no dispatcher, the same kernels."""
 
     @staticmethod
-    def forward(ctx: Any, call: Chosen, operands: Operands, packed: bool, aside: list[Tensor], *tensors: Tensor) -> Found:
+    def forward(ctx: Any, outline: Outline, optional: Optional, aside: list[Tensor], *tensors: Tensor) -> Found:
         """The output alone, with the logsumexp put `aside`, where no other is asked for: outputs cost autograd time. Else output,
         logsumexp, row maxima, column sums and weights; None for what was not asked for.
 
-        `tensors` are query, key, value and captures; with `packed`, query, key, value and output are [T, H, D], and nothing but
-        the logsumexp, [H, T], is asked for.
+        `tensors` are query, key, value and captures.
         """
         ctx.set_materialize_grads(False)
-        r, formula = forward_of(call, operands), call.formula
-        out, lse = (packed_rows(r.out), r.lse[0]) if packed else (r.out, r.lse.contiguous())
-        o = operands
-        optional: tuple[Tensor | None, ...] = _NOTHING
-        if formula.dropout or formula.block_size is not None or formula.layout is not Layout.DENSE:
-            optional = tuple(getattr(o, name) for name in OPTIONAL)
-        ctx.call = (call, packed, tuple(t is not None for t in optional) if optional is not _NOTHING else None)
-        ctx.numbers = (o.ints, o.floats, o.scale, o.dropout_p)
-        ctx.longest = (o.max_q, o.max_kv)
-        ctx.save_for_backward(*tensors, *(t for t in optional if t is not None), out, lse)
-        asked = formula.outputs
+        r = forward_now(outline, tensors, optional)
+        out, lse = r.out, r.lse.contiguous()
+        ctx.outline = outline
+        if optional is NOTHING:
+            ctx.present = None
+            ctx.save_for_backward(*tensors, out, lse)
+        else:
+            ctx.present = [t is not None for t in optional]
+            ctx.save_for_backward(*tensors, out, lse, *[t for t in optional if t is not None])
+        asked = outline.chosen.formula.outputs
         if not (asked.lse or asked.row_max or asked.column_sums or asked.weights):
             aside.append(lse)
             return out
@@ -51,31 +106,55 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call, packed, present = ctx.call
-        grads = (*grads, None, None, None, None)[:5]
-        saved = ctx.saved_tensors
-        count = 3 + len(call.needs[3])
-        optional: Any = _NOTHING
+        outline, saved, present = ctx.outline, ctx.saved_tensors, ctx.present
+        count = 3 + len(outline.chosen.needs[3])
+        tensors, out, lse = saved[:count], saved[count], saved[count + 1]
+        optional: Any = NOTHING
         if present is not None:
-            rest = iter(saved[count:])
-            optional = [next(rest) if p else None for p in present]
-        tensors, results = saved[:3], Results(saved[-2], saved[-1])
-        if packed:
-            tensors, results = map(as_batch, tensors), Results(as_batch(saved[-2]), saved[-1].unsqueeze(0))
+            rest = iter(saved[count + 2 :])
+            optional = tuple([next(rest) if p else None for p in present])
+        grads = (*grads, None, None, None, None)[:5]
+        is_batched, is_recorded = _is_batched(grads), torch.is_grad_enabled()
+        if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
+            made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
+            if made is not None:
+                return made
+        results = Results(out, lse)
+        if outline.packed:
+            results = Results(as_batch(out), lse.unsqueeze(0))
             grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
-        operands = Operands(*tensors, saved[3:count], *ctx.numbers, *optional, *ctx.longest)  # type: ignore[call-arg]
-        formula = call.formula
-        if _is_batched(grads):
-            g = _formula_backward(formula, operands, grads, call.needs)
-        elif torch.is_grad_enabled():
-            cotangents = cotangents_of(grads, results.out, formula.outputs)
-            g = call_backward(formula, operands, results, cotangents, call.needs, call.allowed)
-        else:
-            g = backward_of(call, operands, results, cotangents_of(grads, results.out, formula.outputs))
+        g = _gradients(outline, outline.operands(tensors, optional), results, grads, is_batched=is_batched, is_recorded=is_recorded)
         found: tuple[Tensor | None, ...] = (g.query, g.key, g.value)
-        if packed:
+        if outline.packed:
             found = tuple(None if t is None else packed_rows(t) for t in found)
-        return (None, None, None, None, *found, *g.captures)
+        return (None, None, None, *found, *g.captures)
+
+
+def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Optional, given: Given) -> tuple[Any, ...] | None:
+    """What `EagerAttention.backward` returns, of a pass that is known."""
+    assert outline.geometry is not None
+    chosen = outline.chosen
+    made = backward_again(chosen, outline.geometry, (*tensors, optional[0]), _offsets(optional), given)
+    if made is None:
+        return None
+    q, k, v, captures = chosen.needs
+    nothing = (None,) * len(captures)
+    if q and k and v:
+        return (None, None, None, *made, *nothing)
+    rest = iter(made)
+    return (None, None, None, *[next(rest) if on else None for on in (q, k, v)], *nothing)
+
+
+def _gradients(
+    outline: Outline, operands: Operands, results: Results, grads: Sequence[Tensor | None], *, is_batched: bool, is_recorded: bool
+) -> Gradients:
+    chosen, formula = outline.chosen, outline.chosen.formula
+    if is_batched:
+        return _formula_backward(formula, operands, grads, chosen.needs)
+    cotangents = cotangents_of(grads, results.out, formula.outputs)
+    if is_recorded:
+        return call_backward(formula, operands, results, cotangents, chosen.needs, chosen.allowed)
+    return backward_of(chosen, operands, results, cotangents)
 
 
 def as_batch(rows: Tensor) -> Tensor:
@@ -94,9 +173,6 @@ def packed_rows(batch: Tensor) -> Tensor:
     _, heads, count, width = batch.shape
     _, head, step, last = batch.stride()
     return batch.as_strided((count, heads, width), (step, head, last))
-
-
-_NOTHING: Final = (None,) * len(OPTIONAL)
 
 
 def _is_batched(tensors: Sequence[Tensor | None]) -> bool:

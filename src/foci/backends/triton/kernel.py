@@ -6,14 +6,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.contract import Plan
+from foci.backends.contract import Given, Inputs, Offsets, Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
@@ -22,13 +22,13 @@ from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.recording import Recorder, may_replay, stream_of
+from foci.backends.triton.recording import Recorder, Recording, may_replay, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
-from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results
+from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Problem, Results
 
 __all__ = ["Given", "Kernel", "Pass", "TritonKernel", "result_tensors"]
 
@@ -63,13 +63,7 @@ class Pass:
     takes_descriptors: bool
 
 
-class Given(NamedTuple):
-    """What a backward pass is given besides the operands: results, and gradients of them."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
+_Key: TypeAlias = tuple[object, ...]
 
 
 class TritonKernel:
@@ -90,6 +84,9 @@ class TritonKernel:
         self.is_half = is_half(self.problem.dtype)
         self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
+        self.results = 3 if formula.outputs.row_max else 2
+        self.wanted = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
+        self.learns = any(self.problem.capture_grads)
 
     def schedule(self, kind: str) -> Schedule:
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
@@ -113,12 +110,54 @@ class TritonKernel:
         key = self._key(operands, inputs, sequences)
         found = None if key is None else sequences.recordings.find(key)
         if found is not None:
-            return Results(*found.run(inputs)[: 3 if self.problem.formula.outputs.row_max else 2])
+            self._know(operands, sequences, found)
+            return Results(*found.run(inputs)[: self.results])
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         results = self._forward(operands, sequences, recorder)
-        if key is not None:
-            sequences.recordings.add(key, self._read(operands), recorder.recording())
+        if key is not None and (made := recorder.recording()) is not None:
+            sequences.recordings.add(key, self._read(operands.captures), made)
+            self._know(operands, sequences, made)
         return results
+
+    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
+        """`forward` of a call whose geometry is known, None where that is not enough."""
+        query, captures = inputs[0], inputs[3:-1]
+        assert query is not None
+        if is_elsewhere(query) or not may_replay(query):
+            return None
+        sequences = sequences_at(query, offsets)
+        read = self._read(captures) if self.mask_slots else ()
+        if not sequences.stays or any(t.is_inference() for t in read):
+            return None
+        found = sequences.recordings.find(_known_key(geometry, query, read))
+        return None if found is None else found.run(inputs)[: self.results]
+
+    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
+        """`backward` likewise: dq, dk and dv, those that were asked for."""
+        query = inputs[0]
+        assert query is not None
+        if self.learns or is_elsewhere(query) or not may_replay(query) or not _is_ready(given):
+            return None
+        sequences = sequences_at(query, offsets)
+        read = self._read(inputs[3:-1]) if self.mask_slots else ()
+        # what autograd saved may have come back as another tensor of the same values
+        if not sequences.stays or any(t.is_inference() for t in read) or not _are_aligned((*inputs, *given)):
+            return None
+        found = sequences.recordings.find(_known_key(geometry, query, read, _strides(inputs, given)))
+        return None if found is None else found.run((*inputs, *given))[: sum(self.wanted)]
+
+    def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
+        """Keeps a pass by the geometry of its operands, where it is known."""
+        geometry = operands.geometry
+        if geometry is None:
+            return
+        read, count = self._read(operands.captures), self.results
+        strides: _Key = ()
+        if given is not None:
+            inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
+            count, strides = sum(self.wanted), _strides(inputs, given, packed=geometry.packed)
+        key = _known_key(geometry, operands.query, read, strides)
+        sequences.recordings.add(key, read, found.packed(count) if geometry.packed else found)
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query
@@ -148,31 +187,27 @@ class TritonKernel:
             )  # fmt: skip
         return Results(*outputs)
 
-    def _read(self, operands: Operands) -> tuple[Tensor, ...]:
+    def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
         """The captured tensors whose values decide which tiles are visited."""
-        return tuple(operands.captures[slot] for slot in self.mask_slots)
+        read = (captures[slot] for slot in self.mask_slots)
+        return tuple(t for t in read if t is not None)
 
-    def _key(self, operands: Operands, inputs: Sequence[Tensor | None], sequences: Sequences) -> tuple[object, ...] | None:
+    def _key(self, operands: Operands, inputs: Inputs, sequences: Sequences) -> _Key | None:
         """What determines a pass but for its addresses; None where it must be worked out each time."""
         query, key, value = operands.query, operands.key, operands.value
         if operands.blocks is not None or not sequences.stays or not may_replay(query):
             return None
-        address = 0
+        tensors = [t for t in inputs if t is not None]
+        # a tensor in two places of a recording would stand for both
+        if not _are_aligned(tensors) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
+            return None
         geometry: list[object] = []
         for tensor in inputs:
-            if tensor is None:
-                geometry.append(None)
-            else:
-                address |= tensor.data_ptr()
-                geometry += (tensor.shape, tensor.stride())
-        if address & 15:
+            geometry += (None,) if tensor is None else (tensor.shape, tensor.stride())
+        read = self._read(operands.captures)
+        if any(t.is_inference() for t in read):
             return None
-        if operands.captures:
-            read = self._read(operands)
-            given = [id(t) for t in inputs if t is not None]
-            if len(set(given)) < len(given) or any(t.is_inference() for t in read):
-                return None
-            geometry += [(id(t), t._version) for t in read]
+        geometry += [(id(t), t._version) for t in read]
         return (
             self, query.get_device(), stream_of(query), query is key, key is value, query is value, operands.scale, operands.dropout_p,
             operands.ints, operands.floats, operands.max_q, operands.max_kv, *geometry,
@@ -224,21 +259,22 @@ class TritonKernel:
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        learns = any(self.problem.capture_grads) or flow is not None
-        key = None if learns else self._key(operands, inputs, sequences)
+        key = None if self.learns or flow is not None else self._key(operands, inputs, sequences)
         found = None if key is None else sequences.recordings.find(key)
         if found is not None:
+            self._know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         made, captures = self._backward(operands, given, sequences, recorder, flow)
-        if key is not None:
-            sequences.recordings.add(key, self._read(operands), recorder.recording())
+        if key is not None and (noted := recorder.recording()) is not None:
+            sequences.recordings.add(key, self._read(operands.captures), noted)
+            self._know(operands, sequences, noted, given)
         return self._gradients(operands, made, captures)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
         """Gradients of the first tensors that a backward pass makes: dq, dk and dv, those that were asked for."""
-        p, rest = self.problem, iter(made)
-        dq, dk, dv = (next(rest) if on else None for on in (p.query_grad, p.key_grad, p.value_grad))
+        rest = iter(made)
+        dq, dk, dv = (next(rest) if on else None for on in self.wanted)
         return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
 
     def _backward(
@@ -370,6 +406,35 @@ class TritonKernel:
 Kernel = TritonKernel
 _PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
+
+
+def _known_key(geometry: Geometry, query: Tensor, read: Sequence[Tensor], strides: _Key = ()) -> _Key:
+    """What besides its geometry determines a forward pass, and with strides a backward pass."""
+    if not read:
+        return (geometry, stream_of(query), strides)
+    return (geometry, stream_of(query), strides, *((id(t), t._version) for t in read))
+
+
+def _strides(inputs: Inputs, given: Given, *, packed: bool = False) -> _Key:
+    """Of what a backward pass is given; as those of [T, H, D] with `packed`, where tensors are [1, H, T, D]."""
+    found = [None if t is None else t.stride() for t in (given.out, given.dout, *inputs)]
+    if packed:
+        found[:5] = [(s[2], s[1], s[3]) for s in found[:5] if s is not None]
+    return (given.dlse is None, *found)
+
+
+def _is_ready(given: Given) -> bool:
+    """Whether row statistics are as kernels read them."""
+    lse, dlse = given.lse, given.dlse
+    return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
+
+
+def _are_aligned(tensors: Inputs) -> bool:
+    address = 0
+    for t in tensors:
+        if t is not None:
+            address |= t.data_ptr()
+    return address & 15 == 0
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

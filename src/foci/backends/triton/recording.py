@@ -7,22 +7,22 @@ with the addresses of another call.
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Size, Strides
 
 __all__ = ["Kept", "Recorder", "Recording", "may_replay", "stream_of"]
-
-Inputs: TypeAlias = Sequence[Tensor | None]
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -46,6 +46,8 @@ class Tiles(NamedTuple):
 
     kind: type
     rest: dict[str, Any]
+    known: Mapping[int, Any] = types.MappingProxyType({})
+    """By address: none is kept, as a descriptor holds its tensor."""
 
     def __call__(self, base: Any, address: Any) -> Any:
         made: Any = object.__new__(self.kind)  # checked when it was recorded
@@ -62,13 +64,41 @@ class _Arguments(NamedTuple):
     tiles: list[tuple[int, int, Any]]
     parts: list[tuple[int, _Arguments]]
 
+    def after(self, head: tuple[Any, ...]) -> _Arguments:
+        """These arguments behind others that never change."""
+        by, (values, places, tiles, parts) = len(head), self
+        return _Arguments(
+            [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, made) for at, role, made in tiles],
+            [(at + by, part) for at, part in parts],
+        )  # fmt: skip
+
 
 class _Launch(NamedTuple):
-    """A compiled kernel, what its launcher takes before the arguments, and the arguments."""
+    """A compiled kernel's launcher, and all it takes."""
 
     run: Callable[..., None]
-    head: tuple[Any, ...]
     arguments: _Arguments
+
+
+class _New(NamedTuple):
+    """A tensor that each run allocates."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def packed(self) -> _New:
+        """[1, H, T, ...] as [T, H, D], and [1, H, T] as [H, T]."""
+        (_, *size), (_, *stride) = self.size, self.stride
+        if len(size) == 3:
+            size[:2], stride[:2] = size[1::-1], stride[1::-1]
+        return self._replace(size=tuple(size), stride=tuple(stride))
+
+    @property
+    def make(self) -> Callable[[], Tensor]:
+        return functools.partial(torch.empty_strided, self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
@@ -90,14 +120,12 @@ class _Maps:
 
     def __init__(self, tiles: Any, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
-        self._known: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}
 
     def __call__(self, base: Any, address: Any) -> Any:
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= _MAPS:
-                self._known.clear()
-            found = self._known[address] = self._make(self._tiles(base, address), self._metadata)[0]
+        if len(self.known) >= _MAPS:
+            self.known.clear()
+        found = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
         return found
 
 
@@ -134,7 +162,7 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch 
             values.append(value)
     arguments = _Arguments(values, [(moved[at], role) for at, role in noted.places], tiles, [(moved[at], part) for at, part in noted.parts])
     settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
-    return _Launch(bottom, (*place, *settings, compiled.packed_metadata, *_UNWATCHED), arguments)
+    return _Launch(bottom, arguments.after((*place, *settings, compiled.packed_metadata, *_UNWATCHED)))
 
 
 _RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -151,15 +179,15 @@ class Recorder:
     def __init__(self, inputs: Inputs, stream: int | None) -> None:
         self._stream = stream
         self._tensors: list[Tensor | None] = list(inputs)
-        self._made: list[dict[str, Any]] = []
+        self._made: list[_New] = []
         self._kept: dict[int, Tensor] = {}
         self._launches: list[_Launch] | None = None if stream is None else []
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """An uninitialised tensor on the device of `like`, allocated anew in each run."""
-        wanted: dict[str, Any] = {"size": tuple(shape), "stride": tuple(strides), "dtype": dtype, "device": like.device}
-        made = torch.empty_strided(**wanted)
-        self._made.append(wanted)
+        new = _New(tuple(shape), tuple(strides), dtype, like.device)
+        made = new.make()
+        self._made.append(new)
         self._tensors.append(made)
         return made
 
@@ -184,7 +212,7 @@ class Recorder:
             return
         place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
         self._launches.append(
-            direct(compiled, place, noted) or _Launch(compiled.run, (*place, compiled.packed_metadata, *_UNWATCHED), noted)
+            direct(compiled, place, noted) or _Launch(compiled.run, noted.after((*place, compiled.packed_metadata, *_UNWATCHED)))
         )
 
     def recording(self) -> Recording | None:
@@ -221,20 +249,26 @@ class Recorder:
 class Recording:
     """A pass that can be run again."""
 
-    __slots__ = ("_kept", "_launches", "_made")
+    __slots__ = ("_kept", "_launches", "_made", "_makes")
 
-    def __init__(self, launches: list[_Launch], made: list[dict[str, Any]], kept: tuple[Tensor, ...]) -> None:
+    def __init__(self, launches: list[_Launch], made: Sequence[_New], kept: tuple[Tensor, ...]) -> None:
         self._launches = launches
         self._made = made
+        self._makes = [new.make for new in made]
         self._kept = kept  # whose addresses the arguments hold
+
+    def packed(self, count: int) -> Recording:
+        """The same, whose first `count` tensors made come packed, as `foci.problem.Geometry` says."""
+        made = [new.packed if n < count else new for n, new in enumerate(self._made)]
+        return Recording(self._launches, made, self._kept)
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Launches with other tensors of the same geometry, alignment and stream; returns what the pass allocated, in order."""
-        made = [torch.empty_strided(**wanted) for wanted in self._made]
+        made = [make() for make in self._makes]
         tensors = [*inputs, *made]
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        for run, head, arguments in self._launches:
-            run(*head, *_filled(arguments, tensors, addresses))
+        for run, arguments in self._launches:
+            run(*_filled(arguments, tensors, addresses))
         return made
 
 
@@ -244,7 +278,8 @@ def _filled(arguments: _Arguments, tensors: list[Tensor | None], addresses: list
     for at, role in places:
         args[at] = addresses[role]
     for at, role, made in tiles:
-        args[at] = made(tensors[role], addresses[role])
+        found = made.known.get(addresses[role])
+        args[at] = made(tensors[role], addresses[role]) if found is None else found
     for at, inner in parts:
         args[at] = tuple(_filled(inner, tensors, addresses))
     return args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foci.backends.contract import Offsets
 from foci.backends.triton.arguments import Size, Spans, Table, encode
 from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.recording import Kept, Recording, stream_of
@@ -21,7 +23,7 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_of", "visits_of"]
+__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "visits_of"]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -59,37 +61,45 @@ class Sequences:
 
 
 def sequences_of(operands: Operands) -> Sequences:
+    """`sequences_at` of operands."""
+    o = operands
+    return sequences_at(o.query, None if o.cu_q is None else (o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths))
+
+
+def sequences_at(query: Tensor, offsets: Offsets | None) -> Sequences:
     """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
 
     The layers of a model, and their backward passes, share one set, and what is kept with it.
     """
-    cu_q, cu_kv = operands.cu_q, operands.cu_kv
-    if cu_q is None or cu_kv is None:
+    if offsets is None:
         return _WHOLE
-    read = tuple(t for t in (cu_q, cu_kv, operands.q_lengths, operands.kv_lengths) if t is not None)
-    if _changes_unseen(operands.query, read):
-        return _sequences(operands, cu_q, cu_kv, stays=False)
-    key = (stream_of(operands.query), operands.q_lengths is None, *((id(t), t._version) for t in read))
+    read = [t for t in offsets if t is not None]
+    if _changes_unseen(query, read):
+        return _sequences(offsets, stays=False)
+    key = (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
     found = _sets.get(key)
     if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
         return found[1]
-    made = _sequences(operands, cu_q, cu_kv, stays=True)
+    made = _sequences(offsets, stays=True)
     _sets[key] = tuple(map(weakref.ref, read)), made
     if len(_sets) > _SETS:
         _sets.popitem(last=False)
     return made
 
 
-def _sequences(operands: Operands, cu_q: Tensor, cu_kv: Tensor, *, stays: bool) -> Sequences:
+def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    assert cu_q is not None
+    assert cu_kv is not None
     q = cu_q.to(torch.int32)
     kv = q if cu_kv is cu_q else cu_kv.to(torch.int32)
-    q_length = q.diff() if operands.q_lengths is None else operands.q_lengths.to(torch.int32)
-    shared = kv is q and operands.kv_lengths is operands.q_lengths
-    kv_length = q_length if shared else kv.diff() if operands.kv_lengths is None else operands.kv_lengths.to(torch.int32)
+    q_length = q.diff() if q_lengths is None else q_lengths.to(torch.int32)
+    shared = kv is q and kv_lengths is q_lengths
+    kv_length = q_length if shared else kv.diff() if kv_lengths is None else kv_lengths.to(torch.int32)
     return Sequences(q[:-1].contiguous(), q_length.contiguous(), kv[:-1].contiguous(), kv_length.contiguous(), stays)
 
 
-def _changes_unseen(query: Tensor, read: tuple[Tensor, ...]) -> bool:
+def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
     """Whether tensors may change without a new version: where a CUDA graph is captured, and without version counters."""
     return (query.is_cuda and torch.cuda.is_current_stream_capturing()) or any(t.is_inference() for t in read)
 
