@@ -69,8 +69,111 @@ def test_a_batch_that_is_repeated_is_not_taken_for_one_that_is_not():
 
 
 def test_dropout_draws_anew():
+    q, k, v = tensors(grad=True)
+    outs = [foci.attention(q, k, v, dropout_p=0.5) for _ in range(3)]
+    assert outs[1].ne(outs[0]).any()
+    assert outs[2].ne(outs[1]).any()
+    assert len(recall._known) == 1
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        got = foci.attention(q, k, v, dropout_p=0.5)
+        torch.manual_seed(seed)
+        want = reference(q, k, v, dropout_p=0.5)
+        torch.testing.assert_close(got, want)
+        weights = torch.randn_like(got)
+        found, sought = (torch.autograd.grad(out, (q, k, v), weights) for out in (got, want))
+        torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="dropout_p"):
+        foci.attention(q, k, v, dropout_p=1.5)
+
+
+def test_autocast_casts_what_it_has_to_and_knows_the_rest():
+    wide, half = tensors(), tuple(t.bfloat16() for t in tensors())
+    plain = foci.attention(*half)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(foci.attention(*half), plain)
+            assert foci.attention(*wide).dtype == torch.bfloat16
+            assert foci.attention(half[0], *wide[1:]).dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert foci.attention(*half).dtype == torch.float16
+        assert foci.attention(*wide).dtype == torch.float32
+    assert len(recall._known) == 3  # in half precision, with and without autocast, and in full
+
+
+def test_masks_and_biases_given_as_tensors_are_known():
+    for _ in range(3):
+        q, k, v = tensors(grad=True)
+        keep, bias = torch.rand(2, 1, 24, 24) > 0.3, torch.randn(4, 1, 24, requires_grad=True)
+        got, want = foci.attention(q, k, v, mask=keep, bias=bias), reference(q, k, v, mask=keep, bias=bias)
+        torch.testing.assert_close(got, want)
+        weights = torch.randn_like(got)
+        found, sought = (torch.autograd.grad(out, (q, k, v, bias), weights) for out in (got, want))
+        torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+    assert len(recall._known) == 2  # by either backend
+
+
+NUMBER = 2.0
+
+
+def test_functions_that_read_more_are_traced_at_each_call(monkeypatch):
     q, k, v = tensors()
-    assert foci.attention(q, k, v, dropout_p=0.5).ne(foci.attention(q, k, v, dropout_p=0.5)).any()
+
+    def inner(score, b, h, i, j):
+        return sum(score * n for n in (NUMBER,))
+
+    def imports(score, b, h, i, j):
+        import random
+
+        return score * random.random()
+
+    first = foci.attention(q, k, v, score=inner)
+    monkeypatch.setitem(globals(), "NUMBER", 3.0)
+    torch.testing.assert_close(foci.attention(q, k, v, score=inner), reference(q, k, v, scale=3 / 8**0.5))
+    torch.testing.assert_close(first, reference(q, k, v, scale=2 / 8**0.5))
+    assert foci.attention(q, k, v, score=imports).ne(foci.attention(q, k, v, score=imports)).any()
+
+
+def test_equal_code_with_other_globals_is_another_function():
+    q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
+    k, v = torch.cat((k, k), 2), torch.cat((v, v), 2)
+    code = compile("def keep(b, h, i, j):\n    return j < length()\n", "<text>", "exec")
+    kept = []
+    for length in (foci.kv_len, foci.q_len):
+        scope = {"length": length, "__name__": "mine"}
+        exec(code, scope)
+        kept.append(foci.attention(q, k, v, mask=scope["keep"]))
+        torch.testing.assert_close(
+            kept[-1], reference(q, k[:, :, : 8 if length is foci.kv_len else 4], v[:, :, : 8 if length is foci.kv_len else 4])
+        )
+
+
+def test_the_same_tensor_twice_is_not_taken_for_two():
+    q, k, v = tensors()
+    for args in ((q, q, q), (q, k, v), (q, k, k), (q, q, v)):
+        for _ in range(2):
+            torch.testing.assert_close(foci.attention(*args), reference(*args))
+
+
+def test_gradients_wanted_by_turns():
+    q, k, v = tensors()
+    for wanted in ((True, False, False), (False, True, True), (True, True, True), (False, False, True)):
+        for _ in range(2):
+            leaves = [t.clone().requires_grad_(on) for t, on in zip((q, k, v), wanted, strict=True)]
+            got, want = foci.attention(*leaves), reference(*leaves)
+            inputs = [t for t in leaves if t.requires_grad]
+            torch.testing.assert_close(
+                torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(want.sum(), inputs), rtol=1e-4, atol=1e-4
+            )
+
+
+def test_tensors_that_come_back_otherwise_than_they_were_saved():
+    q, k, v = (torch.randn(2, 24, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
+    want = torch.autograd.grad(foci.attention(q, k, v).sum(), (q, k, v))
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t.clone()):
+            out = foci.attention(q, k, v)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), want)
 
 
 def test_packed_calls_of_new_offsets():

@@ -8,11 +8,12 @@ or a global that can change, has no key and is traced at each call, so a stale e
 from __future__ import annotations
 
 import builtins
+import dis
 import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,32 +75,71 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
 
 
 def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
-    code = function.__code__
-    if function.__kwdefaults__ or not _reads_constants_only(code, function.__globals__):
+    if function.__kwdefaults__:
+        return None
+    code = _code_key(function.__code__, function.__globals__)
+    if code is None:
         return None
     try:
-        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is not filled yet
         return None
     parts = [_key(item, into) for item in (*(function.__defaults__ or ()), *cells)]
     return None if None in parts else (code, *parts)
 
 
-def _reads_constants_only(code: types.CodeType, scope: dict[str, Any]) -> bool:
-    found = _constant_code.get(code)
-    if found is None:
-        nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
-        found = not nested and all(_is_constant_global(name, scope) for name in code.co_names)
-        if len(_constant_code) >= 4096:
-            _constant_code.clear()
-        # A name that is not a constant today may shadow nothing tomorrow: only the sure answer is kept.
-        if found:
-            _constant_code[code] = found
-    # foci's own modules do not change; a user's may.
-    return found and (scope.get("__name__", "").startswith("foci.") or all(_is_constant_global(name, scope) for name in code.co_names))
+class _Code:
+    """Stands in keys for equal code, which is dear to hash."""
 
 
-_constant_code: dict[types.CodeType, bool] = {}
+class _Known(NamedTuple):
+    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports;
+    and foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
+
+    code: types.CodeType
+    token: _Code
+    names: tuple[str, ...] | None
+    scope: dict[str, Any] | None
+
+
+_CODES: Final = 4096
+_tokens: dict[types.CodeType, _Code] = {}
+_known: dict[int, _Known] = {}
+
+
+def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
+    """What stands for code that reads constants alone, and for these; None for other code."""
+    known = _known.get(id(code)) or _add(code, scope)
+    if known.scope is scope:
+        return known.token
+    names = known.names
+    if names is None or not all(_is_constant_global(name, scope) for name in names):
+        return None
+    return (known.token, *[scope[name] for name in names if name in scope])
+
+
+def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
+    if len(_known) >= _CODES:
+        _known.clear()
+        _tokens.clear()
+    names = _names_of(code)
+    is_own = scope.get("__name__", "").startswith("foci.") and names is not None and all(_is_constant_global(n, scope) for n in names)
+    known = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
+    return known
+
+
+def _names_of(code: types.CodeType) -> tuple[str, ...] | None:
+    """Names of globals and attributes that code and the code within it read; None where it imports."""
+    if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code)):
+        return None
+    names = code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _names_of(constant)
+            if inner is None:
+                return None
+            names += inner
+    return names
 
 
 def _is_constant_global(name: str, scope: dict[str, Any]) -> bool:
