@@ -55,6 +55,18 @@ class _Scatter(torch.autograd.Function):
         return _Gather.apply(grad, indices), None, None  # type: ignore[no-untyped-call]
 
 
+class _Nest(torch.autograd.Function):
+    """Tokens as a NestedTensor with the sequences of another: torch's own view passes the dispatcher three times."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, like: Any) -> Tensor:
+        return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
+        return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Where the tokens of a padded batch are. Modules of `foci.nn` hand it on in place of a padding mask.
@@ -68,8 +80,8 @@ class Packing:
         starts: int64 [B], first position of each row, where tokens lie side by side; else None.
         bias: [T], what a floating padding mask adds to each key's scores; None for nothing.
         nested: the NestedTensor that the batch was, None for a padded tensor.
-        values: its tokens, where it is of jagged layout.
-        extremes: its shortest and longest sequence, None for what a graph is not told.
+        whole: the same without gaps between its sequences, where it is of jagged layout.
+        values: the tokens of that.
         batch_first: whether the padded tensor is [B, S, E], else [S, B, E].
 
     Example:
@@ -92,8 +104,8 @@ class Packing:
     starts: Tensor | None = None
     bias: Tensor | None = None
     nested: Tensor | None = None
+    whole: Tensor | None = None
     values: Tensor | None = None
-    extremes: tuple[int | None, int | None] = (None, None)
     batch_first: bool = True
 
     @property
@@ -130,7 +142,7 @@ class Packing:
     def pad(self, tokens: Tensor) -> Tensor:
         """The inverse of `pack`: zeros where no token is, or a NestedTensor if the batch was one."""
         if self.nested is not None:
-            return self._nest(tokens, self.nested)
+            return self._nest(tokens)
         if self.indices is not None:
             tokens = _Scatter.apply(tokens, self.indices, self.shape[0] * self.shape[1])  # type: ignore[no-untyped-call]
         return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
@@ -142,11 +154,14 @@ class Packing:
         full: Tensor = _Scatter.apply(tokens, places, self.batch * self.longest)  # type: ignore[no-untyped-call]
         return torch.unflatten(full, 0, (self.batch, self.longest))
 
-    def _nest(self, tokens: Tensor, source: Tensor) -> Tensor:
-        if not is_jagged(source):
+    def _nest(self, tokens: Tensor) -> Tensor:
+        whole: Any = self.whole
+        if whole is None:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
-        shortest, longest = self.extremes
+        if is_readable(tokens):
+            return _Nest.apply(tokens, whole)  # type: ignore[no-untyped-call]
+        shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
@@ -201,7 +216,7 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
     if keep.numel() == 0:
         return None
     lengths = keep.sum(1)
-    rises = (keep[:, 1:] & ~keep[:, :-1]).sum(1)
+    rises = (keep[:, 1:] > keep[:, :-1]).sum(1)
     facts = [lengths, rises, keep[:, 0]]
     if floating:
         facts.append((keep & (padding != 0)).any(1))
@@ -213,7 +228,8 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
         return None
     flat = torch.nonzero_static(keep.flatten(), size=tokens).squeeze(1)
     columns = flat % length if inner > 0 or not batch_first else None
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = lengths.new_zeros(batch + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
     return Packing(
         offsets=offsets,
         longest=longest,
@@ -250,22 +266,30 @@ def pack_nested(tensor: Tensor) -> Packing:
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)
         longest = int(sizes.max()) if sizes.numel() else 0
         return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
-    whole: Any = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
-    values: Tensor = whole.values()
-    readable = is_readable(values)
-    shortest = whole._get_min_seqlen() if readable else whole._maybe_min_seqlen
-    known = whole._get_max_seqlen() if readable else whole._maybe_max_seqlen
+    whole: Any = _without_gaps(tensor)
+    values, offsets = _values(whole), whole.offsets()
+    if is_readable(values):
+        whole._get_min_seqlen()  # now known to whole, and to what is nested like it
+        known = whole._get_max_seqlen()
+    else:
+        known = whole._maybe_max_seqlen
     longest = values.shape[0] if known is None else known  # the number of all tokens is a bound
-    shape = (tensor.shape[0], longest)
-    return Packing(whole.offsets(), longest, shape, nested=tensor, values=values, extremes=(shortest, known))
+    return Packing(offsets, longest, (offsets.shape[0] - 1, longest), nested=tensor, whole=whole, values=values)
+
+
+def _without_gaps(jagged: Any) -> Any:
+    return jagged.contiguous() if jagged.lengths() is not None else jagged
+
+
+def _values(whole: Any) -> Tensor:
+    """Its tokens; `values` takes a while, and only autograd needs it."""
+    eager = not torch.compiler.is_compiling() and is_readable(whole._values)
+    values: Tensor = whole._values if eager and not (torch.is_grad_enabled() and whole.requires_grad) else whole.values()
+    return values
 
 
 def _nested_values(tensor: Tensor) -> Tensor:
-    if not is_jagged(tensor):
-        return torch.cat(tensor.unbind())
-    whole = tensor.contiguous() if tensor.lengths() is not None else tensor  # type: ignore[attr-defined]
-    values: Tensor = whole.values()
-    return values
+    return _values(_without_gaps(tensor)) if is_jagged(tensor) else torch.cat(tensor.unbind())
 
 
 def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:
