@@ -1,0 +1,298 @@
+"""Attention on a Hopper GPU: foci's hopper and triton backends beside FlashAttention-4, cuDNN, varlen_attn and FlexAttention.
+
+    python benchmarks/hopper_attention.py [group ...]                 # the forward
+    python benchmarks/hopper_attention.py --backward [group ...]      # the backward
+    python benchmarks/hopper_attention.py --backward --compile [group ...]      # only fill the caches
+    python benchmarks/hopper_attention.py --list                      # rows and their groups; needs no GPU
+
+bfloat16; medians of CUDA events, the peers of a row taking turns, so that a slow moment of the card falls on all alike.
+TFLOP/s over the attended area, the backward counted as 2.5 forwards. Every peer runs in its default mode: FlashAttention-4's
+backward adds in any order, foci's has one. A peer that is not installed, or declines, is named and left out. Lines go to
+$OUT/hopper_forward.jsonl or $OUT/hopper_backward.jsonl where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import foci
+from foci import masks
+from foci.backends import load
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.planner import target_of
+from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+
+DEVICE = torch.device("cuda")
+Shape = tuple[int, int, int, int]
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `kind`: "dense", "jagged", or the name of a variant."""
+
+    name: str
+    shape: Shape
+    kind: str = "dense"
+    causal: bool = False
+    kv_heads: int = 0
+
+
+VARIANTS = ("window 1024", "document", "ALiBi causal", "softcap causal")
+
+
+def _dense(*shapes: Shape, name: str = "dense", kv_heads: int = 0) -> tuple[Row, ...]:
+    return tuple(
+        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, kv_heads)
+        for shape in shapes
+        for causal in (False, True)
+    )
+
+
+GROUPS = {
+    "dense_128": _dense((2, 16, 8192, 128)),
+    "dense_64": _dense((2, 32, 8192, 64)),
+    "jagged": (Row("jagged", (64, 16, 8192, 128), "jagged"), Row("jagged causal", (64, 16, 8192, 128), "jagged", causal=True)),
+    "dense_256": _dense((2, 8, 8192, 256)),
+    "short_and_long": _dense((8, 16, 2048, 128), (1, 16, 16384, 128)),
+    "grouped": _dense((2, 32, 8192, 128), name="dense GQA 4", kv_heads=8),
+    "variants_128": tuple(Row(name, (2, 16, 8192, 128), name) for name in VARIANTS),
+    "variants_64": tuple(Row(name, (2, 32, 8192, 64), name) for name in VARIANTS),
+}
+
+
+def passed(function: Callable[..., Any], tensors: list[Tensor], *, backward: bool) -> Call:
+    """A peer's forward, or its backward by autograd."""
+    if not backward:
+        return lambda: function(*tensors)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    found = function(*leaves)
+    out = found[0] if isinstance(found, tuple) else found
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], *, backward: bool) -> Call:
+    """A pass of one of foci's backends, without what is before it."""
+    query, key, value = tensors
+    bound = bind(score, mask, DEVICE)
+    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(query.shape[3]), **jagged)
+    batch, heads, rows, dim = query.shape
+    sizes = (len(jagged["cu_q"]) - 1, jagged["max_q"], jagged["max_q"]) if jagged else (batch, rows, key.shape[2])
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True))
+    wanted = (backward, backward, backward, tuple(False for _ in bound.captures))
+    asked = Problem(formula, query.dtype, dim, dim, heads, key.shape[1], *map(bucket, sizes), *wanted)
+    if (reason := load(name).reject(asked, target_of(DEVICE))) is not None:
+        raise NotImplementedError(reason)
+    kernel = load(name).compile(Plan(name, asked, target_of(DEVICE)))
+    if not backward:
+        return lambda: kernel.forward(operands)
+    results = kernel.forward(operands)
+    # laid out as the result is, tokens first, which is what a model's next layer passes back
+    cotangents = Cotangents(torch.randn_like(results.out))
+    return lambda: kernel.backward(operands, results, cotangents)
+
+
+def tensors_of(row: Row, lengths: list[int]) -> list[Tensor]:
+    batch, heads, length, dim = row.shape
+    batch, length = (1, sum(lengths)) if lengths else (batch, length)
+    kv_heads = row.kv_heads or heads
+    return [torch.randn(batch, n, length, dim, device=DEVICE, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
+
+
+def lengths_of(row: Row) -> list[int]:
+    """Of a jagged row: log-normal, from 16 to the row's length."""
+    if row.kind != "jagged":
+        return []
+    drawn = torch.randn(row.shape[0], generator=torch.Generator().manual_seed(11))
+    return [int(n) for n in torch.exp(drawn * 1.2 + 6.4).clamp(16, row.shape[2]).int()]
+
+
+def document_ids(length: int) -> Tensor:
+    """Eight documents, cut at random."""
+    marks = torch.zeros(length, dtype=torch.int32)
+    marks[torch.randperm(length - 1, generator=torch.Generator().manual_seed(3))[:7] + 1] = 1
+    return marks.cumsum(0).to(torch.int32)
+
+
+def variant_of(row: Row) -> tuple[Any, Any]:
+    """(score, mask) as functions of positions, as FlexAttention and foci both take them; None where there is none."""
+    heads, length = row.shape[1], row.shape[2]
+    ids = document_ids(length).to(DEVICE)
+    slopes = torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=DEVICE))
+
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    return {
+        "window 1024": (None, lambda b, h, q, k: (q >= k) & (q - k < 1024)),
+        "document": (None, lambda b, h, q, k: ids[q] == ids[k]),
+        "ALiBi causal": (lambda s, b, h, q, k: s + slopes[h] * (k - q), causal),
+        "softcap causal": (lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0), causal),
+    }[row.kind]
+
+
+def area(row: Row) -> float:
+    """Pairs of query and key that one head attends to, all batch entries together."""
+    batch, _, length, _ = row.shape
+    if row.kind == "jagged":
+        pairs = float(sum(n * n for n in lengths_of(row)))
+    elif row.kind == "window 1024":
+        pairs = batch * (min(1024, length) * length - min(1024, length) * (min(1024, length) - 1) / 2)
+    elif row.kind == "document":
+        pairs = batch * float((torch.bincount(document_ids(length)).double() ** 2).sum())
+    else:
+        pairs = batch * float(length) ** 2
+    return pairs / 2 if row.causal or "causal" in row.kind else pairs
+
+
+def flops(row: Row, *, backward: bool) -> float:
+    return (10.0 if backward else 4.0) * row.shape[1] * row.shape[3] * area(row)
+
+
+def peers_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Call]]:
+    """What makes the call of each peer of a row, foci's backends first. Operands are the same for all."""
+    lengths = lengths_of(row)
+    tensors = tensors_of(row, lengths)
+    score, mask = variant_of(row) if row.kind in VARIANTS else (None, None)
+    given = (foci.Score(score) if score else None, foci.Mask(mask) if mask else masks.causal() if row.causal else None)
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    jagged = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)} if lengths else {}
+    made: dict[str, Callable[[], Call]] = {
+        name: functools.partial(ours, name, tensors, *given, jagged, backward=backward) for name in ("hopper", "triton")
+    }
+    if row.kind in VARIANTS:
+        made["flex"] = functools.partial(flex, tensors, score, mask, row.shape[2], backward=backward)
+    elif row.kind == "jagged":
+        # tokens first, as both take them
+        packed = [t[0].transpose(0, 1).contiguous() for t in tensors]
+        made["fa4"] = functools.partial(flash_varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
+        made["varlen"] = functools.partial(varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
+    else:
+        made["fa4"] = functools.partial(flash, [t.transpose(1, 2).contiguous() for t in tensors], causal=row.causal, backward=backward)
+        made["cudnn"] = functools.partial(cudnn, tensors, causal=row.causal, grouped=bool(row.kv_heads), backward=backward)
+    return made
+
+
+def cudnn(tensors: list[Tensor], *, causal: bool, grouped: bool, backward: bool) -> Call:
+    def run(*given: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=grouped)
+
+    return passed(run, tensors, backward=backward)
+
+
+def flash(tensors: list[Tensor], *, causal: bool, backward: bool) -> Call:
+    from flash_attn.cute import flash_attn_func
+
+    return passed(lambda *given: flash_attn_func(*given, causal=causal), tensors, backward=backward)
+
+
+def flash_varlen(tensors: list[Tensor], cu: Tensor, most: int, *, causal: bool, backward: bool) -> Call:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    spans = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": most, "max_seqlen_k": most}
+    return passed(lambda *given: flash_attn_varlen_func(*given, **spans, causal=causal), tensors, backward=backward)
+
+
+def varlen(tensors: list[Tensor], cu: Tensor, most: int, *, causal: bool, backward: bool) -> Call:
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if causal else (-1, -1)
+    return passed(lambda *given: varlen_attn(*given, cu, cu, most, most, window_size=window), tensors, backward=backward)
+
+
+def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward: bool) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    block = create_block_mask(mask, None, None, length, length, DEVICE.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return passed(lambda *given: compiled(*given, score_mod=score, block_mask=block), tensors, backward=backward)
+
+
+def timed(peers: dict[str, Callable[[], Call]], *, only_compile: bool, rounds: int = 7) -> dict[str, float]:
+    """Milliseconds of each peer that runs."""
+    good: dict[str, Call] = {}
+    for name, make in peers.items():
+        try:
+            call = make()
+            call(), call()
+            torch.cuda.synchronize()
+            good[name] = call
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__} {str(error)[-200:]}", flush=True)
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in good}
+    for _ in range(0 if only_compile else rounds):
+        for name, call in good.items():
+            call()
+            for _ in range(3):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                call()
+                end.record()
+                marks[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items() if found}
+
+
+def measured(groups: list[str], *, backward: bool, only_compile: bool) -> Iterator[tuple[Row, dict[str, float]]]:
+    for group in groups:
+        for row in GROUPS[group]:
+            yield row, timed(peers_of(row, backward=backward), only_compile=only_compile)
+
+
+def about() -> dict[str, str]:
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backward", action="store_true", help="time the backward pass, not the forward")
+    parser.add_argument("--compile", action="store_true", help="only fill the caches")
+    parser.add_argument("--list", action="store_true", help="print the rows and run nothing")
+    parser.add_argument("groups", nargs="*", metavar="group", help=", ".join(GROUPS))
+    options = parser.parse_args()
+    if unknown := set(options.groups) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(sorted(unknown))}")
+    groups = options.groups or list(GROUPS)
+    if options.list:
+        for group in groups:
+            for row in GROUPS[group]:
+                print(
+                    f"{group:15s} {row.name:15s} {','.join(map(str, row.shape)):16s} {flops(row, backward=options.backward) / 1e12:.3f} TFLOP"
+                )
+        return
+    name, facts = "backward" if options.backward else "forward", about()
+    for row, found in measured(groups, backward=options.backward, only_compile=options.compile):
+        rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in found.items()}
+        for who, ms in found.items():
+            line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who]} | facts
+            if "OUT" in os.environ:
+                with (Path(os.environ["OUT"]) / f"hopper_{name}.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        shown = "  ".join(f"{who} {rate:.0f}" for who, rate in rates.items())
+        print(f"{row.name:15s} {','.join(map(str, row.shape)):16s} {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
