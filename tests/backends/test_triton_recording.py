@@ -1,13 +1,15 @@
 """Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
 
+import contextlib
 import os
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 
 import foci
-from foci import masks, scores
+from foci import execution, masks, planner, recall, scores
 from foci.backends.contract import Plan
 from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
@@ -300,3 +302,167 @@ def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
     logs[0].clear()
     del operands, results, bound
     assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.fixture
+def calls(logs, monkeypatch):
+    """Calls of foci as on a GPU; notes which passes were known, by direction."""
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+        monkeypatch.setattr(module, name, OrderedDict())
+    known = []
+    for name in ("forward_again", "backward_again"):
+        method = getattr(kernel.TritonKernel, name)
+
+        def again(self, *args, name=name, method=method):
+            made = method(self, *args)
+            known.append((name, made is not None))
+            return made
+
+        monkeypatch.setattr(kernel.TritonKernel, name, again)
+    with foci.use("triton"):
+        yield known
+
+
+def packed_call(q, k, v, offsets, **options):
+    return foci.varlen_attn(q, k, v, offsets, offsets, 200, 200, **options)
+
+
+def leaves(*, packed=False, wanted=(True, True, True)):
+    shape = (256, 4, 64) if packed else (2, 256, 4, 64)
+    made = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
+    return made if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(made, wanted, strict=True)]
+
+
+OFFSETS, USED = torch.tensor([0, 56, 256]), torch.tensor([50, 190])
+KNOWN = {
+    "plain": lambda q, k, v: foci.attention(q, k, v),
+    "causal": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal()),
+    "alibi": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal(), score=scores.alibi(SLOPES)),
+    "document": lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j, ids=DOCUMENTS: ids[i] == ids[j]),
+    "tensor mask": lambda q, k, v: foci.attention(q, k, v, mask=KEEP),
+    "scale": lambda q, k, v: foci.attention(q, k, v, scale=0.1),
+    "dropout": lambda q, k, v: foci.attention(q, k, v, dropout_p=0.1),
+    "lse": lambda q, k, v: foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, row_max=True)),
+    "sdpa": lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "packed": lambda q, k, v: packed_call(q, k, v, OFFSETS),
+    "packed causal": lambda q, k, v: packed_call(q, k, v, OFFSETS, window_size=(-1, 0)),
+    "packed lengths": lambda q, k, v: packed_call(q, k, v, OFFSETS, seqused_k=USED),
+    "packed dropout": lambda q, k, v: packed_call(q, k, v, OFFSETS, dropout_p=0.1),
+    "packed lse": lambda q, k, v: packed_call(q, k, v, OFFSETS, return_aux=foci.AuxRequest(lse=True)),
+}
+KEEP = torch.rand(2, 1, 1, 256) > 0.5
+
+
+def run_both_ways(call, inputs):
+    """Results and gradients of a call, with every tensor that it was given."""
+    out = call(*inputs)
+    results = [out] if isinstance(out, torch.Tensor) else [t for part in out for t in (part if isinstance(part, tuple) else (part,))]
+    results = [t for t in results if t is not None]
+    wanted = [t for t in inputs if t.requires_grad]
+    given = [torch.zeros_like(t) for t in results if t.requires_grad]
+    gradients = torch.autograd.grad([t for t in results if t.requires_grad], wanted, given) if wanted else ()
+    return [*inputs, *results, *given, *gradients]
+
+
+def lies(tensors):
+    return [(t.shape, t.stride(), t.dtype) for t in tensors]
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, False, False), (False, True, False)], ids=["all", "none", "key"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_call_launches_what_a_new_one_does(logs, calls, name, wanted):
+    worked_out, launched = logs
+    inputs = [leaves(packed="packed" in name, wanted=wanted) for _ in range(3)]
+    first = run_both_ways(KNOWN[name], inputs[0])
+    assert not any(found for _, found in calls)
+    tables = ("classify_tiles", "list_tiles", "assign_tasks")
+    sought = [entry for entry in worked_out if entry[0] not in tables]
+    worked_out.clear()
+    for again in inputs[1:]:
+        calls.clear()
+        launched.clear()
+        kept = run_both_ways(KNOWN[name], again)
+        assert calls == [("forward_again", True), ("backward_again", True)][: 1 + any(wanted)]
+        assert not worked_out
+        assert lies(kept) == lies(first)
+        assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
+        for before, after in zip(addressed(sought, first), addressed(launched, kept), strict=True):
+            differing = [at for at, (a, b) in enumerate(zip(before[2], after[2], strict=True)) if a != b]
+            # what the caller never sees has addresses of its own: the logsumexp, the rows' statistics, the seed among the numbers
+            assert all(isinstance(before[2][at], int) or "dropout" in name for at in differing), (before, after)
+            assert len(differing) <= 4
+
+
+def test_what_a_known_call_reads_is_looked_at_again(logs, calls):
+    worked_out, launched = logs
+    ids, offsets = DOCUMENTS.clone(), OFFSETS.clone()
+    mask = foci.Mask(lambda b, h, i, j: ids[i] == ids[j])
+    ways = (
+        (lambda: foci.attention(*leaves(), mask=mask).sum().backward(), ids),
+        (lambda: packed_call(*leaves(packed=True), offsets).sum().backward(), offsets),
+    )
+    for way, read in ways:
+        way()
+        way()
+        worked_out.clear()
+        calls.clear()
+        way()
+        assert [found for _, found in calls] == [True, True]
+        read[1] += 1
+        way()
+        assert [found for _, found in calls] == [True, True, False, False]
+        assert worked_out
+
+
+def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):
+    def backward(hooks, cotangent=None):
+        with hooks:
+            out = foci.attention(*leaves())
+        out.backward(torch.zeros_like(out) if cotangent is None else cotangent)
+        found = calls[-1]
+        assert found[0] == "backward_again"
+        return found[1]
+
+    none, copies = contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
+    backward(none)
+    assert backward(none)
+    assert not backward(copies)
+    wide = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
+    assert not backward(none, wide)
+    loose = torch.zeros(2 * 4 * 256 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 256, 4, 64).transpose(1, 2)
+    assert not backward(none, loose)
+    assert backward(none)
+
+
+def test_a_cotangent_that_is_an_operand_is_not_taken_for_it(logs, calls):
+    launched = logs[1]
+    q, k, v = leaves(wanted=(True, False, False))
+    for _ in range(2):
+        foci.attention(q, k, v).backward(v)
+    other = torch.zeros_like(v)
+    for _ in range(2):
+        launched.clear()
+        foci.attention(q, k, v).backward(other)
+    name, _, args = launched[-1]
+    assert name == "attention_query_gradient"
+    assert other.data_ptr() in args
+
+
+def test_known_calls_are_seen_by_those_who_watch(logs, calls):
+    for _ in range(2):
+        with foci.observe() as log:
+            foci.attention(*leaves()).sum().backward()
+        assert [(call.backend, call.problem.head_dim) for call in (*log.calls, *log.backward_calls)] == [("triton", 64)] * 2
+
+
+def test_a_known_call_keeps_no_tensor_alive(logs, calls):
+    for _ in range(2):
+        q, k, v = leaves()
+        slopes = SLOPES.clone()
+        out = foci.attention(q, k, v, score=scores.alibi(slopes))
+        out.backward(torch.zeros_like(out))
+        refs = [weakref.ref(t) for t in (q, k, v, slopes, out, q.grad)]
+        del q, k, v, slopes, out
+        logs[0].clear()
+        assert [ref() for ref in refs] == [None] * len(refs)
