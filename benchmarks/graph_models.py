@@ -2,7 +2,8 @@
 
 GPT-2 small and BERT base of transformers, no dropout, from random parameters: bfloat16 on a GPU; on the CPU two layers in
 float32. Every variant has its own model with the same parameters. A training step is forward with the loss, and backward.
-The first step includes all compilation, from an empty cache of Inductor.
+The first step includes all compilation, from an empty cache of Inductor. Times on the CPU are seconds of processors, of this thread for
+a step, of this process and its compilers for the first one, so that they are those of a machine that does nothing else.
 
     python benchmarks/graph_models.py --model gpt2 --size 4x2048
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,8 +86,13 @@ def alone(lock: str | None) -> Iterator[None]:
         yield
 
 
+def clock(device: str) -> float:
+    """Seconds: of the wall for a GPU; on the CPU of all processors, for this process and those it waited for."""
+    return time.perf_counter() if device == "cuda" else sum(os.times()[:4])
+
+
 def timed(step: Callable[[], object], device: str, reps: int) -> float:
-    """Median milliseconds; on a GPU by events."""
+    """Median milliseconds; on a GPU by events, on the CPU of the one thread."""
     times = []
     for _ in range(reps):
         if device == "cuda":
@@ -96,14 +103,15 @@ def timed(step: Callable[[], object], device: str, reps: int) -> float:
             end.synchronize()
             times.append(start.elapsed_time(end))
         else:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             step()
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(1e3 * (time.thread_time() - begin))
     return sorted(times)[len(times) // 2]
 
 
-def peak_gb(step: Callable[[], object], device: str) -> float:
-    """On a GPU all that is allocated, parameters too; on the CPU what the step adds to the process."""
+def peak_gb(step: Callable[[], object], model: Any, device: str) -> float:
+    """On a GPU all that is allocated, parameters too; on the CPU what the step, its gradients included, adds to the process."""
+    model.zero_grad(set_to_none=True)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -123,10 +131,10 @@ def row(
     model = compiled(variant, plain)
     step = (training if mode == "training" else inference)(model, tokens)
     with fresh_cache(), foci.observe() as log:
-        begin = time.perf_counter()
+        begin = clock(device)
         result = step()
         wait(device)
-        first = time.perf_counter() - begin
+        first = clock(device) - begin
     with alone(lock):
         for _ in range(2):
             step()
@@ -141,7 +149,7 @@ def row(
         "layers": layers,
         "dtype": str(dtype).removeprefix("torch."),
         "ms": round(milliseconds, 3),
-        "peak GB": round(peak_gb(step, device), 2),
+        "peak GB": round(peak_gb(step, plain, device), 3),
         "first step s": round(first, 1),
         "result": round(float(result.float().mean()), 6),
         "sites": summary(log.fusions) if log.fusions else None,
@@ -166,6 +174,9 @@ def main() -> None:
     parser.add_argument("--lock", help="a file that is locked while timing, for runs side by side")
     parser.add_argument("--name", default="graph_models", help="of the file of results")
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+        torch._inductor.config.compile_threads = 1  # compilers are this process's own children, whose time is counted
     on_gpu = options.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = [tuple(map(int, size.split("x"))) for size in options.size or (("4x2048", "16x512") if on_gpu else ("1x512",))]

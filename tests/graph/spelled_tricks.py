@@ -25,6 +25,11 @@ def padded(length, batch=BATCH):
     return (*qkv(length, batch), lengths_mask(length, batch))
 
 
+def padded_before(length, batch=BATCH):
+    """With a logit for each head; the first rows attend to nothing."""
+    return (*qkv(length, batch), lengths_mask(length, batch).flip(1), draw(HEADS, seed=8))
+
+
 def biased(length, batch=BATCH):
     return (*qkv(length, batch), draw(1, HEADS, length, length, seed=6))
 
@@ -188,6 +193,44 @@ def mean_weights_too(q, k, v):
     return weights @ v, weights.mean(1)
 
 
+def sink_of_logsumexp(q, k, v, keep, sinks):
+    """A logit without a value, by what it takes from each row's sum, computed before the product with the values."""
+    length = q.shape[-2]
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    low = torch.finfo(q.dtype).min
+    scores = q @ k.transpose(2, 3) * SCALE + torch.where(causal & keep[:, None, None], 0.0, low).to(q.dtype)
+    share = (torch.logsumexp(scores, dim=-1) - sinks.view(1, -1, 1)).float().sigmoid()
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v) * share.unsqueeze(-1).to(q.dtype)
+
+
+def sink_of_logsumexp_twin(q, k, v, keep, sinks):
+    # the sums of columns
+    scores = q @ k.transpose(2, 3) * SCALE
+    share = (torch.logsumexp(scores, dim=-2) - sinks.view(1, -1, 1)).float().sigmoid()
+    return (F.softmax(scores, dim=-1) @ v) * share.unsqueeze(-1).to(q.dtype)
+
+
+def merged(q, k, v, keep):
+    """Two attentions over parts of the keys, merged by their sums."""
+    parts = [(q @ k[:, :, part].mT * SCALE, v[:, :, part]) for part in (slice(0, 9), slice(9, None))]
+    sums = [scores.logsumexp(-1, keepdim=True) for scores, _ in parts]
+    total = torch.logaddexp(*sums)
+    return sum((scores.softmax(-1) @ values) * (own - total).exp() for (scores, values), own in zip(parts, sums, strict=True))
+
+
+def zeroed_again(q, k, v, keep):
+    hidden = keep[:, None, None].expand(-1, 1, q.shape[2], -1) == torch.tensor(False)
+    scores = torch.masked_fill(q @ k.mT * SCALE, hidden, torch.scalar_tensor(-torch.inf, dtype=q.dtype))
+    return torch.masked_fill(scores.softmax(-1), hidden, torch.scalar_tensor(0, dtype=q.dtype)) @ v
+
+
+def zeroed_again_twin(q, k, v, keep):
+    hidden = keep[:, None, None].expand(-1, 1, q.shape[2], -1) == torch.tensor(False)
+    scores = torch.masked_fill(q @ k.mT * SCALE, hidden, torch.scalar_tensor(-torch.inf, dtype=q.dtype))
+    return torch.masked_fill(scores.softmax(-1), hidden, torch.scalar_tensor(0.01, dtype=q.dtype)) @ v
+
+
 def one_query(q, k, v):
     """The last query alone, as a decoder asks."""
     return torch.softmax(q[:, :, -1:] @ k.mT / math.sqrt(DIM), -1) @ v
@@ -214,6 +257,9 @@ TRICKS = (
     Spelling("F.scaled_dot_product_attention, causal, grouped", sdpa_causal, grouped, variant=("q_idx", "kv_idx")),
     Spelling("flex_attention", flex, qkv, variant=("q_idx", "kv_idx"), dtypes=(torch.float32,), trains_on_cpu=False),
     Spelling("nn.MultiheadAttention", TorchModule, hidden),
+    Spelling("a sink by the logsumexp", sink_of_logsumexp, padded_before, sink_of_logsumexp_twin, "read"),
+    Spelling("two attentions merged by their sums", merged, padded, fused=2),
+    Spelling("masked and zeroed by 0-d tensors", zeroed_again, padded, zeroed_again_twin, "replaced"),
     Spelling("weights through another dtype", half_weights, qkv, reason="", dtypes=(torch.float32,)),
     Spelling("weights returned too", weights_too, qkv, reason=""),
     Spelling("the mean of weights returned too", mean_weights_too, qkv, reason=""),

@@ -231,7 +231,20 @@ def test_the_mask_of_all_layers_is_made_once_and_not_kept():
     assert not [shape for shape in shapes if shape[-2:] == (S, S)]
 
 
+def test_the_logsumexp_of_the_scores_is_the_operators():
+    def layer(q, k, v):
+        scores = q @ k.mT
+        share = torch.sigmoid(scores.logsumexp(-1))
+        return (scores.softmax(-1) @ v) * share[..., None]
+
+    backend = fused(layer, *learned(*qkv()))
+    assert [site.fused for site in backend.sites] == [True]
+    assert not [n for n in backend.after[0].graph.nodes if "logsumexp" in str(n.target)]
+
+
 DECLINED = {
+    "scaled by its own sum": lambda q, k, v: (lambda s: (s.softmax(-1) * s.logsumexp(-1, True)) @ v)(q @ k.mT),
+    "drawn by its own sum": lambda q, k, v: (lambda s: (torch.bernoulli((s.logsumexp(-1) < 1e9).double()), s.softmax(-1) @ v))(q @ k.mT),
     "scores are returned": lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s))(q @ k.mT),
     "scores are summed": lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s.sum()))(q @ k.mT),
     "weights are returned": lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT).softmax(-1)),
@@ -285,6 +298,14 @@ def test_a_cache_that_is_written_before_it_is_read_does_not_block():
     want = cached(*args, cache.clone())
     torch.testing.assert_close(torch.compile(cached, backend=backend)(*args, cache.clone()), want)
     assert reasons(backend) == [None]
+
+
+def test_a_method_with_an_underscore_may_have_no_other_form():
+    def layer(q, k, v):
+        return torch.softmax(q @ k.mT, -1).mul_(0.5).requires_grad_(False) @ v
+
+    module = fuse(torch.fx.symbolic_trace(layer), qkv()).graph_module
+    torch.testing.assert_close(module(*qkv()), layer(*qkv()))
 
 
 def test_a_gradient_that_stops_inside_is_not_fused_away():

@@ -88,7 +88,7 @@ def _functional(node: fx.Node) -> bool:
         return True
     if node.op == "call_method" and str(node.target).endswith("_"):
         name = str(node.target).rstrip("_")
-        if not hasattr(Tensor, name):
+        if not callable(getattr(Tensor, name, None)):
             return False
         node.target = name
         return True

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -29,7 +29,7 @@ from foci.operator.arguments import flatten
 from foci.problem import Formula, Operands, Outputs
 from foci.problem import Layout as Rows
 
-__all__ = ["Asked", "Prepared", "attention", "lower", "prepare"]
+__all__ = ["Asked", "Lowered", "Prepared", "attention", "lower", "prepare"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class Prepared:
 
     Attributes:
         uniform: rows that attend to nothing have uniform weights.
+        lowest: all scores of such rows.
         dtype: the operator computes in it.
     """
 
@@ -60,7 +61,16 @@ class Prepared:
     bound: Bound
     scale: float
     uniform: bool
+    lowest: float
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """What replaces the second product, and what replaces other nodes."""
+
+    out: fx.Node
+    others: dict[fx.Node, fx.Node]
 
 
 def prepare(match: Match) -> Prepared:
@@ -87,7 +97,14 @@ def prepare(match: Match) -> Prepared:
         raise NoRule(unprofitable)
     bound = bind_expressions(score, found.mask, match.lift.tracer)
     uniform = found.uniform and match.sink is None and not match.walk.zeroed
-    return Prepared(match, layout, query, key, value, bound, scale, uniform, dtype)
+    if found.uniform and any(-found.lowest * torch.finfo(dtype_of(n)).eps < _SWALLOWED for n in match.logsumexps):
+        raise NoRule("the logsumexp of rows that attend to nothing is read")
+    lowest = found.lowest if found.uniform else -math.inf
+    return Prepared(match, layout, query, key, value, bound, scale, uniform, lowest, dtype)
+
+
+_SWALLOWED: Final = 16.0
+"""What is lost to rounding beside a lowest number: scores, and the logarithm of a length."""
 
 
 def _operands(match: Match) -> tuple[Place, Place, Place, torch.dtype]:
@@ -141,8 +158,8 @@ def captured_nodes(emitter: Emitter, bound: Bound, tracer: Tracer, leaves: dict[
     return found
 
 
-def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
-    """Adds the nodes; gives the one that replaces the second product."""
+def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
+    """Adds the nodes; gives those that replace the second product and what else reads the scores."""
     match, layout = prepared.match, prepared.layout
     groups = (layout.batch, layout.heads, layout.queries, layout.depth)
     kv_heads = layout.heads[: layout.kv_heads]
@@ -151,7 +168,7 @@ def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
     value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), whole=(True, True, True, True))
     operands = [_cast(emitter, node, prepared.dtype) for node in (query, key, value)]
     captures = captured_nodes(emitter, prepared.bound, match.lift.tracer, match.lift.leaves, device_of(query))
-    outputs = Outputs(lse=match.sink is not None or prepared.uniform)
+    outputs = Outputs(lse=match.sink is not None or prepared.uniform or bool(match.logsumexps))
     out, lse, _ = attention(emitter, operands, prepared.bound, captures, Asked(prepared.scale, match.walk.dropout, outputs))
     if match.sink is not None:
         out = _with_sink(emitter, match, layout, out, lse)
@@ -166,7 +183,21 @@ def lower(prepared: Prepared, emitter: Emitter) -> fx.Node:
     if match.walk.added is not None:
         addend, factor = match.walk.added
         out = emitter.call(torch.add, addend if factor == 1 else emitter.call(operator.mul, addend, factor), out)
-    return _cast(emitter, out, match.dtypes[1])
+    others = {node: _logsumexp(emitter, prepared, lse, node) for node in match.logsumexps}
+    return Lowered(_cast(emitter, out, match.dtypes[1]), others)
+
+
+def _logsumexp(emitter: Emitter, prepared: Prepared, lse: fx.Node, node: fx.Node) -> fx.Node:
+    """What replaces a logsumexp of the scores."""
+    layout, groups = prepared.layout, (prepared.layout.batch, prepared.layout.heads, prepared.layout.queries)
+    index = [digits for digits in prepared.match.walk.index if digits != layout.keys or not digits]
+    if len(shape_of(node)) > len(index):  # keepdim
+        index.insert(prepared.match.walk.index.index(layout.keys), ())
+    if {d.expr for dim in index for d in dim} != {d.expr for group in groups for d in group}:
+        raise NoRule("the logsumexp is of scores that several heads share")
+    if math.isfinite(prepared.lowest):
+        lse = emitter.call(torch.where, emitter.call(operator.eq, lse, -math.inf), prepared.lowest, lse)
+    return _cast(emitter, emitter.result(lse, groups, index, shape_of(node)), dtype_of(node))
 
 
 def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -37,12 +37,13 @@ _TRUE, _FALSE = ir.const(True), ir.const(False)
 class Masked:
     """A score and a mask.
 
-    `uniform`: rows with nothing to attend to have uniform weights, and such rows may occur.
+    `uniform`: rows with nothing to attend to have uniform weights, and such rows may occur; all their scores are `lowest`.
     """
 
     score: Expr
     mask: Expr
     uniform: bool
+    lowest: float = -math.inf
 
 
 def masked(score: Expr) -> Masked:
@@ -62,7 +63,7 @@ def masked(score: Expr) -> Masked:
     if any(_is_low(e) for e in rest.walk()):
         return Masked(score, _TRUE, uniform=False)
     finite = lowest != -math.inf
-    return Masked(simplify(rest), keep, uniform=finite and not _surely_attends(keep))
+    return Masked(simplify(rest), keep, uniform=finite and not _surely_attends(keep), lowest=lowest)
 
 
 def _is_low(e: Expr) -> bool:

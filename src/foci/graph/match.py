@@ -63,6 +63,7 @@ class Match:
         lift: holds what was captured.
         inside: nodes whose only purpose is this attention: from the first product to the second.
         out: the digits of each dimension of the result.
+        logsumexps: nodes outside that read the scores only for their logsumexp over the keys, which the operator gives too.
     """
 
     node: fx.Node
@@ -77,6 +78,7 @@ class Match:
     lift: Lift
     inside: frozenset[fx.Node]
     out: Index
+    logsumexps: tuple[fx.Node, ...] = ()
 
 
 class Naming:
@@ -186,6 +188,7 @@ def read(
     return Match(
         second.node, (dtype_of(first.node), dtype_of(second.node)), left, right, read_value, atoms, expression,
         walk, sink, lift, (on_path & passed) | softmax.inside | between | walk.tests, naming.index(second.out),
+        () if sink is not None else _logsumexps(softmax, on_path, passed),
     )  # fmt: skip
 
 
@@ -227,6 +230,23 @@ def _without_row_maximum(source: fx.Node, dim: int, on_path: frozenset[fx.Node])
         if not _is_row_statistic(call.args[1], call.args[0], dim, on_path):
             return source
         source = call.args[0]
+
+
+def _logsumexps(softmax: Softmax, on_path: frozenset[fx.Node], passed: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
+    """The logsumexps over the keys of what the softmax reads, but for those that are on the way to it."""
+    last = _through_casts(softmax.source, on_path)
+    sources = {softmax.source, last, *(n for n in on_path if n in passed and _through_casts(n, on_path) is last)}
+    users = {user: None for node in sources for user in node.users if user not in passed}
+    return tuple(user for user in users if _is_logsumexp(user, softmax.dim))
+
+
+def _is_logsumexp(node: fx.Node, dim: int) -> bool:
+    call = call_of(node)
+    if call is None or call.name != "logsumexp":
+        return False
+    given = call.argument(1, "dim")
+    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    return isinstance(given, int) and given % len(shape_of(call.args[0])) == dim
 
 
 def _is_row_statistic(node: fx.Node, of: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> bool:

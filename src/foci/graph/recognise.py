@@ -245,11 +245,14 @@ def _prepared(
             naming.split(request)
             continue
         match = prepared.match
-        check_exclusive(match.inside, second.node, frozenset({second.operands[1 - side]}))
-        read_later = [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values()]
-        writes.check_unwritten(read_later, second.node)
+        check_exclusive(match.inside, second.node, frozenset({second.operands[1 - side]}), match.logsumexps)
+        writes.check_unwritten(_operands(prepared), second.node)
         return prepared
     raise NoRule("the dimensions are split and merged in too many ways")
+
+
+def _operands(prepared: Prepared) -> list[fx.Node]:
+    return [prepared.query.node, prepared.key.node, prepared.value.node, *prepared.match.lift.leaves.values()]
 
 
 def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool:
@@ -268,17 +271,24 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     match = prepared.match
     old = match.node
     before = old.prev
+    moved = writes.followers(match.logsumexps, old, (*_operands(prepared), *match.walk.factors))
     try:
-        new = fitting(graph, lower(prepared, Emitter(graph, old, mode, sizes)), old, mode)
+        lowered = lower(prepared, Emitter(graph, old, mode, sizes))
+        new = fitting(graph, lowered.out, old, mode)
     except Exception:
         _erase_between(graph, before, old)
         raise
     old.replace_all_uses_with(new)
+    for node, replacement in lowered.others.items():
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
     made = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))
     for node in made:
         if not node.users and node is not new:
             graph.erase_node(node)
-    writes.add(made, old)
+    for node in reversed(moved):
+        old.append(node)
+    writes.add((*made, *moved), old)
     erase(graph, old, match.inside)
     return str(prepared.bound.variant)
 

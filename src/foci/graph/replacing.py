@@ -14,7 +14,7 @@ from foci.graph.products import product_of
 from foci.graph.reading import call_of, value_of
 from foci.graph.views import VIEWS
 
-__all__ = ["erase", "erase_dead", "fitting"]
+__all__ = ["erase", "erase_dead", "fitting", "is_pure"]
 
 
 def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
@@ -58,7 +58,7 @@ def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
         dead = stack.pop()
         if dead.users or dead.op not in ("call_function", "call_method") or dead.graph is not graph or dead._erased:
             continue
-        if dead is not node and dead not in inside and not _is_pure(dead):
+        if dead is not node and dead not in inside and not is_pure(dead):
             continue
         operands = list(dead.all_input_nodes)
         graph.erase_node(dead)
@@ -74,10 +74,11 @@ _MAKERS = frozenset((
 def erase_dead(graph: fx.Graph) -> None:
     """Erases values that nobody reads: they would look like readers of the scores."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "call_method") and (_is_pure(node) or product_of(node) is not None):
+        if not node.users and node.op in ("call_function", "call_method") and (is_pure(node) or product_of(node) is not None):
             graph.erase_node(node)
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node computes a value and does nothing else."""
     call = call_of(node)
     return call is not None and not call.in_place and (call.name in PASSED or call.name in _MAKERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,7 @@ from torch import fx
 
 from foci.graph.indices import NoRule
 from foci.graph.reading import call_of, location_of, reads_only_shape, storage_of
+from foci.graph.replacing import is_pure
 from foci.graph.views import VIEWS
 
 __all__ = ["Writes", "check_exclusive"]
@@ -52,6 +53,25 @@ class Writes:
             self.position[node] = self.position[old]
             self.by_storage.setdefault(storage_of(node), self.by_storage.get(storage_of(old), []))
 
+    def followers(self, nodes: Sequence[fx.Node], last: fx.Node, needed: Iterable[fx.Node]) -> list[fx.Node]:
+        """What depends on `nodes` and comes before `last`, in order: it can be moved behind `last`.
+
+        Raises:
+            NoRule: where it cannot: it does more than compute, or `last` itself depends on it by way of `needed`.
+        """
+        end, found, stack = self.position[last], set(), list(nodes)
+        while stack:
+            for user in stack.pop().users:
+                if user not in found and self.position.get(user, end) < end:
+                    found.add(user)
+                    stack.append(user)
+        for node in found:
+            if not is_pure(node) or any(self.by_storage.get(storage_of(n)) for n in node.all_input_nodes):
+                raise NoRule(f"{node.name} ({location_of(node)}) reads the logsumexp of the scores before the product with the values")
+        if not found.union(nodes).isdisjoint(needed):
+            raise NoRule("the attention depends on the logsumexp of its own scores")
+        return sorted(found, key=self.position.__getitem__)
+
 
 _MOST_BETWEEN: Final = 4000
 
@@ -82,13 +102,13 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [target] if isinstance(target, fx.Node) else []
 
 
-def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset[fx.Node]) -> None:
-    """Raises NoRule if a node of the attention is read from outside it."""
+def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset[fx.Node], known: Sequence[fx.Node] = ()) -> None:
+    """Raises NoRule if a node of the attention is read from outside it, but for `known` readers."""
     for node in inside:
         if node is last:
             continue
         for user in node.users:
-            if user in inside or (user is last and node not in values) or reads_only_shape(user):
+            if user in inside or user in known or (user is last and node not in values) or reads_only_shape(user):
                 continue
             place = location_of(user) or user.name
             how = "returned" if user.op == "output" else f"written in place at {place}" if _is_written(user) else f"read at {place}"

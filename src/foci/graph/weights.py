@@ -10,10 +10,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from foci.graph.indices import Index, NoRule
+from foci.graph.indices import Index, NoRule, broadcast_index
 from foci.graph.lift import CASTS, Lift, stops_gradient
 from foci.graph.reading import Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
 from foci.graph.views import step
+from foci.ir.simplify import simplify
 
 __all__ = ["Softmax", "Walk", "softmax_of", "walk_up"]
 
@@ -121,12 +122,12 @@ def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[f
             raise NoRule(f"{node.name} stands between the softmax and the second product")
         if call.name == "getitem" and call.args[1] == 0 and (made := call_of(call.args[0])) is not None and made.name == "dropout":
             call = made  # native_dropout gives the result and its mask
-        node = _above(walk, node, call, start, index, between, softmax)
+        node = _above(walk, node, call, start, index, between, softmax, lift)
     return walk
 
 
 def _above(
-    walk: Walk, node: fx.Node, call: Call, start_node: fx.Node, start: Index, between: frozenset[fx.Node], softmax: Softmax
+    walk: Walk, node: fx.Node, call: Call, start_node: fx.Node, start: Index, between: frozenset[fx.Node], softmax: Softmax, lift: Lift
 ) -> fx.Node:
     source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
     if not isinstance(source, fx.Node):
@@ -143,7 +144,7 @@ def _above(
         _multiply(walk, call, source, unmoved=walk.index == start)
         return source
     if call.name in ("masked_fill", "where"):
-        _zero(walk, call, source, softmax)
+        _zero(walk, call, source, softmax, lift)
         return source
     raise NoRule(f"{call.name} stands between the softmax and the second product")
 
@@ -214,7 +215,7 @@ def _kept_at_random(node: fx.Node) -> float | None:
     return None
 
 
-def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax) -> None:
+def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax, lift: Lift) -> None:
     if call.name == "masked_fill":
         mask, fill, when = call.argument(1, "mask"), call.argument(2, "value"), True
     else:
@@ -222,11 +223,7 @@ def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax) -> None:
         if is_tensor(mask) and mask is source:  # the method: x.where(condition, other)
             mask, kept = kept, mask
         fill, when = (other, False) if kept is source else (kept, True)
-    number = number_of(fill)
-    if isinstance(fill, fx.Node) and isinstance(number, torch.Tensor):
-        made = call_of(fill)
-        number = 0 if made is not None and made.name in ("zeros", "zeros_like", "new_zeros") else None
-    if not is_tensor(mask) or number != 0:
+    if not is_tensor(mask) or not _is_zero(fill, walk.index, lift):
         raise NoRule("weights are replaced after the softmax")
     tested = _tested_empty(mask, softmax)
     if tested is None:
@@ -235,6 +232,14 @@ def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax) -> None:
         walk.tests |= tested  # a softmax without scores gives zeros already
     else:
         raise NoRule("weights of rows with scores are zeroed")
+
+
+def _is_zero(fill: Any, index: Index, lift: Lift) -> bool:
+    """Whether the number, or the tensor broadcast to `index`, is zero everywhere."""
+    if not is_tensor(fill):
+        return bool(number_of(fill) == 0)
+    value = simplify(lift.element(fill, broadcast_index(index, shape_of(fill))))
+    return value.op == "const" and value.value == 0
 
 
 def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:
