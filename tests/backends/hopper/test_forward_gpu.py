@@ -61,6 +61,22 @@ def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
         assert torch.equal(again.lse, first.lse)
 
 
+@pytest.mark.parametrize("schedule", ["C2", "N3"])
+def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):  # SDPA-14
+    """Near 2e11: a rounded exponent must not exceed that of the maximum."""
+    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import schedules
+
+    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    asked, operands = posed(rows=300)
+    operands.query.fill_(133120.0)
+    operands.key.fill_(133120.0)
+    found = kernel_of("hopper", asked).forward(operands)
+    mean = operands.value.double().mean(2, keepdim=True).expand(found.out.shape)
+    assert ((found.out.double() - mean).norm() / mean.norm()).item() < 6e-3
+    assert found.lse.isfinite().all()
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (8, 24), (64, 256)])
 def test_every_width(dim, value_dim):
     asked, operands = posed(dim=dim, value_dim=value_dim, mask=masks.causal())
