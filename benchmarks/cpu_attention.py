@@ -31,6 +31,7 @@ from torch import Tensor
 import foci
 
 SECONDS = 2.0  # of rounds per comparison
+WARM = 0.5  # seconds of calls before them
 clock = time.perf_counter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Call = Callable[[], object]
@@ -50,13 +51,15 @@ class Pair:
 
 
 def compare(pair: Pair) -> dict[str, object]:
-    """Ratios over rounds; every round times both."""
-    for call in (pair.ours, pair.peer):
-        call()
-    once = timed(pair.ours, 1)
-    repeats = max(1, int(0.02 / max(1e-6, once)))
-    count = max(3, min(15, int(SECONDS / (repeats * (once + timed(pair.peer, 1))))))
-    rounds = [(timed(pair.ours, repeats), timed(pair.peer, repeats)) for _ in range(count)]
+    """Ratios over rounds; every round times both, in turns the one first or the other."""
+    once = warm(pair)
+    repeats = max(1, int(0.02 / max(1e-6, once[0])))
+    count = max(5, min(31, int(SECONDS / (repeats * sum(once)))))
+    rounds = []
+    for i in range(count):
+        turn = 1 if i % 2 else -1
+        first, second = (pair.ours, pair.peer)[::turn]
+        rounds.append((timed(first, repeats), timed(second, repeats))[::turn])
     ours, peer = zip(*rounds, strict=True)
     return {
         "case": pair.case,
@@ -70,6 +73,15 @@ def compare(pair: Pair) -> dict[str, object]:
         "target": pair.target,
         **machine(),
     }
+
+
+def warm(pair: Pair) -> tuple[float, float]:
+    """Seconds of one call of each once kernels, threads, memory and the processor's clock have settled."""
+    start = time.perf_counter()
+    once = timed(pair.ours, 1), timed(pair.peer, 1)
+    while time.perf_counter() - start < WARM:
+        once = timed(pair.ours, 1), timed(pair.peer, 1)
+    return once
 
 
 _facts = functools.cache(facts)
@@ -249,18 +261,24 @@ def jagged() -> Iterator[Pair]:
 GROUPS = {"dense": dense, "masked": masked, "functions": functions, "decode": decode, "small": small, "jagged": jagged}
 
 _MEMORY = """
-import resource, sys, torch, foci
+import sys, torch, foci
+
+def resident(name):  # of this process alone: getrusage also counts what its parent held
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name)) / 1024
+
 S = int(sys.argv[1])
 q, k, v = (torch.randn(1, 2, S, 64, requires_grad=True) for _ in range(3))
-foci.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], mask=foci.masks.causal()).sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-foci.attention(q, k, v, mask=foci.masks.causal()).sum().backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+with foci.use("cpu"):
+    foci.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], mask=foci.masks.causal()).sum().backward()
+    before = resident("VmRSS")
+    foci.attention(q, k, v, mask=foci.masks.causal()).sum().backward()
+print(resident("VmHWM") - before)
 """
 
 
 def memory() -> Iterator[dict[str, object]]:
-    """Growth of the resident set by a causal forward and backward, each length in a process of its own."""
+    """How far the resident set rises in a causal forward and backward, each length in a process of its own."""
     for S in (2048, 4096, 8192, 16384):
         ran = subprocess.run([sys.executable, "-c", _MEMORY, str(S)], capture_output=True, text=True, check=True)
         yield {
@@ -352,7 +370,7 @@ def plot(lines: list[dict[str, object]], to: Path) -> None:
     import matplotlib.pyplot as plt
 
     labels = [f"{line['case']}  {line['dtype']}  {line['direction']}" for line in lines]
-    figure, axes = plt.subplots(figsize=(10, 0.2 * len(lines) + 1))
+    figure, axes = plt.subplots(figsize=(10, 0.16 * len(lines) + 1))
     reached = [line["ratio"] >= line["target"] for line in lines]
     axes.barh(range(len(lines)), [line["ratio"] for line in lines], color=["tab:blue" if ok else "tab:orange" for ok in reached])
     axes.scatter([line["target"] for line in lines], range(len(lines)), marker="|", color="black", label="target")
@@ -361,6 +379,7 @@ def plot(lines: list[dict[str, object]], to: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("time of the peer / time of foci")
     axes.legend()
+    axes.margins(y=0.005)
     figure.tight_layout()
     figure.savefig(to, dpi=120)
 
