@@ -16,7 +16,7 @@ from foci.nn.cache import KVCache, LayerCache, Memory
 from foci.nn.direct import caller, is_alone, is_silent
 from foci.nn.encoder import Activation, attend_self, clones, feed_forward, is_batch_first, set_variants, warn_padded, why_not_tokens
 from foci.nn.masking import check_mask, detect_causal
-from foci.nn.packing import Packing, Pair, entered, entered_pair, left
+from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
 __all__ = ["TransformerDecoder", "TransformerDecoderLayer"]
@@ -113,13 +113,14 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
         causal: tuple[bool, bool], cache: LayerCache | None,
     ) -> Tensor:  # fmt: skip
-        if isinstance(given[0][1], Packing):
+        if isinstance(given[0][1], Packing) and isinstance(given[1][1], Packing):
             return self._layer(*given, masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(*masks, given[0][1], given[1][1])
         reason = why_not_tokens(self, TransformerDecoderLayer, _BLOCKS)
         target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
-        return left(self._layer(target, source, masks, causal, cache), target[1], batch_first=batch_first)
+        out = self._layer(target, source, masks, causal, cache)
+        return left(out, target[1], batch_first=batch_first, given=given[0][1])
 
     def _layer(
         self, target: tuple[Tensor, Any], memory: tuple[Tensor, Any], masks: tuple[Tensor | None, ...], causal: tuple[bool, bool],
@@ -199,7 +200,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 
         Args:
             tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, memory_is_causal: as in
-                `TransformerDecoderLayer.forward`.
+                `TransformerDecoderLayer.forward`; or tokens [T, E] and their `foci.nn.Packing`, for either of the two.
             tgt_is_causal: a hint that tgt_mask is causal; None has it looked at.
             cache: a `foci.nn.KVCache`, whose tokens tgt continues; keeps the memory's keys and values too.
 
@@ -243,7 +244,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         (x, padding), (mem, hidden) = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         if reason is not None and (isinstance(padding, Tensor) or isinstance(hidden, Tensor)):
             warn_padded(self, reason)
-        causal = detect_causal(masks[0], is_causal[0], None if tgt.is_nested else tgt.shape[-2] if batch_first else tgt.shape[0])
+        ragged = is_nested(tgt) or isinstance(tgt_padding, Packing)
+        causal = detect_causal(masks[0], is_causal[0], None if ragged else tgt.shape[-2] if batch_first else tgt.shape[0])
         alone = isinstance(padding, Packing) and is_alone()
         for n, layer in enumerate(layers):
             if alone and type(layer) is TransformerDecoderLayer and is_silent(layer):
@@ -256,7 +258,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             )  # fmt: skip
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return left(x, padding, batch_first=batch_first)
+        return left(x, padding, batch_first=batch_first, given=tgt_padding)
 
 
 def check_masks(tgt_mask: Any, memory_mask: Any, tgt_key_padding_mask: Any, memory_key_padding_mask: Any) -> None:

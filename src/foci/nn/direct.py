@@ -23,7 +23,6 @@ def is_alone() -> bool:
     return (
         not torch.compiler.is_compiling()
         and not _module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and torch._C._get_tracing_state() is None
         and torch.nn.Module.__call__ is _CALL  # tracers put theirs in its place
     )
 

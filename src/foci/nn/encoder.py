@@ -189,7 +189,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         """The last layer's output, normed.
 
         Args:
-            src, src_key_padding_mask: as in `TransformerEncoderLayer.forward`.
+            src, src_key_padding_mask: as in `TransformerEncoderLayer.forward`; or tokens [T, E] and their `foci.nn.Packing`.
             mask: its src_mask.
             is_causal: a hint that mask is causal; None has it looked at.
             cache: a `foci.nn.KVCache`, whose tokens src continues.
@@ -215,9 +215,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             x = self.norm(x)
         return scripted.zeroed(x, padding, self.layers[0].self_attn.batch_first)
 
-    def _run(
-        self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None, cache: KVCache | None
-    ) -> Tensor:
+    def _run(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool | None, cache: KVCache | None) -> Tensor:
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("mask", mask)
         layers: Any = self.layers
@@ -228,7 +226,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         )
         if reason is not None and isinstance(padding, Tensor):
             warn_padded(self, reason)
-        causal = detect_causal(mask, is_causal, None if is_nested(src) else src.shape[-2] if batch_first else src.shape[0])
+        ragged = is_nested(src) or isinstance(src_key_padding_mask, Packing)
+        causal = detect_causal(mask, is_causal, None if ragged else src.shape[-2] if batch_first else src.shape[0])
         alone = isinstance(padding, Packing) and is_alone()
         for n, layer in enumerate(layers):
             if alone and type(layer) is TransformerEncoderLayer and is_silent(layer):
@@ -238,7 +237,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return left(x, padding, batch_first=batch_first)
+        return left(x, padding, batch_first=batch_first, given=src_key_padding_mask)
 
 
 def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:

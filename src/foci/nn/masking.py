@@ -36,9 +36,9 @@ __all__ = [
 Place: TypeAlias = Callable[[Any, Any], Any]
 
 
-def check_mask(name: str, mask: Tensor | None) -> None:
-    """Raises torch's AssertionError unless the mask is None, bool or floating."""
-    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+def check_mask(name: str, mask: Any) -> None:
+    """Raises torch's AssertionError unless the mask is None, bool or floating, or a `Packing` in its place."""
+    if mask is not None and not isinstance(mask, Packing) and mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertionError(f"only bool and floating types of {name} are supported; got {mask.dtype}")
 
 

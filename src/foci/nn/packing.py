@@ -60,7 +60,7 @@ class _Nest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, like: Any) -> Tensor:
-        return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))  # type: ignore[no-untyped-call]
+        return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
@@ -160,7 +160,8 @@ class Packing:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
-            return _Nest.apply(tokens, whole)  # type: ignore[no-untyped-call]
+            nested: Tensor = _Nest.apply(tokens, whole)  # type: ignore[no-untyped-call]
+            return nested
         shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
@@ -309,15 +310,20 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
     None, where there is none; else the batch with zeros for padding, with the mask.
 
     Args:
-        x: [B, S, E], [S, B, E], [S, E] or a NestedTensor [B, ragged, E].
-        padding: None, or a bool or floating mask [B, S] or [S].
+        x: [B, S, E], [S, B, E], [S, E], a NestedTensor [B, ragged, E] or, with a `Packing`, tokens [T, E].
+        padding: None, a bool or floating mask [B, S] or [S], or the `Packing` of tokens.
         batch_first: whether a padded batch is [B, S, E].
         may_pack: false leaves x padded, or nested.
 
     Raises:
-        ValueError: for a nested x with a mask.
+        ValueError: for a nested x with a mask, or a `Packing` where tokens are not taken.
         AssertionError: for a mask of another shape, in torch's words.
     """
+    if isinstance(padding, Packing):
+        if x.dim() != 2 or not may_pack:
+            why = "layers or a cache take padded batches only" if x.dim() == 2 else f"got {x.dim()} dimensions"
+            raise ValueError(f"a Packing comes with tokens [tokens, features] and layers that take them; {why}")
+        return x, padding
     if is_nested(x):
         if padding is not None:
             raise ValueError("a nested input takes no padding mask: its offsets say where each sequence ends")
@@ -341,8 +347,10 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
     return cleared(x, padding, batch_first=batch_first), padding
 
 
-def left(x: Tensor, padding: Any, *, batch_first: bool) -> Tensor:
-    """The way back from `entered`: the batch as it came, zeros where there is padding."""
+def left(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
+    """The way back from `entered`: the batch as it came, zeros where there is padding; tokens that were `given` a packing as they are."""
+    if isinstance(given, Packing):
+        return x
     if isinstance(padding, Packing):
         return padding.pad(x)
     return cleared(x, padding, batch_first=batch_first)

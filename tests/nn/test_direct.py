@@ -1,0 +1,263 @@
+"""foci.nn's layers pass modules by only where nobody can tell; tokens given with their packing; second derivatives of nested ones."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.nn.utils import parametrize, prune
+
+import foci.nn
+
+B, S, T, E, H, FF = 3, 6, 5, 8, 2, 12
+HIDDEN = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]], dtype=torch.bool)
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def stack(kind="Encoder", nn=torch.nn, **options):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = getattr(nn, f"Transformer{kind}Layer")(E, H, FF, 0.0, batch_first=True, dtype=torch.float64, **options)
+        return getattr(nn, f"Transformer{kind}")(layer, 2, torch.nn.LayerNorm(E, dtype=torch.float64))
+
+
+PARTS = ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, x):
+        return 0.5 * x
+
+
+def part_of(model, name):
+    return model.layers[0].get_submodule(name)
+
+
+def scaled(out):
+    return (1.5 * out[0], out[1]) if isinstance(out, tuple) else 1.5 * out
+
+
+def hook_forward(model, name):
+    part_of(model, name).register_forward_hook(lambda module, args, out: scaled(out))
+
+
+def hook_before(model, name):
+    if name == "self_attn":
+        pytest.skip("torch.nn and foci.nn give it the same arguments, but not by the same names")
+    part_of(model, name).register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
+
+
+def hook_backward(model, name):
+    part_of(model, name).register_full_backward_pre_hook(lambda module, grads: (1.5 * grads[0], *grads[1:]))
+
+
+def hook_behind(model, name):
+    part_of(model, name).register_full_backward_hook(lambda module, inputs, outputs: tuple(1.5 * g if g is not None else g for g in inputs))
+
+
+def own_forward(model, name):
+    part = part_of(model, name)
+    forward = type(part).forward
+    part.forward = lambda *args, **kwargs: scaled(forward(part, *args, **kwargs))
+
+
+@pytest.mark.parametrize("hang", [hook_forward, hook_before, hook_backward, hook_behind, own_forward])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.filterwarnings("ignore:TransformerEncoder hands padded batches", "ignore:Full backward hook")
+def test_what_hangs_on_a_part(hang, name):
+    same(lambda model: hang(model, name))
+
+
+def test_what_hangs_on_the_out_projection():
+    """torch.nn never calls that module, so what hangs on it there is not heard; here it is."""
+    theirs, ours = stack(), foci.nn.convert(stack())
+    hook_forward(theirs, "self_attn")
+    hook_forward(ours, "self_attn.out_proj")
+    torch.testing.assert_close(outcome(ours), outcome(theirs))
+
+
+def subclassed(model):
+    part_of(model, "linear2").__class__ = Doubled
+
+
+def replaced(model):
+    model.layers[0].dropout1 = Halved()
+    model.layers[1].norm2 = torch.nn.Identity()
+    model.norm = Halved()
+
+
+def parametrized(model):
+    for name, parameter in (("linear1", "weight"), ("norm1", "bias"), ("self_attn.out_proj", "weight"), ("self_attn", "in_proj_weight")):
+        parametrize.register_parametrization(part_of(model, name), parameter, Halved())
+
+
+def pruned(model):
+    torch.manual_seed(1)
+    prune.random_unstructured(part_of(model, "linear1"), "weight", amount=0.5)
+    prune.random_unstructured(part_of(model, "norm2"), "bias", amount=0.5)
+
+
+def plain_tensor(model):
+    part = part_of(model, "linear1")
+    weight = part.weight
+    del part.weight
+    part.weight = 2 * weight
+
+
+def hooked_layer(model):
+    model.layers[0].register_forward_hook(lambda module, args, out: 1.5 * out)
+    model.norm.register_forward_hook(lambda module, args, out: out + 1)
+
+
+@pytest.mark.parametrize("change", [subclassed, replaced, parametrized, pruned, plain_tensor, hooked_layer])
+@pytest.mark.filterwarnings("ignore:TransformerEncoder hands padded batches")
+def test_changed_modules(change):
+    same(change)
+
+
+def test_hooks_for_all_modules():
+    def double(module, args, out):
+        return 2 * out if type(module) in (torch.nn.Linear, torch.nn.LayerNorm) else None  # not the out-projection, see above
+
+    theirs, ours = stack(), foci.nn.convert(stack())
+    handle = torch.nn.modules.module.register_module_forward_hook(double)
+    try:
+        expected, got = outcome(theirs), outcome(ours)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(got, expected)
+    assert not torch.allclose(outcome(ours)[0], got[0])
+
+
+def test_functional_call():
+    theirs, ours = stack(), foci.nn.convert(stack())
+    x = rand(B, S, E)
+    given = {name: 1.5 * p.detach() for name, p in theirs.named_parameters()}
+    outs = [torch.func.functional_call(m, given, (x,), {"src_key_padding_mask": HIDDEN}) for m in (theirs, ours)]
+    torch.testing.assert_close(outs[1][~HIDDEN], outs[0][~HIDDEN])
+
+
+def test_compiled_layer():
+    model, graphs = foci.nn.convert(stack()), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    x = rand(B, S, E)
+    want = model(x, src_key_padding_mask=HIDDEN)
+    model.layers[0].compile(backend=backend)
+    torch.testing.assert_close(model(x, src_key_padding_mask=HIDDEN), want)
+    assert graphs
+
+
+def same(change):
+    """The same change to torch.nn's model and to foci.nn's makes the same outputs and gradients, and not those without it."""
+    theirs, ours = stack(), foci.nn.convert(stack())
+    before = outcome(ours)
+    for model in (theirs, ours):
+        change(model)
+    expected, got = outcome(theirs), outcome(ours)
+    torch.testing.assert_close(got, expected)
+    assert not all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(before, got))
+
+
+def outcome(model):
+    x = rand(B, S, E).requires_grad_()
+    out = model(x, src_key_padding_mask=HIDDEN)[~HIDDEN]
+    grads = torch.autograd.grad((out * rand(*out.shape, seed=3)).sum(), [x, *model.parameters()])
+    return [out, *grads]
+
+
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_modules_are_passed_by(kind, monkeypatch):
+    model, called = stack(kind, foci.nn), []
+    for module in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout, foci.nn.MultiheadAttention):
+        forward = module.forward
+        monkeypatch.setattr(
+            module, "forward", lambda self, *args, forward=forward, **kwargs: called.append(self) or forward(self, *args, **kwargs)
+        )
+    if kind == "Encoder":
+        model(rand(B, S, E), src_key_padding_mask=HIDDEN)
+    else:
+        model(rand(B, S, E), rand(B, S, E), tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=HIDDEN)
+    assert not [module for module in called if not isinstance(module, foci.nn.MultiheadAttention)]
+
+
+def packing_of(hidden):
+    lengths = (~hidden).sum(1)
+    return foci.nn.Packing(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()), tuple(hidden.shape))
+
+
+def test_tokens_with_a_packing():
+    x, packing = rand(B, S, E), packing_of(HIDDEN)
+    encoder = stack("Encoder", foci.nn)
+    want = encoder(x, src_key_padding_mask=HIDDEN)
+    torch.testing.assert_close(encoder(x[~HIDDEN], src_key_padding_mask=packing), want[~HIDDEN])
+    torch.testing.assert_close(encoder.norm(encoder.layers[1](encoder.layers[0](x[~HIDDEN], None, packing), None, packing)), want[~HIDDEN])
+    torch.testing.assert_close(packing.padded(want[~HIDDEN]), want)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
+    want = encoder(x, mask=causal, src_key_padding_mask=HIDDEN)
+    torch.testing.assert_close(encoder(x[~HIDDEN], mask=causal, src_key_padding_mask=packing), want[~HIDDEN])
+
+
+def test_decoder_tokens_with_a_packing():
+    x, memory, packing = rand(B, S, E), rand(B, S, E, seed=1), packing_of(HIDDEN)
+    decoder = stack("Decoder", foci.nn)
+    want = decoder(x, memory, tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=HIDDEN)
+    for module, given in ((decoder, want), (decoder.layers[0], decoder.layers[0](x, memory, None, None, HIDDEN, HIDDEN))):
+        both = module(x[~HIDDEN], memory[~HIDDEN], tgt_key_padding_mask=packing, memory_key_padding_mask=packing)
+        torch.testing.assert_close(both, given[~HIDDEN])
+        one = module(x[~HIDDEN], memory, tgt_key_padding_mask=packing, memory_key_padding_mask=HIDDEN)
+        torch.testing.assert_close(one, given[~HIDDEN])
+        other = module(x, memory[~HIDDEN], tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=packing)
+        torch.testing.assert_close(other, given)
+
+
+def test_wrong_tokens_with_a_packing():
+    x, packing = rand(B, S, E), packing_of(HIDDEN)
+    encoder = stack("Encoder", foci.nn)
+    with pytest.raises(ValueError, match=r"a Packing comes with tokens \[tokens, features\].*got 3 dimensions"):
+        encoder(x, src_key_padding_mask=packing)
+    with pytest.raises(ValueError, match="a cache take padded batches only"):
+        encoder(x[~HIDDEN], src_key_padding_mask=packing, cache=foci.nn.KVCache(2, 10))
+
+
+def test_nested_outputs():
+    """Second derivatives, and a result that is ragged as the input is."""
+    encoder, tokens = foci.nn.convert(stack()), rand(11, E)
+    nested = torch.nested.nested_tensor_from_jagged(tokens, torch.tensor([0, 4, 5, 11]))
+    out = encoder(nested)
+    assert (out + nested).shape == nested.shape
+    assert (out._get_min_seqlen(), out._get_max_seqlen()) == (1, 6)
+    weight = encoder.layers[0].linear1.weight
+    found = second_derivatives((out.values() ** 3).sum(), weight)
+    want = second_derivatives(sum((encoder(part[None]) ** 3).sum() for part in tokens.split([4, 1, 6])), weight)
+    torch.testing.assert_close(found, want)
+
+
+def second_derivatives(loss, x):
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad((grad**2).sum(), x)[0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_nested_inputs_keep_their_values(mode):
+    encoder = foci.nn.convert(stack())
+    nested = torch.nested.as_nested_tensor([rand(n, E, seed=n) for n in (4, 1, 6)], layout=torch.jagged)
+    before = copy.deepcopy(nested.values())
+    with mode():
+        out = encoder(nested)
+        assert out.requires_grad == torch.is_grad_enabled()
+        rows = torch.cat([encoder(part[None])[0] for part in nested.unbind()])
+    torch.testing.assert_close(out.values(), rows)
+    assert torch.equal(nested.values(), before)
