@@ -300,6 +300,46 @@ def test_a_cache_that_is_written_before_it_is_read_does_not_block():
     assert reasons(backend) == [None]
 
 
+def block_mask(q):
+    mask = torch.full((S, S), torch.finfo(q.dtype).min, dtype=q.dtype)
+    mask[:7, :7] = 0
+    mask[7:, 7:] = 0
+    return mask[None, None]
+
+
+def repeated_then_written(k):
+    repeated = k[:, :2].repeat_interleave(2, 1)
+    repeated[:, 1, :3] = 0
+    return repeated
+
+
+def written_after_repeating(q, k, v):
+    repeated = k[:, :2].repeat_interleave(2, 1)
+    k.zero_()
+    return F.scaled_dot_product_attention(q, repeated, v)
+
+
+def test_a_copy_outlives_what_it_was_made_of():
+    copies = [[t.clone() for t in qkv()] for _ in range(2)]
+    want = written_after_repeating(*copies[0])
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(written_after_repeating, backend=Fusing())(*copies[1]), want)
+
+
+WRITTEN_BEFORE = {
+    "a mask": lambda q, k, v: (q @ k.mT + block_mask(q)).softmax(-1) @ v,
+    "a mask given by name": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, block_mask(q)),
+    "a copy of a mask": lambda q, k, v: (lambda m: (m[:, :, 0].fill_(-1.0), (q @ k.mT + m).softmax(-1) @ v)[1])(block_mask(q).clone()),
+    "repeated heads": lambda q, k, v: (q @ repeated_then_written(k).mT).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_BEFORE)
+def test_what_was_written_after_it_was_made_is_read_as_it_is_now(name):
+    backend = fused(WRITTEN_BEFORE[name], *learned(*qkv()))
+    assert [site.fused for site in backend.sites] == [True], backend.sites
+
+
 def test_a_method_with_an_underscore_may_have_no_other_form():
     def layer(q, k, v):
         return torch.softmax(q @ k.mT, -1).mul_(0.5).requires_grad_(False) @ v

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, is_atom, size_of
 from foci.graph.match import Atoms, Place
-from foci.graph.reading import Size, call_of, is_half, same_size, tensor_of
+from foci.graph.reading import Size, call_of, is_half, is_written, same_size, tensor_of
 from foci.graph.views import step
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -71,12 +72,15 @@ def arrange(atoms: Atoms, key: Place, value: Place) -> Layout:
     return Layout(tuple(batch), (*heads, *without), len(heads), atoms.queries, atoms.keys, atoms.depth, atoms.width)
 
 
+_WIDENING: Final = frozenset(("to", "float", "type", "convert_element_type", "double"))
+
+
 def uncast_place(place: Place, number: Number, element: Callable[[fx.Node, Index], Expr]) -> tuple[Place, torch.dtype | None]:
     """The operand before it was widened to float32, and its half dtype; the operand itself and None where it was not."""
     node, index = place.node, place.index
     while True:
         call, tensor = call_of(node), tensor_of(node)
-        if call is not None and tensor is not None and call.name in ("to", "float", "type", "convert_element_type", "double"):
+        if call is not None and tensor is not None and call.name in _WIDENING and not is_written(node):
             before = tensor_of(call.args[0])
             if before is not None and is_half(before.dtype) and tensor.dtype == torch.float32:
                 return Place(call.args[0], index), before.dtype

@@ -17,7 +17,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
-from foci.graph.reading import Call, Size, call_of, is_tensor, number_of, reads_only_shape, same_size, shape_of, tensor_of, value_of
+from foci.graph.reading import (
+    Call,
+    Size,
+    call_of,
+    is_tensor,
+    is_written,
+    number_of,
+    reads_only_shape,
+    same_size,
+    shape_of,
+    tensor_of,
+    value_of,
+)
 from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -144,6 +156,8 @@ class Lift:
         moved = step(node, index, self.number, self.element)
         if moved is not None:
             return self.element(*moved)
+        if is_written(node):
+            return None
         if call.name in _MAKERS:
             return _MAKERS[call.name](self, node, call, index)
         if call.name == "dropout":

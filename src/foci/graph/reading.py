@@ -23,7 +23,9 @@ __all__ = [
     "hint_of",
     "is_half",
     "is_tensor",
+    "is_written",
     "location_of",
+    "mark_written",
     "needs_grad",
     "number_of",
     "rank_of",
@@ -121,6 +123,19 @@ def storage_of(node: fx.Node) -> int | None:
         return None if tensor is None else tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+_WRITTEN: Final = "foci_written"
+
+
+def mark_written(node: fx.Node) -> None:
+    """Says that the graph writes the node's memory: its operation alone no longer tells its elements."""
+    node.meta[_WRITTEN] = True
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether the node was marked as written in place."""
+    return _WRITTEN in node.meta
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

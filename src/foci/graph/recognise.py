@@ -103,7 +103,7 @@ class _Values(fx.Interpreter):
 def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
     """What became of a node that may be, or end in, an attention; None where it is none."""
     if is_sdpa(node):
-        return _call_site(node, "sdpa", lambda: _replace(graph, prepare_sdpa(node), mode, sizes, writes))
+        return _call_site(node, "sdpa", lambda: _replace_sdpa(graph, node, mode, sizes, writes))
     if is_flex(node):
         return _call_site(node, "flex", lambda: _replace_flex(graph, node, mode, sizes))
     softmax = softmax_of(node)
@@ -121,6 +121,12 @@ def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
 def _reason(obstacle: Exception) -> str:
     """What stood in the way. An error that no rule foresaw must not stop a program that runs without its graph being fused."""
     return str(obstacle) if isinstance(obstacle, (NoRule, TraceError)) else f"{type(obstacle).__name__}: {obstacle}"
+
+
+def _replace_sdpa(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, sizes: Sizes, writes: Writes) -> str:
+    prepared = prepare_sdpa(node)
+    writes.check_unwritten(_operands(prepared), node)
+    return _replace(graph, prepared, mode, sizes, writes)
 
 
 def _replace_flex(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, sizes: Sizes) -> str:
@@ -252,7 +258,10 @@ def _prepared(
 
 
 def _operands(prepared: Prepared) -> list[fx.Node]:
-    return [prepared.query.node, prepared.key.node, prepared.value.node, *prepared.match.lift.leaves.values()]
+    """What the fused attention reads where the second product was."""
+    match, walk = prepared.match, prepared.match.walk
+    others = [pair[0] for pair in (match.sink, walk.added) if pair is not None]
+    return [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values(), *walk.factors, *others]
 
 
 def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool:
@@ -271,7 +280,7 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     match = prepared.match
     old = match.node
     before = old.prev
-    moved = writes.followers(match.logsumexps, old, (*_operands(prepared), *match.walk.factors))
+    moved = writes.followers(match.logsumexps, old, _operands(prepared))
     try:
         lowered = lower(prepared, Emitter(graph, old, mode, sizes))
         new = fitting(graph, lowered.out, old, mode)

@@ -9,7 +9,7 @@ from typing import Final
 from torch import fx
 
 from foci.graph.indices import NoRule
-from foci.graph.reading import call_of, location_of, reads_only_shape, storage_of
+from foci.graph.reading import call_of, location_of, mark_written, reads_only_shape, storage_of
 from foci.graph.replacing import is_pure
 from foci.graph.views import VIEWS
 
@@ -18,7 +18,10 @@ __all__ = ["Writes", "check_exclusive"]
 
 @dataclass(frozen=True, eq=False)
 class Writes:
-    """Where a graph writes tensors in place: position of each node, and the writes to each storage in order."""
+    """Where a graph writes tensors in place: position of each node, and the writes to each storage in order.
+
+    `of` marks the nodes that lie in such memory.
+    """
 
     position: dict[fx.Node, int]
     by_storage: dict[int | None, list[tuple[int, fx.Node]]]
@@ -33,6 +36,9 @@ class Writes:
                 storage = storage_of(target)
                 if storage is not None:
                     found.setdefault(storage, []).append((n, node))
+        for node in graph.nodes if found else ():
+            if storage_of(node) in found:
+                mark_written(node)
         return Writes(position, found)
 
     def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node) -> None:

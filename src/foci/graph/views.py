@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, offset, regroup, value_of_digits
-from foci.graph.reading import Call, Size, call_of, is_tensor, rank_of, same_size, shape_of, tensor_of, value_of
+from foci.graph.reading import Call, Size, call_of, is_tensor, is_written, rank_of, same_size, shape_of, storage_of, tensor_of, value_of
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
@@ -57,7 +57,7 @@ def source_of(call: Call) -> fx.Node:
 
 
 def step(node: fx.Node, index: Index, number: Callable[[Size], Expr], element: Callable[[fx.Node, Index], Expr]) -> Place | None:
-    """One move towards the source; None where the node computes.
+    """One move towards the source; None where the node computes, or is a copy that was written since.
 
     Raises:
         NoRule: where the node moves elements in a way no rule knows.
@@ -68,7 +68,9 @@ def step(node: fx.Node, index: Index, number: Callable[[Size], Expr], element: C
     if call.name == "getitem" and call.args and not is_tensor(call.args[0]):
         return _part(node, call, index, number)
     rule = VIEWS.get(call.name)
-    return None if rule is None else rule(At(node, call, index, number, element))
+    if rule is None or (is_written(node) and storage_of(source_of(call)) != storage_of(node)):
+        return None
+    return rule(At(node, call, index, number, element))
 
 
 def _same(at: At) -> Place:
