@@ -2,7 +2,8 @@
 
 6 layers, d_model 768, 12 heads, feedforward 2048, no dropout, log-normal lengths from 16 to 512. On a GPU bfloat16 and a
 batch of 32; on the CPU float32 and a batch of 6, or 32 with `--full`, which takes minutes. A training step is forward and
-backward; inference runs under inference_mode. Ratios are medians over interleaved rounds.
+backward of a weighted sum of the tokens' outputs, in the layout in which each form has them; inference runs under
+inference_mode. Ratios are medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import ctypes
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import measure
 import torch
@@ -71,8 +73,24 @@ def packed_attention(lengths: list[int], device: str):
     return attend
 
 
-def forwards(batch: int, device: str, dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], dict[str, torch.nn.Module], list[int]]:
-    """Each way to compute the tokens' outputs, [T, E], of the same inputs and parameters."""
+class Forms(NamedTuple):
+    """Each way to compute the same encoder of the same batch: outputs [T, E], or padded, [B, S, E]; and the batch."""
+
+    calls: dict[str, Callable[[], Tensor]]
+    modules: dict[str, torch.nn.Module]
+    lengths: list[int]
+    rows: Tensor
+
+    def tokens(self, out: Tensor) -> Tensor:
+        """[T, E] of either."""
+        return out if out.dim() == 2 else out.flatten(0, 1)[self.rows]
+
+    def like(self, weights: Tensor, out: Tensor) -> Tensor:
+        """Weights [T, E] in the layout of an output, zeros for padding."""
+        return weights if out.dim() == 2 else torch.zeros_like(out).flatten(0, 1).index_copy(0, self.rows, weights).view_as(out)
+
+
+def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
     torch.manual_seed(0)
     lengths = lengths_of(batch)
     hidden = torch.arange(LONGEST, device=device) >= torch.tensor(lengths, device=device)[:, None]
@@ -87,18 +105,18 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> tuple[dict[str, Cal
     on_padded, on_packed = padded_attention(hidden), packed_attention(lengths, device)
     nested = torch.nested.nested_tensor([x[n, :length] for n, length in enumerate(lengths)], layout=torch.jagged)
 
-    def of(out: Tensor) -> Tensor:
-        return out.flatten(0, 1)[rows]
-
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    packing = foci.nn.Packing(offsets, max(lengths), (batch, LONGEST))
     calls = {
-        "foci.nn": lambda: of(ours(x, src_key_padding_mask=hidden)),
+        "foci.nn": lambda: ours(x, src_key_padding_mask=hidden),
         "foci.nn, nested input": lambda: ours(nested).values(),
-        "torch.nn": lambda: of(theirs(x, src_key_padding_mask=hidden)),
-        "padded SDPA": lambda: of(by_hand(sdpa, x, on_padded)),
+        "foci.nn, packed input": lambda: ours(tokens, src_key_padding_mask=packing),
+        "torch.nn": lambda: theirs(x, src_key_padding_mask=hidden),
+        "padded SDPA": lambda: by_hand(sdpa, x, on_padded),
         "packed by hand": lambda: by_hand(packed, tokens, on_packed),
     }
-    modules = {"foci.nn": ours, "foci.nn, nested input": ours, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}
-    return calls, modules, lengths
+    modules = {name: ours for name in calls if name.startswith("foci")}
+    return Forms(calls, {**modules, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}, lengths, rows)
 
 
 def training_step(forward: Callable[[], Tensor], module: torch.nn.Module, weights: Tensor) -> Callable[[], None]:
@@ -156,20 +174,24 @@ def peak(step: Callable[[], None], device: str) -> float:
 
 
 def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: int) -> list[dict[str, object]]:
-    calls, modules, lengths = forwards(batch, device, dtype)
+    forms = forwards(batch, device, dtype)
+    calls, modules, lengths, _ = forms
     for module in modules.values():
         module.train(mode == "training")
     with torch.no_grad():
-        outs = {name: call().float() for name, call in calls.items()}
+        given = {name: call() for name, call in calls.items()}
+    outs = {name: forms.tokens(out).float() for name, out in given.items()}
     for name, out in outs.items():
         torch.testing.assert_close(out, outs["packed by hand"], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.25, msg=name)
     weights = torch.randn_like(outs["packed by hand"]).to(dtype)
+    losses = {name: forms.like(weights, out) for name, out in given.items()}
     steps = {
-        name: waited(training_step(call, modules[name], weights) if mode == "training" else inference(call), device)
+        name: waited(training_step(call, modules[name], losses[name]) if mode == "training" else inference(call), device)
         for name, call in calls.items()
     }
+    del given, outs
     if device == "cuda" and mode == "inference":
-        for name in ("foci.nn, nested input", "packed by hand"):
+        for name in ("foci.nn, nested input", "foci.nn, packed input", "packed by hand"):
             steps[f"{name}, as a CUDA graph"] = waited(captured(inference(calls[name])), device)
     times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
     medians = measure.medians(times)
