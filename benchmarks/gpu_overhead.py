@@ -1,28 +1,32 @@
 """Host cost of one small call on the GPU at hand: microseconds of a loop of calls, of which the device waits for none.
 
-    python benchmarks/gpu_overhead.py [--profile]
+    python benchmarks/gpu_overhead.py [--profile WORD] [--only WORD ...] [--out FILE]
 
-The floor is a Triton kernel that does nothing, launched by Triton; peers are torch's scaled_dot_product_attention and
-FlexAttention compiled. (1, 2, 64, 64) in bfloat16, one thread, medians of rounds that take turns.
+The floor is a Triton kernel that does nothing, launched by Triton, and for a backward pass an autograd function that only allocates;
+peers are torch's scaled_dot_product_attention, varlen_attn and FlexAttention compiled. Problems are of (1, 2, 64, 64) in bfloat16, or
+as many tokens of two sequences; one thread; medians of rounds that take turns. foci's rows are measured by each of its backends for
+GPUs, and a row of calls whose lengths are new each time says what a call costs that nothing is known of.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import json
 import os
 import pstats
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import foci
@@ -30,6 +34,7 @@ from foci import masks, scores
 
 DEVICE = torch.device("cuda")
 CALLS, ROUNDS = 100, 15
+BACKENDS = ("triton", "hopper")
 
 
 @triton.jit
@@ -37,91 +42,165 @@ def nothing(x):
     """Does nothing."""
 
 
-def cases() -> dict[str, dict[str, Callable[[], Any]]]:
-    """name -> direction -> call; the direction "backward" is the whole of forward and backward."""
-    q, k, v = (torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    gradient = torch.randn_like(q)
-    x, offsets = torch.zeros(1, device=DEVICE), torch.tensor([0, 20, 64], device=DEVICE)
-    slopes, causal = torch.rand(2, device=DEVICE), masks.causal()
-    packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    packed_leaves = [t.clone().requires_grad_() for t in packed]
-    packed_gradient = packed[0].clone()
+class Allocating(torch.autograd.Function):
+    """What any attention does besides its launches: two tensors made forward, five saved, five made backward."""
 
-    def pair(
-        call: Callable[..., Any], inputs: Any = (q, k, v), grads: Any = leaves, cotangent: Any = gradient
-    ) -> dict[str, Callable[[], Any]]:
-        def backward() -> None:
-            for leaf in grads:
-                leaf.grad = None
-            call(*grads).backward(cotangent)
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        out, lse = torch.empty_like(tensors[0]), tensors[0].new_empty((1, 2, 64), dtype=torch.float32)
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
 
-        return {"forward": lambda: call(*inputs), "forward+backward": backward}
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        *tensors, _, lse = ctx.saved_tensors
+        _ = torch.empty_like(lse), torch.empty_like(lse)
+        return tuple(map(torch.empty_like, tensors))
 
-    def ours(**options: Any) -> Callable[..., Any]:
+
+class Inputs(NamedTuple):
+    """Tensors of a call, leaves of the same shapes, and what flows back."""
+
+    tensors: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
+    cotangent: Tensor
+
+
+def inputs_of(*shapes: tuple[int, ...]) -> Inputs:
+    tensors = tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
+    return Inputs(tensors, tuple(t.clone().requires_grad_() for t in tensors), torch.randn_like(tensors[0]))
+
+
+def ways_of(call: Callable[..., Any], inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """Direction -> call."""
+
+    def both() -> None:
+        for leaf in inputs.leaves:
+            leaf.grad = None
+        call(*inputs.leaves).backward(inputs.cotangent)
+
+    return {"forward": lambda: call(*inputs.tensors), "forward+backward": both}
+
+
+def foci_cases() -> dict[str, dict[str, Callable[[], Any]]]:
+    """foci's calls by name and direction; the name is a backend's with the call's."""
+    dense, packed = inputs_of(*[(1, 2, 64, 64)] * 3), inputs_of(*[(64, 2, 64)] * 3)
+    offsets, slopes = torch.tensor([0, 20, 64], device=DEVICE), torch.rand(2, device=DEVICE)
+    causal, keep = masks.causal(), torch.rand(1, 1, 64, 64, device=DEVICE) > 0.2
+    bias = torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16)
+    learned = Inputs((*dense.tensors, bias), (*dense.leaves, bias.clone().requires_grad_()), dense.cotangent)
+    rows = torch.nested.nested_tensor_from_jagged(packed.tensors[0], offsets, min_seqlen=20, max_seqlen=44).transpose(1, 2)
+    pool, lengths = inputs_of(*[(1, 4096, 2, 64)] * 3).tensors, _new_lengths()
+
+    def attention(**options: Any) -> Callable[..., Any]:
         return lambda *tensors: foci.attention(*tensors, **options)
 
-    def jagged(*tensors: Any) -> Any:
-        return foci.varlen_attn(*tensors, offsets, offsets, 44, 44, window_size=(-1, 0))
+    def varlen(**options: Any) -> Callable[..., Any]:
+        return lambda *tensors: foci.varlen_attn(*tensors, offsets, offsets, 44, 44, **options)
 
+    def new() -> Any:
+        n = next(lengths)
+        return foci.attention(*(t[:, :n].transpose(1, 2) for t in pool))
+
+    def autocast(*tensors: Tensor) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return foci.attention(*tensors)
+
+    calls = {
+        "plain": ways_of(attention(), dense),
+        "causal": ways_of(attention(mask=causal), dense),
+        "scaled_dot_product_attention causal": ways_of(lambda *t: foci.scaled_dot_product_attention(*t, is_causal=True), dense),
+        "ALiBi causal": ways_of(attention(mask=causal, score=scores.alibi(slopes)), dense),
+        "bool mask": ways_of(attention(mask=keep), dense),
+        "dropout": ways_of(attention(dropout_p=0.1), dense),
+        "autocast": ways_of(autocast, dense),
+        "learned bias": ways_of(lambda q, k, v, b: foci.attention(q, k, v, bias=b), learned),
+        "jagged": ways_of(varlen(), packed),
+        "jagged causal": ways_of(varlen(window_size=(-1, 0)), packed),
+        "jagged causal dropout": ways_of(varlen(window_size=(-1, 0), dropout_p=0.1), packed),
+        "nested": {"forward": lambda: foci.attention(rows, rows, rows)},
+        "new lengths": {"forward": new},
+    }
+    return {f"foci {name}, {backend}": ways for backend in BACKENDS for name, ways in calls.items()}
+
+
+def _new_lengths() -> Iterator[int]:
+    """Lengths of one power of two, none of which comes again soon."""
+    return itertools.cycle(range(2049, 4096))
+
+
+def cases() -> dict[str, dict[str, Callable[[], Any]]]:
+    """name -> direction -> call; the direction "forward+backward" is the whole of both."""
+    dense, packed = inputs_of(*[(1, 2, 64, 64)] * 3), inputs_of(*[(64, 2, 64)] * 3)
+    x, offsets = torch.zeros(1, device=DEVICE), torch.tensor([0, 20, 64], device=DEVICE, dtype=torch.int32)
     flex = torch.compile(flex_attention)
-    return {
+    found = {
         "empty launch": {"forward": lambda: nothing[(1,)](x)},
         "torch x.add_(1)": {"forward": lambda: x.add_(1)},
-        "torch SDPA": pair(F.scaled_dot_product_attention),
-        "torch SDPA causal": pair(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True)),
-        "FlexAttention compiled": pair(lambda *t: flex(*t)),
-        "foci plain": pair(ours()),
-        "foci causal": pair(ours(mask=causal)),
-        "foci ALiBi causal": pair(ours(mask=causal, score=scores.alibi(slopes))),
-        "foci jagged causal": pair(jagged, packed, packed_leaves, packed_gradient),
-        "foci by aten, causal": pair(ours(mask=causal)),
+        "autograd function that allocates": ways_of(Allocating.apply, dense),
+        "torch SDPA": ways_of(F.scaled_dot_product_attention, dense),
+        "torch SDPA causal": ways_of(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), dense),
+        "FlexAttention compiled": ways_of(lambda *t: flex(*t), dense),
     }
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        pass
+    else:
+        found["torch varlen_attn"] = ways_of(lambda *t: varlen_attn(*t, offsets, offsets, 44, 44), packed)
+    found |= foci_cases()
+    found["foci causal, aten"] = ways_of(lambda *t: foci.attention(*t, mask=masks.causal()), dense)
+    return found
 
 
-def microseconds(name: str, call: Callable[[], Any]) -> float:
+def microseconds(name: str, call: Callable[[], Any], calls: int = CALLS) -> float:
     torch.cuda.synchronize()
-    with foci.use("aten" if "aten" in name else "triton"):
+    with foci.use(name.rsplit(", ", 1)[-1] if name.startswith("foci") else "triton"):
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         passed = time.perf_counter() - start
     torch.cuda.synchronize()
-    return passed / CALLS * 1e6
+    return passed / calls * 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", action="store_true", help="also where the host's time goes")
+    parser.add_argument("--profile", default="", help="also where the host's time goes in the calls whose names have this word")
+    parser.add_argument("--only", nargs="*", default=[""], help="the calls whose names have one of these words alone")
+    parser.add_argument("--out", type=Path, help="a file to add a line to for each row")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    calls = {(name, way): call for name, ways in cases().items() for way, call in ways.items()}
+    calls = {
+        (name, way): call for name, ways in cases().items() if any(word in name for word in options.only) for way, call in ways.items()
+    }
     for key in list(calls):
         try:
-            microseconds(key[0], calls[key])
+            microseconds(key[0], calls[key], 5)
         except Exception as error:
             print(*key, type(error).__name__, str(error)[-300:], flush=True)
             del calls[key]
     rounds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for _ in range(ROUNDS):
         for key, call in calls.items():
-            rounds[key].append(microseconds(key[0], call))
+            rounds[key].append(microseconds(key[0], call, 10 if "new lengths" in key[0] else CALLS))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
-    out = Path(os.environ["OUT"]) / "gpu_overhead.jsonl" if "OUT" in os.environ else None
+    out = options.out or (Path(os.environ["OUT"]) / "gpu_overhead.jsonl" if "OUT" in os.environ else None)
     for (name, way), times in rounds.items():
         line = {"call": name, "direction": way, "us": round(statistics.median(times), 1), "least_us": round(min(times), 1)}
-        print(f"{name:24s} {way:17s} {line['us']:7.1f} us, least {line['least_us']:7.1f}", flush=True)
+        print(f"{name:50s} {way:17s} {line['us']:7.1f} us, least {line['least_us']:7.1f}", flush=True)
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps(line | about) + "\n")
-    if options.profile:
-        for key in (("foci causal", "forward"), ("foci causal", "forward+backward")):
+    for key in calls:
+        if options.profile and options.profile in key[0]:
             profile = cProfile.Profile()
             profile.enable()
             for _ in range(3):
                 microseconds(key[0], calls[key])
             profile.disable()
+            print(*key)
             pstats.Stats(profile).sort_stats("tottime").print_stats(22)
 
 

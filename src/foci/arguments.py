@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,6 +103,10 @@ def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> N
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
 
 
+_OUT_ALONE: Final = Outputs()
+_WITH_LSE: Final = Outputs(lse=True)
+
+
 def checked_outputs(return_aux: Any, sink: Any) -> Outputs:
     """The auxiliary outputs that a call needs: those asked for, and the logsumexp for a sink, which is differentiated.
 
@@ -110,7 +114,7 @@ def checked_outputs(return_aux: Any, sink: Any) -> Outputs:
         TypeError: for anything but an AuxRequest or None.
     """
     if return_aux is None:
-        return Outputs(lse=sink is not None)
+        return _OUT_ALONE if sink is None else _WITH_LSE
     if not isinstance(return_aux, Outputs):
         raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
     return return_aux if sink is None else replace(return_aux, lse=True)

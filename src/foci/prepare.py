@@ -6,14 +6,13 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from foci.binding import Bound, bind
-from foci.problem import Formula, Layout, Operands, Outputs
+from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.variant import Variant
 
 __all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
@@ -23,7 +22,7 @@ _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class Extras:
     """The arguments of a call besides query, key, value and the functions.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -27,10 +27,22 @@ __all__ = [
     "bucket",
     "empty_out",
     "is_aligned",
+    "record",
 ]
 
 
 _NEWLINE: Final = " | "  # of a formula in one line; nothing in a formula's text has a bar
+
+
+_Record = TypeVar("_Record")
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+def record(cls: type[_Record]) -> type[_Record]:
+    """A dataclass, compared by identity, that a type checker takes for frozen. At run time it is not: a frozen one sets its fields
+    through a function each, and a call makes several of these.
+    """
+    return dataclass(eq=False)(cls)
 
 
 class Layout(Enum):
@@ -205,7 +217,7 @@ class Geometry:
     packed: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class Operands:
     """The tensors and numbers of one call: the only type that holds tensors.
 
@@ -247,7 +259,7 @@ class Operands:
     geometry: Geometry | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class Results:
     """What a kernel's forward returns. `acc` below is float32, or float64 for float64 inputs.
 
@@ -266,7 +278,7 @@ class Results:
     weights: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class Cotangents:
     """Gradients that flow into a backward: of `out` always, of the others when someone used them."""
 
@@ -276,7 +288,7 @@ class Cotangents:
     weights: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class Gradients:
     """Gradients that flow out, each in its tensor's shape and dtype; None where the problem did not ask."""
 

@@ -87,10 +87,11 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
     if e.cu_q is not None:
         lengths = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)])
     o = e.outputs
+    wanted = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     signature = (
         query.shape, query.stride(), dtype, device, key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(),
-        value.dtype, value.device, address & 15, query is key, key is value, query is value, torch.is_grad_enabled(),
-        needs_of((*tensors, *closed)), scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
+        value.dtype, value.device, address & 15, query is key, key is value, query is value,
+        wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.names(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip

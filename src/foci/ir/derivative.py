@@ -47,6 +47,7 @@ def score_derivative(expr: Expr) -> Expr:
     return simplify(canonical_levels(found))
 
 
+@functools.lru_cache(maxsize=1024)
 def capture_derivatives(expr: Expr) -> tuple[CaptureDerivative, ...]:
     """Derivatives of `expr` by every element of a captured float tensor that it reads.
 

@@ -78,8 +78,9 @@ _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
 
 def outline_of(chosen: Chosen, operands: Operands, *, packed: bool = False, geometry: Geometry | None = None) -> Outline:
     """These operands without their tensors."""
-    o = operands
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, geometry)
+    o, needs = operands, chosen.needs
+    learns = any(needs[:3]) or any(needs[3])
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, geometry, learns)
 
 
 def optional_of(operands: Operands) -> Optional:

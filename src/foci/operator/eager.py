@@ -31,6 +31,7 @@ class Outline(NamedTuple):
         packed: query, key, value and output are [T, H, D], and autograd knows nothing of [1, H, T, D]: views cost it more than launches.
             Nothing but the logsumexp is asked for besides, which is [H, T] then.
         geometry: where the call is known.
+        learns: whether a gradient is wanted.
     """
 
     chosen: Chosen
@@ -40,14 +41,9 @@ class Outline(NamedTuple):
     dropout_p: float
     max_q: int
     max_kv: int
-    packed: bool = False
-    geometry: Geometry | None = None
-
-    @property
-    def learns(self) -> bool:
-        """Whether a gradient is wanted."""
-        needs = self.chosen.needs
-        return needs[0] or needs[1] or needs[2] or True in needs[3]
+    packed: bool
+    geometry: Geometry | None
+    learns: bool
 
     def operands(self, tensors: Sequence[Tensor], optional: Optional) -> Operands:
         """Of query, key, value and captured tensors."""
@@ -114,7 +110,7 @@ class EagerAttention(torch.autograd.Function):
             rest = iter(saved[count + 2 :])
             optional = tuple([next(rest) if p else None for p in present])
         grads = (*grads, None, None, None, None)[:5]
-        is_batched, is_recorded = _is_batched(grads), torch.is_grad_enabled()
+        is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
         if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
             made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
             if made is not None:
@@ -175,9 +171,8 @@ def packed_rows(batch: Tensor) -> Tensor:
     return batch.as_strided((count, heads, width), (step, head, last))
 
 
-def _is_batched(tensors: Sequence[Tensor | None]) -> bool:
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
-    return any(is_batched(t) for t in tensors if t is not None)
+def _is_batch(tensor: Tensor | None) -> bool:
+    return tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:

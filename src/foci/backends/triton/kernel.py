@@ -22,7 +22,7 @@ from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.recording import Recorder, Recording, may_replay, stream_of
+from foci.backends.triton.recording import Recorder, Recording, may_replay, places_of, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
@@ -86,6 +86,7 @@ class TritonKernel:
         self.schedules: dict[str, Schedule] = {}
         self.results = 3 if formula.outputs.row_max else 2
         self.wanted = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
+        self.gradients = sum(self.wanted)
         self.learns = any(self.problem.capture_grads)
 
     def schedule(self, kind: str) -> Schedule:
@@ -141,10 +142,12 @@ class TritonKernel:
         sequences = sequences_at(query, offsets)
         read = self._read(inputs[3:-1]) if self.mask_slots else ()
         # what autograd saved may have come back as another tensor of the same values
-        if not sequences.stays or any(t.is_inference() for t in read) or not _are_aligned((*inputs, *given)):
+        tensors = (*inputs, *given)
+        places = places_of(tensors)
+        if not sequences.stays or any(t.is_inference() for t in read) or not _are_aligned(places):
             return None
         found = sequences.recordings.find(_known_key(geometry, query, read, _strides(inputs, given)))
-        return None if found is None else found.run((*inputs, *given))[: sum(self.wanted)]
+        return None if found is None else found.run(tensors, places)[: self.gradients]
 
     def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
         """Keeps a pass by the geometry of its operands, where it is known."""
@@ -155,7 +158,7 @@ class TritonKernel:
         strides: _Key = ()
         if given is not None:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-            count, strides = sum(self.wanted), _strides(inputs, given, packed=geometry.packed)
+            count, strides = self.gradients, _strides(inputs, given, packed=geometry.packed)
         key = _known_key(geometry, operands.query, read, strides)
         sequences.recordings.add(key, read, found.packed(count) if geometry.packed else found)
 
@@ -199,7 +202,7 @@ class TritonKernel:
             return None
         tensors = [t for t in inputs if t is not None]
         # a tensor in two places of a recording would stand for both
-        if not _are_aligned(tensors) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
+        if not _are_aligned(places_of(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
             return None
         geometry: list[object] = []
         for tensor in inputs:
@@ -429,11 +432,10 @@ def _is_ready(given: Given) -> bool:
     return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
 
 
-def _are_aligned(tensors: Inputs) -> bool:
+def _are_aligned(places: Sequence[int | None]) -> bool:
     address = 0
-    for t in tensors:
-        if t is not None:
-            address |= t.data_ptr()
+    for place in places:
+        address |= place or 0
     return address & 15 == 0
 
 

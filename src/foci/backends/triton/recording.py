@@ -22,7 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Size, Strides
 
-__all__ = ["Kept", "Recorder", "Recording", "may_replay", "stream_of"]
+__all__ = ["Kept", "Recorder", "Recording", "may_replay", "places_of", "stream_of"]
+
+
+def places_of(tensors: Inputs) -> list[int | None]:
+    """Addresses."""
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -262,11 +267,13 @@ class Recording:
         made = [new.packed if n < count else new for n, new in enumerate(self._made)]
         return Recording(self._launches, made, self._kept)
 
-    def run(self, inputs: Inputs) -> list[Tensor]:
-        """Launches with other tensors of the same geometry, alignment and stream; returns what the pass allocated, in order."""
+    def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
+        """Launches with other tensors of the same geometry, alignment and stream, at these places if they are known; returns what the
+        pass allocated, in order.
+        """
         made = [make() for make in self._makes]
         tensors = [*inputs, *made]
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        addresses = [*(places_of(inputs) if places is None else places), *[t.data_ptr() for t in made]]
         for run, arguments in self._launches:
             run(*_filled(arguments, tensors, addresses))
         return made

@@ -1,0 +1,169 @@
+"""Known calls on a GPU: the numbers of new ones, on every stream, in and around CUDA graphs, whatever hooks hand back."""
+
+import pytest
+import torch
+
+import foci
+from foci import masks, recall, scores
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+OFFSETS = (0, 56, 56, 256)
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request, monkeypatch):
+    if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    return request.param
+
+
+def inputs(*, packed=False, wanted=(True, True, True), dtype=torch.bfloat16):
+    shape = (256, 4, 64) if packed else (2, 256, 4, 64)
+    made = [torch.randn(shape, device="cuda", dtype=dtype) for _ in wanted]
+    return [(t if packed else t.transpose(1, 2)).requires_grad_(on) for t, on in zip(made, wanted, strict=True)]
+
+
+def packed_call(**options):
+    offsets = torch.tensor(OFFSETS, device="cuda")
+    return lambda q, k, v: foci.varlen_attn(q, k, v, offsets, offsets, 200, 200, **options)
+
+
+def calls():
+    slopes = torch.rand(4, device="cuda")
+    keep = torch.rand(2, 1, 256, 256, device="cuda") > 0.3
+    return {
+        "plain": foci.attention,
+        "causal": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal()),
+        "alibi": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal(), score=scores.alibi(slopes)),
+        "tensor mask": lambda q, k, v: foci.attention(q, k, v, mask=keep),
+        "dropout": lambda q, k, v: foci.attention(q, k, v, dropout_p=0.2),
+        "packed": packed_call(),
+        "packed causal": packed_call(window_size=(-1, 0)),
+        "packed dropout": packed_call(dropout_p=0.2),
+    }
+
+
+NAMES = ("plain", "causal", "alibi", "tensor mask", "dropout", "packed", "packed causal", "packed dropout")
+
+
+def passes(backend, call, tensors, cotangent, seed=0):
+    torch.manual_seed(seed)
+    with foci.use(backend):
+        out = call(*tensors)
+    wanted = [t for t in tensors if t.requires_grad]
+    return [out, *(torch.autograd.grad(out, wanted, cotangent) if wanted else ())]
+
+
+def same(found, sought):
+    for got, want in zip(found, sought, strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, False, False), (False, True, True)], ids=["all", "none", "key and value"])
+@pytest.mark.parametrize("name", NAMES)
+def test_known_calls_give_the_numbers_of_the_formula(backend, name, wanted):
+    call = calls()[name]
+    for turn in range(4):
+        tensors = inputs(packed="packed" in name, wanted=wanted)
+        cotangent = torch.randn_like(tensors[0])
+        same(passes(backend, call, tensors, cotangent, turn), passes("reference", call, tensors, cotangent, turn))
+
+
+def test_on_several_streams_at_once(backend):
+    call = packed_call(window_size=(-1, 0))
+    tensors = [inputs(packed=True) for _ in range(3)]
+    cotangent = torch.randn_like(tensors[0][0])
+    sought = [passes("reference", call, t, cotangent) for t in tensors]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
+    for _ in range(5):
+        found = []
+        for stream, given in zip(streams, tensors, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(passes(backend, call, given, cotangent))
+        torch.cuda.synchronize()
+        for one, want in zip(found, sought, strict=True):
+            same(one, want)
+
+
+def test_captured_after_it_was_known(backend):
+    q, k, v = inputs(wanted=(False, False, False))
+    call = calls()["causal"]
+    with foci.use(backend):
+        for _ in range(3):
+            call(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(q, k, v)
+        for _ in range(3):
+            for t in (q, k, v):
+                t.normal_()
+            same([call(q, k, v)], passes("reference", call, (q, k, v), None))
+            graph.replay()
+            same([out], passes("reference", call, (q, k, v), None))
+
+
+def test_tensors_that_were_kept_on_the_host(backend):
+    tensors, call = inputs(), calls()["causal"]
+    cotangent = torch.randn_like(tensors[0])
+    sought = passes("reference", call, tensors, cotangent)
+    for hooked in (False, True, False, True):
+        if hooked:
+            with torch.autograd.graph.save_on_cpu():
+                same(passes(backend, call, tensors, cotangent), sought)
+        else:
+            same(passes(backend, call, tensors, cotangent), sought)
+
+
+def test_under_autocast(backend):
+    tensors = inputs(wanted=(False, False, False), dtype=torch.float32)
+    half = [t.bfloat16() for t in tensors]
+    sought = passes("reference", foci.attention, half, None)
+    for _ in range(3):
+        with torch.autocast("cuda", torch.bfloat16):
+            same(passes(backend, foci.attention, tensors, None), sought)
+            same(passes(backend, foci.attention, half, None), sought)
+
+
+def test_offsets_and_masks_that_change_in_place(backend):
+    offsets = torch.tensor([0, 56, 256], device="cuda")
+    ids = torch.arange(256, device="cuda") // 50
+    for turn in range(4):
+        q, k, v = inputs(packed=True)
+        call = lambda q, k, v: foci.varlen_attn(q, k, v, offsets, offsets, 256, 256)
+        cotangent = torch.randn_like(q)
+        same(passes(backend, call, (q, k, v), cotangent), passes("reference", call, (q, k, v), cotangent))
+        q, k, v = inputs()
+        call = lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: ids[i] == ids[j])
+        cotangent = torch.randn_like(q)
+        same(passes(backend, call, (q, k, v), cotangent), passes("reference", call, (q, k, v), cotangent))
+        if turn == 1:
+            offsets[1] = 80
+            ids += torch.arange(256, device="cuda") % 2
+
+
+def test_results_are_the_same_bits_when_known(backend):
+    tensors, call = inputs(), calls()["alibi"]
+    cotangent = torch.randn_like(tensors[0])
+    first = passes(backend, call, tensors, cotangent)
+    for _ in range(3):
+        for got, want in zip(passes(backend, call, tensors, cotangent), first, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_nothing_is_kept_alive(backend):
+    call = calls()["packed"]
+
+    def memory():
+        tensors = inputs(packed=True)
+        passes(backend, call, tensors, torch.randn_like(tensors[0]))
+        del tensors
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    found = [memory() for _ in range(6)]
+    assert found[2] == found[5]
