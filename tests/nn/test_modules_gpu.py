@@ -90,6 +90,9 @@ def test_waits():  # MOD-05 JAG-08
         pytest.skip(f"{log.calls[0].backend} reads offsets on the host; the Triton backend does not")
     assert waits(lambda: model(x, src_key_padding_mask=hidden)) == 1
     assert waits(lambda: model(nested)) == 0
+    packing = foci.nn.Packing(nested.offsets(), 70, (3, 70))
+    assert waits(lambda: model(nested.values(), src_key_padding_mask=packing)) == 0
+    torch.testing.assert_close(model(nested.values(), src_key_padding_mask=packing), model(nested).values())
 
 
 def test_cuda_graph():  # SDPA-21

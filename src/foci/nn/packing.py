@@ -69,7 +69,10 @@ class _Nest(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the tokens of a padded batch are. Modules of `foci.nn` hand it on in place of a padding mask.
+    """Where the tokens of a padded batch are. Modules of `foci.nn` take it, and hand it on, in place of a padding mask.
+
+    Made of offsets, the longest sequence and the shape alone, it says where sequences lie among tokens that are packed already;
+    `padded` pads these, as `pack` and `pad` are for a batch whose every row is a token.
 
     Attributes:
         offsets: int64 [B + 1], first token of each sequence among all tokens, and the end of the last.
