@@ -14,7 +14,7 @@ from foci.operator import as_batch, attend, attend_outlined, packed_rows
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
-from foci.recall import find_site, recalled, remember
+from foci.recall import find_site, remember
 
 __all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now", "run_packed_now"]
 
@@ -28,9 +28,9 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
     if site is None:
         formula, operands = prepare(tensors, score, mask, extras)
         return attend(formula, operands, allowed)
-    known = recalled(site)
-    if known is not None:
-        return attend_outlined(known.outline, known.tensors(site), known.optional(site, extras))
+    found = site.recalled(extras)
+    if found is not None:
+        return attend_outlined(*found)
     formula, operands = prepare(tensors, score, mask, extras)
     return attend_outlined(*remember(site, tensors, formula, operands, allowed))
 
@@ -41,9 +41,9 @@ def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Ex
     if site is None:
         results = run_now(_batches(tensors), score, mask, extras, allowed)
         return Results(packed_rows(results.out), results.lse.squeeze(0))
-    known = recalled(site)
-    if known is not None:
-        return attend_outlined(known.outline, known.tensors(site), known.optional(site, extras))
+    found = site.recalled(extras)
+    if found is not None:
+        return attend_outlined(*found)
     with torch.no_grad():  # autograd takes the tensors as they are
         batches = _batches(tensors)
     formula, operands = prepare(batches, score, mask, extras)

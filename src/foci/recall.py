@@ -22,18 +22,33 @@ from foci.operator import NOTHING, Optional, Outline, is_plain_eager, needs_of, 
 from foci.prepare import Extras, draw_seed
 from foci.problem import Formula, Geometry, Operands
 
-__all__ = ["Known", "Site", "find_site", "recalled", "remember"]
+__all__ = ["Known", "Site", "find_site", "remember"]
 
 _CAPACITY: Final = 512
 _REAL: Final = (float, int)
 
 
 class Site(NamedTuple):
-    """A call's key, its tensors, and those that its functions close over."""
+    """A call's key, its tensors, those that its functions close over, and the call of that key, if it is known."""
 
     key: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     closed: list[Tensor]
+    known: Known | None
+
+    def recalled(self, extras: Extras) -> tuple[Outline, tuple[Tensor, ...], Optional] | None:
+        """The call, if it is known, as `remember` returns it."""
+        known = self.known
+        if known is None:
+            return None
+        tensors, optional = self.tensors, NOTHING
+        if known.spots:
+            tensors += tuple([self.closed[n] for n in known.spots])
+        draws = known.outline.dropout_p > 0
+        if draws or extras.cu_q is not None:
+            seed, e = draw_seed(tensors[0].device) if draws else None, extras
+            optional = (seed, None, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, None)
+        return known.outline, tensors, optional
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,20 +57,6 @@ class Known:
 
     outline: Outline
     spots: tuple[int, ...]
-
-    def tensors(self, site: Site) -> tuple[Tensor, ...]:
-        """Query, key, value and captured tensors of a call with this key."""
-        if not self.spots:
-            return site.tensors
-        return (*site.tensors, *[site.closed[n] for n in self.spots])
-
-    def optional(self, site: Site, extras: Extras) -> Optional:
-        """Its other tensors."""
-        draws = self.outline.dropout_p > 0
-        if extras.cu_q is None and not draws:
-            return NOTHING
-        e = extras
-        return (draw_seed(site.tensors[0].device) if draws else None, None, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, None)
 
 
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
@@ -95,12 +96,7 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.names(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
-    return Site(signature, tensors, closed)
-
-
-def recalled(site: Site) -> Known | None:
-    """The call of that key, if it is known."""
-    return _known.get(site.key)
+    return Site(signature, tensors, closed, _known.get(signature))
 
 
 def remember(

@@ -22,7 +22,7 @@ from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.recording import Recorder, Recording, may_replay, places_of, stream_of
+from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
@@ -122,31 +122,33 @@ class TritonKernel:
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
         """`forward` of a call whose geometry is known, None where that is not enough."""
-        query, captures = inputs[0], inputs[3:-1]
+        query = inputs[0]
         assert query is not None
-        if is_elsewhere(query) or not may_replay(query):
+        stream = free_stream(query)
+        if stream is None:
             return None
         sequences = sequences_at(query, offsets)
-        read = self._read(captures) if self.mask_slots else ()
-        if not sequences.stays or any(t.is_inference() for t in read):
+        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
+        if read is None or not sequences.stays:
             return None
-        found = sequences.recordings.find(_known_key(geometry, query, read))
+        found = sequences.recordings.find((geometry, stream, (), read))
         return None if found is None else found.run(inputs)[: self.results]
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
         """`backward` likewise: dq, dk and dv, those that were asked for."""
         query = inputs[0]
         assert query is not None
-        if self.learns or is_elsewhere(query) or not may_replay(query) or not _is_ready(given):
+        stream = None if self.learns or not _is_ready(given) else free_stream(query)
+        if stream is None:
             return None
         sequences = sequences_at(query, offsets)
-        read = self._read(inputs[3:-1]) if self.mask_slots else ()
-        # what autograd saved may have come back as another tensor of the same values
+        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         tensors = (*inputs, *given)
         places = places_of(tensors)
-        if not sequences.stays or any(t.is_inference() for t in read) or not _are_aligned(places):
+        # what autograd saved may have come back as another tensor of the same values
+        if read is None or not sequences.stays or not _are_aligned(places):
             return None
-        found = sequences.recordings.find(_known_key(geometry, query, read, _strides(inputs, given)))
+        found = sequences.recordings.find((geometry, stream, _strides(inputs, given), read))
         return None if found is None else found.run(tensors, places)[: self.gradients]
 
     def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
@@ -154,13 +156,13 @@ class TritonKernel:
         geometry = operands.geometry
         if geometry is None:
             return
-        read, count = self._read(operands.captures), self.results
+        count = self.results
         strides: _Key = ()
         if given is not None:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
             count, strides = self.gradients, _strides(inputs, given, packed=geometry.packed)
-        key = _known_key(geometry, operands.query, read, strides)
-        sequences.recordings.add(key, read, found.packed(count) if geometry.packed else found)
+        key = (geometry, stream_of(operands.query), strides, self._versions(operands.captures))
+        sequences.recordings.add(key, self._read(operands.captures), found.packed(count) if geometry.packed else found)
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query
@@ -195,10 +197,16 @@ class TritonKernel:
         read = (captures[slot] for slot in self.mask_slots)
         return tuple(t for t in read if t is not None)
 
+    def _versions(self, captures: Inputs) -> _Key | None:
+        """Identities and versions of these; None where one has no version."""
+        read = self._read(captures)
+        return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
+
     def _key(self, operands: Operands, inputs: Inputs, sequences: Sequences) -> _Key | None:
         """What determines a pass but for its addresses; None where it must be worked out each time."""
         query, key, value = operands.query, operands.key, operands.value
-        if operands.blocks is not None or not sequences.stays or not may_replay(query):
+        stream = free_stream(query)
+        if operands.blocks is not None or not sequences.stays or stream is None:
             return None
         tensors = [t for t in inputs if t is not None]
         # a tensor in two places of a recording would stand for both
@@ -207,12 +215,11 @@ class TritonKernel:
         geometry: list[object] = []
         for tensor in inputs:
             geometry += (None,) if tensor is None else (tensor.shape, tensor.stride())
-        read = self._read(operands.captures)
-        if any(t.is_inference() for t in read):
+        read = self._versions(operands.captures)
+        if read is None:
             return None
-        geometry += [(id(t), t._version) for t in read]
         return (
-            self, query.get_device(), stream_of(query), query is key, key is value, query is value, operands.scale, operands.dropout_p,
+            self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
             operands.ints, operands.floats, operands.max_q, operands.max_kv, *geometry,
         )  # fmt: skip
 
@@ -409,13 +416,6 @@ class TritonKernel:
 Kernel = TritonKernel
 _PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
-
-
-def _known_key(geometry: Geometry, query: Tensor, read: Sequence[Tensor], strides: _Key = ()) -> _Key:
-    """What besides its geometry determines a forward pass, and with strides a backward pass."""
-    if not read:
-        return (geometry, stream_of(query), strides)
-    return (geometry, stream_of(query), strides, *((id(t), t._version) for t in read))
 
 
 def _strides(inputs: Inputs, given: Given, *, packed: bool = False) -> _Key:

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Size, Strides
 
-__all__ = ["Kept", "Recorder", "Recording", "may_replay", "places_of", "stream_of"]
+__all__ = ["Kept", "Recorder", "Recording", "free_stream", "places_of", "stream_of"]
 
 
 def places_of(tensors: Inputs) -> list[int | None]:
@@ -35,15 +35,20 @@ def stream_of(tensor: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
-def may_replay(tensor: Tensor) -> bool:
-    """Whether launches may go around Triton: nobody watches them, and no CUDA graph is captured, which outlives what is kept."""
+def free_stream(tensor: Tensor) -> int | None:
+    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is captured,
+    which outlives what is kept. Else None.
+    """
     runtime = triton.knobs.runtime
-    watched = _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
-    return not (watched or (tensor.is_cuda and torch._C._cuda_isCurrentStreamCapturing()))
-
-
-def _calls(hook: Any) -> Any:
-    return getattr(hook, "calls", hook)  # a chain of hooks, in older releases one or None
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, in older releases one or None
+        return None
+    if not tensor.is_cuda:
+        return 0
+    device = tensor.get_device()
+    if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class Tiles(NamedTuple):
@@ -273,7 +278,7 @@ class Recording:
         """
         made = [make() for make in self._makes]
         tensors = [*inputs, *made]
-        addresses = [*(places_of(inputs) if places is None else places), *[t.data_ptr() for t in made]]
+        addresses = places_of(tensors) if places is None else places + [t.data_ptr() for t in made]
         for run, arguments in self._launches:
             run(*_filled(arguments, tensors, addresses))
         return made
