@@ -83,7 +83,8 @@ def capture_gradients(
             continue
         own = reads.get(slot, [])
         if len(own) == 1 and way_of(own[0]).how == "tile":
-            found.append(_tile(kernel, call, rows, own[0], torch.zeros_like(capture, memory_format=torch.contiguous_format)))
+            make = torch.empty_like if _is_covered(kernel, call, own[0], capture) else torch.zeros_like
+            found.append(_tile(kernel, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
             continue
         total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
         for derivative in own:
@@ -92,6 +93,13 @@ def capture_gradients(
             total += gather(kernel, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
         found.append(total.to(capture.dtype))
     return tuple(found)
+
+
+def _is_covered(kernel: TritonKernel, call: Pass, derivative: CaptureDerivative, capture: Tensor) -> bool:
+    """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeros before."""
+    grid = _grid(call, kernel.schedule("captures"))
+    counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
+    return all(counts.get(name) == n for name, n in zip(way_of(derivative).names, capture.shape, strict=True))
 
 
 def _exact_rows(
