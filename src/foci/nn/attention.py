@@ -215,6 +215,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """The module's own mask and score."""
         own: Any = self
         variants: tuple[Any, Any] = (own.mask, own.score)
+        if variants[0] is None and variants[1] is None:
+            return masking.NOTHING
         mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in variants)
         if mask is not None and not isinstance(mask, Mask):
             mask = Mask(mask)

@@ -16,6 +16,7 @@ from foci.variant import Mask, Score
 
 __all__ = [
     "CAUSAL",
+    "NOTHING",
     "Functions",
     "Place",
     "cached_place",
@@ -98,11 +99,14 @@ class Functions:
 
     def and_(self, other: Functions) -> Functions:
         """Both masks; these scores, then the others."""
+        if other is NOTHING:
+            return self
         mask = other.mask if self.mask is None else self.mask if other.mask is None else self.mask & other.mask
         score = other.score if self.score is None else self.score if other.score is None else self.score >> other.score
         return Functions(mask, score)
 
 
+NOTHING: Final = Functions()
 CAUSAL: Final = Functions(masks.causal())
 
 
@@ -140,7 +144,7 @@ def key_padding(padding: Tensor) -> Functions:
 def packed_bias(packing: Packing) -> Functions:
     """What a floating padding mask adds to the keys that it keeps."""
     if packing.bias is None:
-        return Functions()
+        return NOTHING
     values, offsets = packing.bias, packing.offsets
     return Functions(score=Score(lambda score, b, h, q_idx, kv_idx: score + values[offsets[b] + kv_idx], name="key_padding"))
 
@@ -171,7 +175,7 @@ def cached_place(stored: Stored) -> Place:
 
 def placed(functions: Functions, query: Place, key: Place) -> Functions:
     """Functions of positions as functions of indices."""
-    if query is itself and key is itself:
+    if functions is NOTHING or (query is itself and key is itself):
         return functions
     mask, score = functions.mask, functions.score
     if mask is not None:
