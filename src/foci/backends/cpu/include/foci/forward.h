@@ -77,7 +77,9 @@ template <class P> struct ForwardTile {
       const int64_t i = first + min_int(r, count - 1);
       head[r] = hkv * group + (int)(i / s.q_len);
       position[r] = (int)(i % s.q_len);
-      pack_row<E>(q + r * PANEL, Q_PANEL, call.query.at<T>(s.batch, head[r], s.q_start + position[r]), call.query.column, P::D, K::D_WORDS);
+      const T* from = call.query.at<T>(s.batch, head[r], s.q_start + position[r]);
+      fetch_row(from + AHEAD * call.query.row, call.query.column, P::D);
+      pack_row<E>(q + r * PANEL, Q_PANEL, from, call.query.column, P::D, K::D_WORDS);
       if (P::PLAIN_SCORE && call.scale <= 0)  // the largest product stays the largest score
         for (int i = 0; i < K::D_WORDS; ++i) {
           word& x = q[i / PANEL * Q_PANEL + r * PANEL + i % PANEL];

@@ -27,6 +27,15 @@ template <class T> FOCI_INLINE vu row_words(Pair, const T* row, int64_t stride, 
 }
 #endif
 
+constexpr int AHEAD = 8;  // rows
+
+// Asks for a row that is packed soon: rows of one head that lie a stride of all heads apart are too short for the hardware to
+// foresee. Beyond the last one nothing is read.
+template <class T> FOCI_INLINE void fetch_row(const T* row, int64_t column_stride, int columns) {
+  if (column_stride == 1)
+    for (int at = 0; at < columns * (int)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at);
+}
+
 FOCI_INLINE void transpose(vu (&m)[WIDTH]) {
   FOCI_UNROLL for (int s = 1; s < WIDTH; s *= 2) {
     const vi low = (iota() & s) ? iota() - s + WIDTH : iota(), high = (iota() & s) ? iota() + WIDTH : iota() + s;
@@ -47,7 +56,11 @@ void pack_columns(typename E::word* panel, const T* from, int64_t row_stride, in
     for (int at = 0; at < words; at += WIDTH) {
       vu m[WIDTH];
       if (half + WIDTH <= rows && whole_words<E>(column_stride, at, columns)) {
-        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) m[i] = (vu)load_words(E(), from + (half + i) * row_stride, at);
+        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) {
+          const T* row = from + (half + i) * row_stride;
+          __builtin_prefetch(row + WIDTH * row_stride + E::PAIR * at);
+          m[i] = (vu)load_words(E(), row, at);
+        }
       } else {
         vu edge[WIDTH];
 #pragma GCC unroll 1
@@ -82,10 +95,12 @@ template <class T> FOCI_INLINE vu stacked_words(Pair, const T* from, int64_t row
 // Rows as the depth of a product: panels[column / PANEL][row / PAIR][column % PANEL], `padded` rows (zero from `rows` on).
 template <class E, class T>
 void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, int64_t row_stride, int64_t column_stride, int rows, int padded, int columns) {
-  for (int row = 0; row < padded / E::PAIR; ++row)
+  for (int row = 0; row < padded / E::PAIR; ++row) {
+    FOCI_UNROLL for (int i = 0; i < E::PAIR; ++i) fetch_row(from + (int64_t)(E::PAIR * (row + AHEAD) + i) * row_stride, column_stride, columns);
     for (int at = 0; at < columns; at += WIDTH)
       store(panels + at / PANEL * panel_stride + (int64_t)row * PANEL + at % PANEL,
             stacked_words(E(), from, row_stride, column_stride, row, rows, at, columns));
+  }
 }
 
 FOCI_INLINE float negative_word(float x) { return -x; }
