@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.lift import lift_constants
-from foci.ir.memo import Fingerprint, fingerprint
+from foci.ir.memo import NOTHING, Fingerprint, fingerprint
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.ir.simplify import lift_mask, simplify
@@ -22,7 +22,7 @@ from foci.ir.trace import SYMBOLIC_BASE, TraceError, Tracer
 from foci.ir.verify import verify
 from foci.variant import PLAIN, Capture, Variant
 
-__all__ = ["Bound", "bind", "bind_expressions", "cache_sizes"]
+__all__ = ["Bound", "bind", "bind_expressions", "cache_sizes", "is_kept"]
 
 _MASK_VARIABLES: Final = ("b", "h", "q_idx", "kv_idx")
 _SCORE_VARIABLES: Final = ("score", *_MASK_VARIABLES)
@@ -73,8 +73,7 @@ _traces: OrderedDict[tuple[Any, ...], OrderedDict[tuple[Any, ...], _Trace]] = Or
 def _remembered(
     prints: tuple[Fingerprint, Fingerprint], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device
 ) -> Bound:
-    structure = (prints[0].structure, prints[1].structure, device)
-    numbers = (*prints[0].numbers, None, *prints[1].numbers)
+    structure, numbers = _key(prints, device)
     tensors = prints[0].tensors + prints[1].tensors
     traces = _traces.get(structure)
     if traces is None:
@@ -85,12 +84,22 @@ def _remembered(
         traces.move_to_end(numbers)
         b = found.bound
         return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
-    bound, symbolic = _traced(score, mask, device)
+    bound, varies = _traced(score, mask, device)
     spots = {id(t): n for n, t in enumerate(tensors)}
-    if not symbolic and all(id(t) in spots for t in bound.captures):
+    if not varies and all(id(t) in spots for t in bound.captures):
         traces[numbers] = _Trace(Bound(bound.variant, (), bound.ints, bound.floats), tuple(spots[id(t)] for t in bound.captures))
         _drop_oldest(traces, _SETS_OF_NUMBERS)
     return bound
+
+
+def _key(prints: tuple[Fingerprint, Fingerprint], device: torch.device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return (prints[0].structure, prints[1].structure, device), (*prints[0].numbers, None, *prints[1].numbers)
+
+
+def is_kept(score: Fingerprint, mask: Fingerprint, device: torch.device) -> bool:
+    """Whether the last `bind` of functions with these fingerprints holds for the next: they may read values while they run."""
+    structure, numbers = _key((score, mask), device)
+    return score.structure == mask.structure == NOTHING.structure or numbers in _traces.get(structure, ())
 
 
 def _drop_oldest(cache: OrderedDict[Any, Any], capacity: int) -> None:
@@ -99,11 +108,11 @@ def _drop_oldest(cache: OrderedDict[Any, Any], capacity: int) -> None:
 
 
 def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> tuple[Bound, bool]:
-    """What the functions compute, and whether symbolic integers took part."""
+    """What the functions compute, and whether symbolic integers or the values of tensors took part."""
     tracer = Tracer(device)
     score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, _SCORE_VARIABLES))
     mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, _MASK_VARIABLES))
-    return bind_expressions(score_expr, mask_expr, tracer), bool(tracer.symbolic)
+    return bind_expressions(score_expr, mask_expr, tracer), bool(tracer.symbolic) or tracer.reads_values
 
 
 def bind_expressions(score_expr: Expr, mask_expr: Expr, tracer: Tracer) -> Bound:

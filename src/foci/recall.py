@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci import backends
+from foci.binding import is_kept
 from foci.context import is_tuning
 from foci.execution import Allowed, choose_kernel
-from foci.ir.memo import fingerprint
+from foci.ir.memo import Fingerprint, fingerprint
 from foci.operator import NOTHING, Optional, Outline, is_plain_eager, needs_of, optional_of, outline_of
 from foci.prepare import Extras, draw_seed
 from foci.problem import Formula, Geometry, Operands
@@ -29,11 +30,12 @@ _REAL: Final = (float, int)
 
 
 class Site(NamedTuple):
-    """A call's key, its tensors, those that its functions close over, and the call of that key, if it is known."""
+    """A call's key, its tensors, those that its functions close over, the functions, and the call of that key, if it is known."""
 
     key: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     closed: list[Tensor]
+    functions: tuple[Fingerprint, Fingerprint]
     known: Known | None
 
     def recalled(self, extras: Extras) -> tuple[Outline, tuple[Tensor, ...], Optional] | None:
@@ -96,7 +98,7 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.names(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
-    return Site(signature, tensors, closed, _known.get(signature))
+    return Site(signature, tensors, closed, (scored, masked), _known.get(signature))
 
 
 def remember(
@@ -113,9 +115,9 @@ def remember(
     chosen = choose_kernel(formula, operands, needs_of((*site.tensors, *operands.captures)), allowed)
     spots = {id(t): n for n, t in enumerate(site.closed)}
     as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
-    is_kept = as_given and all(id(t) in spots for t in operands.captures)
-    outline = outline_of(chosen, operands, packed=packed, geometry=Geometry(packed=packed) if is_kept else None)
-    if is_kept:
+    stays = as_given and is_kept(*site.functions, operands.query.device) and all(id(t) in spots for t in operands.captures)
+    outline = outline_of(chosen, operands, packed=packed, geometry=Geometry(packed=packed) if stays else None)
+    if stays:
         _known[site.key] = Known(outline, tuple(spots[id(t)] for t in operands.captures))
         if len(_known) > _CAPACITY:
             _known.popitem(last=False)

@@ -134,6 +134,31 @@ def test_functions_that_read_more_are_traced_at_each_call(monkeypatch):
     assert foci.attention(q, k, v, score=imports).ne(foci.attention(q, k, v, score=imports)).any()
 
 
+@pytest.mark.parametrize(
+    "read", [lambda t: t[0], lambda t: t.sum(), lambda t: float(t[1]), lambda t: t.exp()[1]], ids=["item", "sum", "float", "exp"]
+)
+def test_values_that_a_function_reads_are_those_of_now(read):
+    q, k, v = tensors()
+    table = torch.tensor([2.0, 3.0])
+
+    def function(score, b, h, i, j):
+        return score * read(table)
+
+    for _ in range(3):
+        for _ in range(2):
+            torch.testing.assert_close(foci.attention(q, k, v, score=function), reference(q, k, v, scale=float(read(table)) / 8**0.5))
+        table *= 0.9
+
+
+def test_a_bias_of_one_number_may_be_learned_or_not():
+    q, k, v = tensors()
+    for grad in (False, True, False):
+        bias = torch.randn(1, requires_grad=grad)
+        out, aux = foci.attention(q, k, v, bias=bias, return_aux=foci.AuxRequest(lse=True))
+        assert out.requires_grad == grad
+        torch.testing.assert_close(aux.lse, reference(q, k, v, return_aux=foci.AuxRequest(lse=True))[1].lse + bias)
+
+
 def test_equal_code_with_other_globals_is_another_function():
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     k, v = torch.cat((k, k), 2), torch.cat((v, v), 2)

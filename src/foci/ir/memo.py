@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "fingerprint"]
+__all__ = ["NOTHING", "Fingerprint", "fingerprint"]
 
 _CONSTANT: Final = (bool, str, type(None), torch.dtype)
 _MODULES: Final = (torch, math, torch.nn.functional)
@@ -39,13 +39,14 @@ class Fingerprint:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-_NOTHING: Final = Fingerprint(structure=(type(None), None))
+NOTHING: Final = Fingerprint(structure=(type(None), None))
+"""Of no function."""
 
 
 def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     """The function's fingerprint, or None if it must be traced each time."""
     if function is None:
-        return _NOTHING
+        return NOTHING
     found = Fingerprint()
     structure = _key(function, found)
     if structure is None:

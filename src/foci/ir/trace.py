@@ -223,9 +223,25 @@ class _Record(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, Symbol) for leaf in _leaves(args) + _leaves(list(kwargs.values()))):
+        leaves = _leaves(args) + _leaves(list(kwargs.values()))
+        if any(isinstance(leaf, Symbol) for leaf in leaves):
             return _dispatch(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _active and not _is_the_same_each_time(func, result, leaves):
+            _active[-1].reads_values = True
+        return result
+
+
+_OF_GEOMETRY: Final = frozenset(("__get__", "__len__", "dim", "is_floating_point", "ndimension", "numel", "size"))
+_CONSTRUCTORS: Final = frozenset(("arange", "full", "ones", "scalar_tensor", "tensor", "zeros"))
+
+
+def _is_the_same_each_time(func: Callable[..., Any], result: Any, leaves: list[Any]) -> bool:
+    """Whether a call without symbols says nothing but what the shapes and dtypes of tensors say, or makes a tensor of numbers."""
+    name = getattr(func, "__name__", "")
+    if name in _OF_GEOMETRY:
+        return not isinstance(result, bool) or name == "is_floating_point"
+    return name in _CONSTRUCTORS and not any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 _active: list[Tracer] = []
@@ -250,12 +266,14 @@ class Tracer:
     Attributes:
         tensors: captured tensors by slot.
         symbolic: symbolic integers by slot less `SYMBOLIC_BASE`.
+        reads_values: whether a function may have read what a tensor holds: what was traced is not what the next trace would be.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tensors: list[Tensor] = []
         self.symbolic: list[Any] = []
+        self.reads_values = False
         self._slots: dict[int, int] = {}
         self._fresh = 0
 
@@ -300,8 +318,10 @@ class Tracer:
             kind = DType.INT32 if isinstance(value, torch.SymInt) else DType.FLOAT
             return Symbol(self, ir.param(SYMBOLIC_BASE + len(self.symbolic) - 1, kind))
         if isinstance(value, Tensor):
-            if _is_plain_number(value):
-                return Symbol(self, cast(as_expr(value.item()), dtype_of(value.dtype)))
+            with torch._C.DisableTorchFunction():
+                number = value.item() if _is_plain_number(value) else None
+            if number is not None:
+                return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)))
             return self.index(value, ())
         raise TraceError(_complaint(f"a value of type {type(value).__name__}"))
 
