@@ -4,11 +4,14 @@ Every architecture of tests/graph/architectures.py, two layers, a padding mask, 
 one forward of the eager model. Inductor's count is its own counter; nothing is compiled to code for either.
 
     python benchmarks/recognition.py [kind ...]
+
+Kinds that are named replace their rows of the results, and leave the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -77,8 +80,13 @@ def main() -> None:
         print(rows[-1], flush=True)
     for who in ("attentions", "fused by Inductor", "fused by foci"):
         print(who, sum(int(str(row.get(who, 0))) for row in rows))
-    if not options.kind:
-        measure.write("recognition", [{**row, **measure.facts(), "transformers": transformers.__version__} for row in rows])
+    rows = [{**row, **measure.facts(), "transformers": transformers.__version__} for row in rows]
+    measure.write("recognition", [*(row for row in stored() if options.kind and row["kind"] not in options.kind), *rows])
+
+
+def stored() -> list[dict[str, object]]:
+    path = measure.RESULTS / "recognition.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -190,12 +190,13 @@ FURTHER = (
     *(Architecture(kind, "AutoModelForCausalLM") for kind in (
         "opt", "gpt_neo", "gpt_neox", "gptj", "codegen", "falcon", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "phi", "phi3", "gemma",
         "gemma3_text", "olmo", "olmo2", "cohere", "starcoder2", "stablelm", "granite", "mpt", "gpt_bigcode", "smollm3", "glm", "biogpt", "xglm",
+        "granite_swa", "cpmant",
     )),
     *(Architecture(kind) for kind in (
         "roberta", "electra", "distilbert", "albert", "xlm-roberta", "camembert", "mpnet", "esm", "xlnet", "deberta", "layoutlm", "convbert",
         "modernbert", "nomic_bert", "squeezebert", "ernie", "flaubert", "xlm", "roformer", "rembert",
     )),
     *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bart", "pegasus", "marian", "mbart", "longt5", "mt5", "blenderbot", "m2m_100", "umt5", "switch_transformers")),
-    *(Architecture(kind) for kind in ("clip", "siglip", "deit", "beit", "swin", "swinv2", "dinov2", "segformer", "vit_mae", "ijepa", "yolos", "blip", "git")),
+    *(Architecture(kind) for kind in ("clip", "siglip", "deit", "beit", "swin", "swinv2", "dinov2", "segformer", "vit_mae", "ijepa", "yolos", "blip", "git", "pixtral")),
     *(Architecture(kind) for kind in ("wav2vec2", "hubert", "wavlm")),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The pass as a whole: what it leaves of a graph, what its results are in the corners, and what keeps it from fusing."""
 
+import itertools
 import math
 import time
 
@@ -15,7 +16,7 @@ B, H, S, D = 2, 4, 20, 8
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def qkv(heads=H, kv_heads=H, length=S):
@@ -229,6 +230,36 @@ def test_the_mask_of_all_layers_is_made_once_and_not_kept():
         tuple(n.meta["example_value"].shape) for n in backend.after[0].graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)
     ]
     assert not [shape for shape in shapes if shape[-2:] == (S, S)]
+
+
+def scale_of(backend):
+    """The number that the operator takes, and how many tensors it captures."""
+    call = next(n for n in backend.after[0].graph.nodes if n.target is torch.ops.foci.attention.default)
+    (scale,) = [value for value in call.args if isinstance(value, float)][:1]
+    return scale, len(call.args[3])
+
+
+def test_only_a_constant_is_the_scale():
+    by_constant = lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 4.0, dtype=q.dtype), -1) @ v
+    assert scale_of(fused(by_constant, *learned(*qkv()))) == (0.25, 0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (H, 1, 1)], ids=str)
+def test_a_tensor_is_a_factor_of_the_scores_and_gets_its_gradient(shape):
+    by_tensor = lambda q, k, v, factor: torch.softmax(q @ k.mT * factor, -1) @ v
+    backend = fused(by_tensor, *learned(*qkv(), draw(*shape, seed=4)))
+    assert scale_of(backend) == (1.0, 1)
+    assert "c0" in backend.sites[0].variant
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))), ids=str)
+def test_a_permuted_key_is_what_its_dimensions_say(order):
+    """Sizes alike, so that nothing but the order tells a transpose from another permutation."""
+    layer = lambda q, k, v: torch.softmax(q @ k.permute(0, *order), -1) @ v
+    inputs = [draw(2, 6, 6, 6, seed=n) for n in range(3)]
+    found = fuse(torch.fx.symbolic_trace(layer), inputs)
+    torch.testing.assert_close(found.graph_module(*inputs), layer(*inputs))
+    assert [site.fused for site in found.sites] == [True]
 
 
 def test_the_logsumexp_of_the_scores_is_the_operators():
