@@ -466,3 +466,13 @@ def test_a_known_call_keeps_no_tensor_alive(logs, calls):
         del q, k, v, slopes, out
         logs[0].clear()
         assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_offsets_without_versions_are_read_at_each_call(logs, calls):
+    with torch.inference_mode():
+        unseen = OFFSETS + 0
+        for offsets, known in ((unseen, False), (OFFSETS, True)):
+            calls.clear()
+            for _ in range(3):
+                packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
+            assert [found for _, found in calls] == [False, known, known]

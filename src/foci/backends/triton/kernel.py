@@ -24,7 +24,7 @@ from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, known_sequences, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
@@ -127,9 +127,9 @@ class TritonKernel:
         stream = free_stream(query)
         if stream is None:
             return None
-        sequences = sequences_at(query, offsets)
+        sequences = known_sequences(query, offsets)
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
-        if read is None or not sequences.stays:
+        if sequences is None or read is None:
             return None
         found = sequences.recordings.find((geometry, stream, (), read))
         return None if found is None else found.run(inputs)[: self.results]
@@ -141,12 +141,12 @@ class TritonKernel:
         stream = None if self.learns or not _is_ready(given) else free_stream(query)
         if stream is None:
             return None
-        sequences = sequences_at(query, offsets)
+        sequences = known_sequences(query, offsets)
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         tensors = (*inputs, *given)
         places = places_of(tensors)
         # what autograd saved may have come back as another tensor of the same values
-        if read is None or not sequences.stays or not _are_aligned(places):
+        if sequences is None or read is None or not _are_aligned(places):
             return None
         found = sequences.recordings.find((geometry, stream, _strides(inputs, given), read))
         return None if found is None else found.run(tensors, places)[: self.gradients]

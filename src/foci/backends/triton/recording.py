@@ -118,7 +118,7 @@ def _defaults(function: Any, given: int) -> tuple[Any, ...]:
 
 _UNWATCHED: Final = (None, None, None)
 """What a launcher takes for those who watch it."""
-_NUMBERS_ALONE: Final = (Config, Size, Strides)
+_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Size, Strides))
 
 
 class _UnknownTensor(Exception):
@@ -232,6 +232,8 @@ class Recorder:
     def _noted(self, args: tuple[Any, ...]) -> _Arguments:
         noted = _Arguments(list(args), [], [], [])
         for at, arg in enumerate(args):
+            if type(arg) in _NUMBERS_ALONE:
+                continue
             if isinstance(arg, Tensor):
                 if id(arg) in self._kept:
                     noted.values[at] = arg.data_ptr()
@@ -242,7 +244,7 @@ class Recorder:
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
                 noted.tiles.append((at, self._role(arg.base), Tiles(type(arg), rest)))
                 noted.values[at] = None
-            elif isinstance(arg, tuple) and not isinstance(arg, _NUMBERS_ALONE):
+            elif isinstance(arg, tuple):
                 inner = self._noted(arg)
                 noted.values[at] = tuple(inner.values)
                 if inner.places or inner.parts:

@@ -23,7 +23,7 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "visits_of"]
+__all__ = ["ALL", "DENSE", "Sequences", "Visits", "known_sequences", "sequences_at", "sequences_of", "visits_of"]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -76,15 +76,31 @@ def sequences_at(query: Tensor, offsets: Offsets | None) -> Sequences:
     read = [t for t in offsets if t is not None]
     if _changes_unseen(query, read):
         return _sequences(offsets, stays=False)
-    key = (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
-    found = _sets.get(key)
-    if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
-        return found[1]
+    found = known_sequences(query, offsets)
+    if found is not None:
+        return found
     made = _sequences(offsets, stays=True)
-    _sets[key] = tuple(map(weakref.ref, read)), made
+    _sets[_set_key(query, offsets)] = tuple(map(weakref.ref, read)), made
     if len(_sets) > _SETS:
         _sets.popitem(last=False)
     return made
+
+
+def known_sequences(query: Tensor, offsets: Offsets | None) -> Sequences | None:
+    """`sequences_at` if these are known."""
+    if offsets is None:
+        return _WHOLE
+    read = [t for t in offsets if t is not None]
+    if any(t.is_inference() for t in read):
+        return None
+    found = _sets.get(_set_key(query, offsets))
+    if found is None or not all(ref() is t for ref, t in zip(found[0], read, strict=True)):
+        return None
+    return found[1]
+
+
+def _set_key(query: Tensor, offsets: Offsets) -> tuple[object, ...]:
+    return (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
 
 
 def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
