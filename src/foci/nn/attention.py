@@ -190,26 +190,31 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
-        """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor."""
+        """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor, two where key and value are."""
         own: Any = self
-        size, width = self.embed_dim, own.num_kv_heads * self.head_dim
+        size, kv_heads = self.embed_dim, own.num_kv_heads
+        width = kv_heads * self.head_dim
         weight: Tensor | None = parameter(self, "in_proj_weight")
         bias: Tensor | None = parameter(self, "in_proj_bias")
-        if weight is not None and query is key and key is value and width == size:
-            q, k, v = torch.unflatten(linear(query, weight, bias), -1, (3, own.num_heads, self.head_dim)).unbind(-3)
-            return q, k, v
         if weight is not None and query is key and key is value:
-            parts = torch.split(linear(query, weight, bias), [size, width, width], dim=-1)
+            q, k, v = self._split_heads(linear(query, weight, bias), [self.num_heads, kv_heads, kv_heads])
         elif weight is not None and key is value:
-            both = linear(key, weight[size:], None if bias is None else bias[size:])
-            parts = (linear(query, *self._query_parameters()), *torch.split(both, [width, width], dim=-1))
+            weights = torch.split_with_sizes(weight, [size, 2 * width])
+            biases: Any = (None, None) if bias is None else torch.split_with_sizes(bias, [size, 2 * width])
+            (q,) = self._split_heads(linear(query, weights[0], biases[0]), [self.num_heads])
+            k, v = self._split_heads(linear(key, weights[1], biases[1]), [kv_heads, kv_heads])
         else:
             separate: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = separate if weight is None else torch.split(weight, [size, width, width])
-            biases: Any = (None,) * 3 if bias is None else torch.split(bias, [size, width, width])
-            parts = tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        q, k, v = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in parts)
+            weights = separate if weight is None else torch.split_with_sizes(weight, [size, width, width])
+            biases = (None,) * 3 if bias is None else torch.split_with_sizes(bias, [size, width, width])
+            parts = (linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+            q, k, v = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in parts)
         return q, k, v
+
+    def _split_heads(self, projected: Tensor, heads: list[int]) -> tuple[Tensor, ...]:
+        """[..., h, D] for each number of heads h."""
+        rows = torch.unflatten(projected, -1, (sum(heads), self.head_dim))
+        return torch.split_with_sizes(rows, heads, dim=-2) if len(heads) > 1 else (rows,)
 
     def _own(self) -> Functions:
         """The module's own mask and score."""
