@@ -224,6 +224,26 @@ def test_decoder_tokens_with_a_packing():
         torch.testing.assert_close(other, given)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("rows", [HIDDEN, HIDDEN.flip(1), torch.zeros_like(HIDDEN)], ids=["right", "left", "none"])
+@pytest.mark.parametrize("floating", [False, True])
+def test_one_packing_for_several_modules(batch_first, rows, floating):
+    torch.manual_seed(0)
+    model = foci.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=batch_first, dtype=torch.float64)
+    x, y = (rand(B, S, E, seed=n) if batch_first else rand(S, B, E, seed=n) for n in range(2))
+    hidden = torch.zeros_like(rows, dtype=torch.float64).masked_fill(rows, -torch.inf) if floating else rows
+    packing = foci.nn.Packing.from_mask(hidden, batch_first=batch_first)
+    names = ("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+    tokens = model(packing.pack(x), packing.pack(y), **dict.fromkeys(names, packing))
+    torch.testing.assert_close(packing.pad(tokens), model(x, y, **dict.fromkeys(names, hidden)))
+
+
+def test_masks_that_cannot_be_packed():
+    for wrong in (HIDDEN.long(), HIDDEN[0]):
+        with pytest.raises(AssertionError, match=r"padding must be bool or floating, \[batch, length\]; got torch\.(int64|bool)"):
+            foci.nn.Packing.from_mask(wrong)
+
+
 def test_wrong_tokens_with_a_packing():
     x, packing = rand(B, S, E), packing_of(HIDDEN)
     encoder = stack("Encoder", foci.nn)

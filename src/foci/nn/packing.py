@@ -88,10 +88,9 @@ class Packing:
         batch_first: whether the padded tensor is [B, S, E], else [S, B, E].
 
     Example:
-        >>> import torch
-        >>> from foci.nn.packing import pack_mask
+        >>> import torch, foci.nn
         >>> padding = torch.tensor([[False, False, True], [False, True, True]])
-        >>> packing = pack_mask(padding, batch_first=True)
+        >>> packing = foci.nn.Packing.from_mask(padding)
         >>> packing.pack(torch.arange(6.0).view(2, 3, 1)).flatten()
         tensor([0., 1., 3.])
         >>> packing.pad(torch.ones(3, 1))[..., 0]
@@ -110,6 +109,23 @@ class Packing:
     whole: Tensor | None = None
     values: Tensor | None = None
     batch_first: bool = True
+
+    @staticmethod
+    def from_mask(padding: Tensor, *, batch_first: bool = True) -> Packing:
+        """The packing that an encoder finds for a padding mask, to be found once for several modules. Reads the device once.
+
+        Args:
+            padding: [B, S], bool, true where there is padding; or floating, -inf where there is padding, added to the scores of
+                the key elsewhere.
+            batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
+
+        Raises:
+            AssertionError: for a mask of another dtype or number of dims.
+        """
+        if padding.dim() != 2 or not (padding.dtype == torch.bool or padding.is_floating_point()):
+            raise AssertionError(f"padding must be bool or floating, [batch, length]; got {padding.dtype}, {list(padding.shape)}")
+        found = pack_mask(padding, batch_first=batch_first)
+        return pack_whole(padding if batch_first else padding.T, batch_first=batch_first) if found is None else found
 
     @property
     def batch(self) -> int:
@@ -247,7 +263,7 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
 
 
 def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:
-    """The packing of a batch [B, S, E] or [S, B, E] without padding."""
+    """The packing of a batch [B, S, ...] or [S, B, ...] without padding."""
     batch, length = tensor.shape[:2] if batch_first else (tensor.shape[1], tensor.shape[0])
     offsets = torch.arange(batch + 1, device=tensor.device) * length
     indices = None
