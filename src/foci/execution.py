@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Given, Inputs, Kernel, Offsets, Repeating
+from foci.backends.contract import Backend, Given, Inputs, Kernel, Offsets, Repeating
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
@@ -48,7 +48,7 @@ Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 
 _CAPACITY: Final = 1024
 _decisions: OrderedDict[tuple[object, ...], tuple[Decision, Kernel, Repeating | None]] = OrderedDict()
-_kernels: OrderedDict[str, Kernel] = OrderedDict()
+_kernels: OrderedDict[str, tuple[Backend, Kernel]] = OrderedDict()
 
 
 def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
@@ -93,7 +93,7 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         sizes = (operands.cu_q.shape[0] - 1, operands.max_q, operands.max_kv)
     signature = (
         formula, needs, allowed, query.dtype, query.device, query.shape[1], query.shape[3], key.shape[1], value.shape[3],
-        *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.names(),
+        *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.changes(),
         _is_aligned(query, key, value), is_tuning(),
     )  # fmt: skip
     found = _decisions.get(signature)
@@ -110,11 +110,12 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
 def _compiled(decision: Decision) -> Kernel:
     plan = decision.plan
     assert plan is not None
-    kernel = _kernels.get(plan.text)
-    if kernel is None:
-        kernel = _kernels[plan.text] = backends.load(plan.backend).compile(plan)
+    backend = backends.load(plan.backend)
+    found = _kernels.get(plan.text)
+    if found is None or found[0] is not backend:  # names may be given away again
+        found = _kernels[plan.text] = backend, backend.compile(plan)
         _trim(_kernels)
-    return kernel
+    return found[1]
 
 
 def _trim(cache: OrderedDict[Any, Any]) -> None:

@@ -96,7 +96,7 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
         value.dtype, value.device, address & 15, query is key, key is value, query is value,
         wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
-        backends.names(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
+        backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
     return Site(signature, tensors, closed, (scored, masked), _known.get(signature))
 

@@ -5,6 +5,7 @@ import torch
 
 import foci
 from foci import masks, recall
+from foci.problem import Results
 
 GEOMETRY = (2, 4, 24, 8)
 
@@ -223,6 +224,42 @@ def test_wrong_arguments_are_told_at_each_call():
             foci.attention(q, k, v, scale=True)
         with pytest.raises(ValueError, match="head dim"):
             foci.attention(q, k[..., :4], v)
+
+
+class Multiplied:
+    """A backend that is recognised by its results."""
+
+    name = "multiplied"
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def reject(self, problem, target):
+        return None
+
+    def cost(self, problem, target):
+        return 0.0
+
+    def compile(self, plan):
+        return self
+
+    def forward(self, operands):
+        return Results(operands.value * self.factor, operands.query.new_zeros(operands.query.shape[:3]))
+
+    def backward(self, operands, results, cotangents):
+        raise NotImplementedError
+
+
+def test_another_backend_of_the_same_name_is_another():
+    q, k, v = tensors()
+    for factor in (2.0, 3.0):
+        foci.register_backend(Multiplied(factor))
+        try:
+            for _ in range(2):
+                torch.testing.assert_close(foci.attention(q, k, v), v * factor)
+        finally:
+            foci.unregister_backend("multiplied")
+    torch.testing.assert_close(foci.attention(q, k, v), reference(q, k, v))
 
 
 def test_what_is_known_is_bounded(monkeypatch):

@@ -10,7 +10,7 @@ from typing import Final
 
 from foci.backends.contract import Backend
 
-__all__ = ["load", "names", "register", "unregister"]
+__all__ = ["changes", "load", "names", "register", "unregister"]
 
 _MODULES: Final[dict[str, str]] = {
     "hopper": "foci.backends.hopper",
@@ -23,11 +23,17 @@ _MODULES: Final[dict[str, str]] = {
 """Name -> module, in the order in which equal costs are decided."""
 
 _registered: dict[str, Backend] = {}
+_changes = 0
 
 
 def names() -> tuple[str, ...]:
     """Every backend's name, registered ones first."""
     return (*_registered, *_MODULES)
+
+
+def changes() -> int:
+    """How often a backend was registered or taken away: what was decided among others is decided anew."""
+    return _changes
 
 
 def load(name: str) -> Backend:
@@ -56,7 +62,9 @@ def register(backend: Backend) -> None:
         raise TypeError(f"a backend has name, reject, cost and compile; {type(backend).__name__} lacks {', '.join(missing)}")
     if backend.name in names():
         raise ValueError(f"a backend {backend.name!r} exists already")
+    global _changes
     _registered[backend.name] = backend
+    _changes += 1
 
 
 def unregister(name: str) -> None:
@@ -67,4 +75,6 @@ def unregister(name: str) -> None:
     """
     if name not in _registered:
         raise ValueError(f"no backend {name!r} was registered; registered are {', '.join(_registered) or 'none'}")
+    global _changes
     del _registered[name]
+    _changes += 1
