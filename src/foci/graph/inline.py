@@ -108,6 +108,8 @@ def _inserted(graph: fx.Graph, node: fx.Node, body: fx.Graph, inputs: list[fx.No
             break
         with graph.inserting_before(node):
             copy = graph.node_copy(inner, table.__getitem__)
+        if copy.target == torch.ops.aten.view.default:  # traced with the strides of torch's attention, which need not be foci's
+            copy.target = torch.ops.aten.reshape.default
         copy.meta = {"example_value": inner.meta.get("val"), "stack_trace": node.stack_trace}
         table[inner] = copy
         made.add(copy)
