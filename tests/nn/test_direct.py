@@ -1,6 +1,7 @@
 """foci.nn's layers pass modules by only where nobody can tell; tokens given with their packing; second derivatives of nested ones."""
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -179,19 +180,40 @@ def outcome(model):
     return [out, *grads]
 
 
-@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
-def test_modules_are_passed_by(kind, monkeypatch):
-    model, called = stack(kind, foci.nn), []
-    for module in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout, foci.nn.MultiheadAttention):
-        forward = module.forward
-        monkeypatch.setattr(
-            module, "forward", lambda self, *args, forward=forward, **kwargs: called.append(self) or forward(self, *args, **kwargs)
-        )
-    if kind == "Encoder":
-        model(rand(B, S, E), src_key_padding_mask=HIDDEN)
-    else:
-        model(rand(B, S, E), rand(B, S, E), tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=HIDDEN)
-    assert not [module for module in called if not isinstance(module, foci.nn.MultiheadAttention)]
+def test_patched_class(monkeypatch):
+    theirs, ours = stack(), foci.nn.convert(stack())
+    before = outcome(ours)[0]
+    forward = torch.nn.LayerNorm.forward
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: forward(self, x) + 1)
+    got = outcome(ours)
+    torch.testing.assert_close(got, outcome(theirs))
+    assert not torch.allclose(got[0], before)
+
+
+def calls_of(function):
+    """Names of the classes whose modules were called."""
+    seen = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code is torch.nn.Module._wrapped_call_impl.__code__:
+            seen.append(type(frame.f_locals["self"]).__name__)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_modules_are_passed_by():
+    encoder, decoder = stack("Encoder", foci.nn), stack("Decoder", foci.nn)
+    x = rand(B, S, E)
+    assert calls_of(lambda: encoder(x, src_key_padding_mask=HIDDEN)) == ["TransformerEncoder"]
+    masks = {"tgt_key_padding_mask": HIDDEN, "memory_key_padding_mask": HIDDEN}
+    assert calls_of(lambda: decoder(x, x, **masks)) == ["TransformerDecoder"]
+    encoder.layers[1].linear1.register_forward_hook(lambda *args: None)
+    assert calls_of(lambda: encoder(x, src_key_padding_mask=HIDDEN)) == ["TransformerEncoder", "Linear"]
 
 
 def packing_of(hidden):

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, linear
+from torch.nn import functional as F
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -57,12 +57,13 @@ def _as_module(module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def _directly(module: torch.nn.Module, x: Tensor) -> Tensor:
-    compute = _COMPUTE.get(type(module))
-    return module(x) if compute is None or not is_silent(module) else compute(module, x)
+    kind = type(module)
+    forward, compute = _COMPUTE.get(kind, _UNKNOWN)
+    return (compute if kind.forward is forward and is_silent(module) else _as_module)(module, x)
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
-    return linear(x, parameter(module, "weight"), parameter(module, "bias"))
+    return F.linear(x, parameter(module, "weight"), parameter(module, "bias"))
 
 
 def _layer_norm(module: Any, x: Tensor) -> Tensor:
@@ -70,12 +71,15 @@ def _layer_norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _dropout(module: Any, x: Tensor) -> Tensor:
-    return dropout(x, module.p, True, module.inplace) if module.training and module.p != 0.0 else x
+    return F.dropout(x, module.p, True, module.inplace) if module.training and module.p != 0.0 else x
 
 
-_COMPUTE: Final[dict[type, Call]] = {
+_DIRECT: Final[dict[type[torch.nn.Module], Call]] = {
     torch.nn.Linear: _linear,
     NonDynamicallyQuantizableLinear: _linear,
     torch.nn.LayerNorm: _layer_norm,
     torch.nn.Dropout: _dropout,
 }
+# with the forward that each stands for: some libraries put theirs into torch's classes
+_COMPUTE: Final[dict[type[torch.nn.Module], tuple[Any, Call]]] = {kind: (kind.forward, compute) for kind, compute in _DIRECT.items()}
+_UNKNOWN: Final[tuple[Any, Call]] = (None, _as_module)
