@@ -29,6 +29,7 @@ template <int HEAD, int VALUE, bool DROPS> struct Plan {
     return score(call, r, c, s, kv);
   }
   static vb mask(const Call&, const Row& r, const Col&, int kv) { return {iota() + kv <= r.q}; }
+  static void fetch_captures(const Row&, int) {}
   static Class classify(const Call&, const Rectangle& r) { return r.kv0 > r.q1 ? EMPTY : r.kv1 <= r.q0 ? FULL : PARTIAL; }
 };
 

@@ -220,7 +220,12 @@ class Functor:
             f"return *(const Captured<{ELEMENT_TYPES[c.dtype]}, {c.rank}>*)(call.captures + {offset}); }}"
             for n, (c, offset) in enumerate(zip(self.captures, capture_offsets(self.captures), strict=True))
         ]
-        return "\n".join([*accessors, *self._column(), *self._row(), *self.members])
+        return "\n".join([*accessors, *self._column(), *self._row(), self._fetch(), *self.members])
+
+    def _fetch(self) -> str:
+        """The member that asks for what a row reads of a panel of keys."""
+        lines = [f"fetch<{s.step}>(row.s{n}, kv);" for n, s in enumerate(self.spans) if s.step]
+        return _member("static FOCI_INLINE void fetch_captures(const Row& row, int kv)", lines)
 
     def _row(self) -> list[str]:
         fields = [f"{scalar_type(e.dtype)} v{n};" for e, n in self.rows.items()]

@@ -270,7 +270,11 @@ template <class P> struct BackwardTile {
         continue;
       }
       const bool finished = P::PLAIN_SCORE && kind[i] == FULL && at + PANEL <= keys;
-      for (int b = 0; b < rows; b += MR) score_block(call, t, b, at, finished);
+      for (int b = 0; b < rows; b += MR) {
+        if (!finished)  // what is read after the products arrives meanwhile
+          for (int r = b; r < b + MR; ++r) P::fetch_captures(t.row[r], kv + at);
+        score_block(call, t, b, at, finished);
+      }
       if (!finished) finish_panel(call, t, rows, at, kind[i]);
       for (int b = 0; b < rows; b += MR) gradient_block(call, t, b, at);
       capture_panel(call, t, at, sinks);

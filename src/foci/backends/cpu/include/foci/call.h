@@ -182,6 +182,13 @@ template <int STEP, class T> FOCI_INLINE auto read(const Span<T>& s, int kv) {
   return out;
 }
 
+// Asks for the elements of a panel from key `kv` on.
+template <int STEP, class T> FOCI_INLINE void fetch(const Span<T>& s, int kv) {
+  if (s.stride != 1 || !s.data) return;
+  const char* at = (const char*)s.data + (s.start + STEP * (int64_t)kv) * (int64_t)sizeof(T);
+  for (int i = 0; i < PANEL * (int)sizeof(T); i += 64) __builtin_prefetch(at + STEP * i, 0, 2);
+}
+
 // The one element that a whole vector of keys meets.
 template <class T> FOCI_INLINE auto read_one(const Span<T>& s, int64_t index) {
   return s.data ? value_of(s.data[wrap(index, s.size) * s.stride]) : decltype(value_of(T()))();

@@ -85,6 +85,7 @@ template <class P> struct ForwardTile {
           word& x = q[i / PANEL * Q_PANEL + r * PANEL + i % PANEL];
           x = call.scale < 0 ? negative_word(x) : 0;
         }
+      fetch_row<true>(call.out.at<T>(s.batch, head[r], s.q_start + position[r]), call.out.column, P::DV);  // where the row goes
       row[r] = P::row(call, s.b, head[r], position[r], s.q_len, s.kv_len);
       top[r] = -__builtin_inff();
       sum[r] = 0;

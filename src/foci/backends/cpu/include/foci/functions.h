@@ -49,14 +49,14 @@ template <bool ROUGH = false> FOCI_INLINE vf exp2_negative(vf x) {
     return y;
   }
 #endif
-  const vf y = -127.0f > x ? splat(-127.0f) : x;
+  const vf y = at_least(-127.0f, x);
   const vf whole = y + 12582912.0f, f = y - (whole - 12582912.0f);
   const vf scaled = as_float(as_int(exp2_polynomial<ROUGH>(f)) + (as_int(whole) << 23));
   return y < -126.0f ? vf{} : scaled;
 }
 
 // No more than 0: a score less its row's logsumexp, but for the rounding of both, which is large where they are. NaN stays.
-FOCI_INLINE vf at_most_zero(vf x) { return x > 0.0f ? vf{} : x; }
+FOCI_INLINE vf at_most_zero(vf x) { return at_most(0.0f, x); }
 
 // exp for x <= 0, likewise.
 FOCI_INLINE vf exp_negative(vf x) { return exp2_negative(x * 1.44269504088896341f); }
@@ -74,7 +74,7 @@ template <> struct Exponential<bf16> {
 
 // exp2 for any x, to about one unit in the last place; overflows to inf, underflows through the subnormals.
 FOCI_INLINE vf exp2(vf x) {
-  const vf y = splat(-152.0f) > x ? splat(-152.0f) : x, z = y > 129.0f ? splat(129.0f) : y;
+  const vf z = at_most(129.0f, at_least(-152.0f, x));
   const vf whole = z + 12582912.0f, f = z - (whole - 12582912.0f);
   vf p = splat(1.535336206e-4f);
   p = p * f + 1.339887456e-3f;
@@ -90,7 +90,7 @@ FOCI_INLINE float exp2(float x) { return __builtin_exp2f(x); }
 
 FOCI_INLINE float exp(float x) { return __builtin_expf(x); }
 FOCI_INLINE vf exp(vf x) {  // x = n ln 2 + r with ln 2 in two parts, then the polynomial of exp on r (Cephes)
-  const vf y = splat(-104.0f) > x ? splat(-104.0f) : x, z = y > 89.0f ? splat(89.0f) : y;
+  const vf z = at_most(89.0f, at_least(-104.0f, x));
   const vf whole = z * 1.44269504f + 12582912.0f, n = whole - 12582912.0f;
   const vf r = (z - n * 0.693359375f) - n * -2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
@@ -109,14 +109,13 @@ FOCI_INLINE float tanh(float x) { return __builtin_tanhf(x); }
 // An odd rational function of degree 9 over 8, minimax in the relative error up to 8.2, where tanh rounds to 1: 8e-9, and
 // 3e-7 with the rounding of float32.
 FOCI_INLINE vf tanh(vf x) {
-  const vf low = -8.2f > x ? splat(-8.2f) : x, y = 8.2f < low ? splat(8.2f) : low, z = y * y;
+  const vf y = at_most(8.2f, at_least(-8.2f, x)), z = y * y;
   vf p = splat(1.4840540372702659e-8f), q = splat(8.370596829384186e-7f);
   p = p * z + 2.1637262147857647e-5f, q = q * z + 3.386439844601848e-4f;
   p = p * z + 3.556685548590819e-3f, q = q * z + 2.6108295580260202e-2f;
   p = p * z + 0.13432122284740303f, q = q * z + 0.46765448024560324f;
   p = p * z + 0.9999999917408087f, q = q * z + 1.0f;
-  const vf t = y * p / q, least = -1.0f > t ? splat(-1.0f) : t;  // rounding may pass 1
-  return 1.0f < least ? splat(1.0f) : least;
+  return at_most(1.0f, at_least(-1.0f, y * p / q));  // rounding may pass 1
 }
 FOCI_INLINE float sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
 FOCI_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }

@@ -29,11 +29,11 @@ template <class T> FOCI_INLINE vu row_words(Pair, const T* row, int64_t stride, 
 
 constexpr int AHEAD = 8;  // rows
 
-// Asks for a row that is packed soon: rows of one head that lie a stride of all heads apart are too short for the hardware to
-// foresee. Beyond the last one nothing is read.
-template <class T> FOCI_INLINE void fetch_row(const T* row, int64_t column_stride, int columns) {
+// Asks for a row that is soon packed, or written: rows of one head that lie a stride of all heads apart are too short for the
+// hardware to foresee. Beyond the last one nothing is read.
+template <bool WRITE = false, class T> FOCI_INLINE void fetch_row(const T* row, int64_t column_stride, int columns) {
   if (column_stride == 1)
-    for (int at = 0; at < columns * (int)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at);
+    for (int at = 0; at < columns * (int)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, WRITE, WRITE ? 2 : 3);
 }
 
 FOCI_INLINE void transpose(vu (&m)[WIDTH]) {

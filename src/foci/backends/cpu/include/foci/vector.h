@@ -72,6 +72,10 @@ FOCI_INLINE float reduce_sum(vf x) {
   return x[0];
 }
 FOCI_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }  // NaN in b survives, NaN in a does not
+FOCI_INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
+// x within bounds; NaN stays. The compiler would turn a comparison with a constant that it sees around, and need two instructions.
+FOCI_INLINE vf at_least(float low, vf x) { return maximum(in_order(splat(low)), x); }
+FOCI_INLINE vf at_most(float high, vf x) { return minimum(in_order(splat(high)), x); }
 FOCI_INLINE float reduce_max(vf x) {
   FOCI_UNROLL for (int step = WIDTH / 2; step > 0; step /= 2) x = maximum(x, __builtin_shuffle(x, iota() ^ step));
   return x[0];
