@@ -1,4 +1,4 @@
-"""`foci bench`: every case runs at a small size, lines are whole, wrong names are named.  # ECO-03"""
+"""`foci bench`: every case runs at a small size, lines are whole, wrong names are named."""
 
 import json
 

@@ -98,7 +98,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("lengths, block", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_block_mask_is_that_of_torch(name, lengths, block):  # FLEX-01, FLEX-05, FLEX-06
+def test_block_mask_is_that_of_torch(name, lengths, block):
     mask = MASKS[name]
     args = (mask, 2, 3, *lengths)
     ours = foci.create_block_mask(*args, device="cpu", BLOCK_SIZE=block)
@@ -144,7 +144,7 @@ def test_create_mask_of_a_score_function():
     assert torch.equal(foci.create_mask(*args, device="cpu"), torch_flex.create_mask(*args, device="cpu"))
 
 
-def test_slicing_is_that_of_torch():  # FLEX-06
+def test_slicing_is_that_of_torch():
     args = (MASKS["batch and head"], 2, 3, 300, 300)
     ours, theirs = (f(*args, device="cpu", BLOCK_SIZE=64) for f in (foci.create_block_mask, torch_flex.create_block_mask))
     for index in [
@@ -165,7 +165,7 @@ def test_slicing_is_that_of_torch():  # FLEX-06
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "batch and head", "scattered ids"])
-def test_adjusting_equals_creating_anew(name):  # FLEX-06
+def test_adjusting_equals_creating_anew(name):
     long = foci.create_block_mask(MASKS[name], 2, 3, 384, 384, device="cpu", BLOCK_SIZE=64)
     for lengths in ((384, 384), (128, 256), (320, 64)):
         same(long.adjust(*lengths), foci.create_block_mask(MASKS[name], 2, 3, *lengths, device="cpu", BLOCK_SIZE=64))
@@ -195,7 +195,7 @@ def test_moving_and_tuples():
     assert all(a is b for a, b in zip(flat[2:10], nested[1:9]))
 
 
-def test_torch_block_masks_are_taken_as_they_are():  # FLEX-01
+def test_torch_block_masks_are_taken_as_they_are():
     calls = []
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -248,7 +248,7 @@ def classes_of(mask, sizes, block, **options):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
 @pytest.mark.parametrize("block", [(8, 8), (16, 5), (40, 80)], ids=str)
-def test_classes_of_examples(example, block):  # FLEX-05
+def test_classes_of_examples(example, block):
     sizes = next(s for s in (Sizes(B=2, Hq=2, Sq=37, Skv=53), Sizes(B=2, Hq=2, Sq=80, Skv=80)) if example.fits(s))
     mask, extent = example.build(sizes), Extent(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv)
     truth = by_counting(example.expected(sizes), block, overhang_is_full=True)
@@ -263,7 +263,7 @@ DECIDED += ["prefix_lm", "prefix_lm_batch", "causal_or_bidirectional", "padding"
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_intervals_alone_decide_simple_masks(name):  # FLEX-05
+def test_intervals_alone_decide_simple_masks(name):
     example = next(e for e in EXAMPLES if e.name == name)
     sizes = Sizes(B=2, Hq=2, Sq=75, Skv=90)
     truth = by_counting(example.expected(sizes), (16, 16), overhang_is_full=True)
@@ -271,7 +271,7 @@ def test_intervals_alone_decide_simple_masks(name):  # FLEX-05
     assert torch.equal(quick.expand_as(truth), truth)
 
 
-def test_intervals_decide_all_but_the_borders_of_documents():  # FLEX-05
+def test_intervals_decide_all_but_the_borders_of_documents():
     ids = torch.arange(1 << 14) // 1000
     quick = classes_of(foci.masks.document(ids) & foci.masks.causal(), Extent(1, 1, 1 << 14, 1 << 14), (128, 128))
     exact = classes_of(foci.masks.document(ids) & foci.masks.causal(), Extent(1, 1, 1 << 14, 1 << 14), (128, 128), exact=True)
@@ -286,7 +286,7 @@ def test_dims_appear_only_where_the_mask_depends_on_them():
     assert classes_of(lambda b, h, q, kv: q - kv < h, sizes, (32, 32)).shape == (1, 4, 2, 2)
 
 
-def test_lengths_of_each_sequence_bound_its_blocks():  # JAG-03
+def test_lengths_of_each_sequence_bound_its_blocks():
     q_lengths, kv_lengths = torch.tensor([70, 0, 128, 5]), torch.tensor([100, 60, 0, 5])
     extent = Extent(4, 1, 128, 100, q_lengths, kv_lengths)
     found = classes_of(lambda b, h, q, kv: q + (kv_len() - q_len()) >= kv, extent, (32, 32), exact=True)
@@ -298,7 +298,7 @@ def test_lengths_of_each_sequence_bound_its_blocks():  # JAG-03
         assert torch.equal(found[b, 0], some.to(torch.int8) + full.to(torch.int8))
 
 
-def test_no_blocks():  # SDPA-13
+def test_no_blocks():
     assert classes_of(MASKS["causal"], Extent(2, 3, 0, 64), (32, 32)).shape == (1, 1, 0, 2)
     assert classes_of(MASKS["causal"], Extent(2, 3, 64, 0), (32, 32), exact=True).shape == (1, 1, 2, 0)
     assert foci.create_block_mask(MASKS["causal"], 2, 3, 0, 64, device="cpu").kv_indices.shape == (2, 3, 0, 1)
@@ -368,7 +368,7 @@ def test_wrong_arguments_say_what_is_wrong(call, error, message):
         call()
 
 
-def test_block_masks_and_compiled_functions():  # FLEX-13
+def test_block_masks_and_compiled_functions():
     query = torch.randn(1, 2, 40, 8, generator=generator())
     made = foci.create_block_mask(MASKS["causal"], None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
 

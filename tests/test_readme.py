@@ -43,7 +43,7 @@ def test_the_pages_have_examples():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_exists(command):  # ECO-03
+def test_command_exists(command):
     from typer.testing import CliRunner
 
     from foci.cli.app import app

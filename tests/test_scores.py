@@ -27,7 +27,7 @@ def run(score: Score, values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("example, sizes", CASES)
-def test_score_and_gradients_equal_the_formula(example, sizes):  # FLEX-02, FLEX-03, FLEX-04
+def test_score_and_gradients_equal_the_formula(example, sizes):
     values = torch.randn(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, dtype=torch.float64, generator=sizes.generator()).requires_grad_()
     ours, plain = (example.captures(sizes, dtype=torch.float64) for _ in range(2))
     found, wanted = run(example.make(sizes, *ours), values), example.formula(values, sizes, *plain)
@@ -63,7 +63,7 @@ def test_truth_values_are_refused():
 
 
 @pytest.mark.parametrize("make", [scores.softcap, scores.temperature])
-def test_new_numbers_are_the_same_variant(make):  # FLEX-10
+def test_new_numbers_are_the_same_variant(make):
     assert bind(make(31.0), None, CPU).variant == bind(make(7.5), None, CPU).variant
 
 

@@ -107,12 +107,12 @@ CALLS = {
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", CALLS)
-def test_one_graph(name, backend):  # SDPA-21 FLEX-13
+def test_one_graph(name, backend):
     function, more = CALLS[name]
     compare(function, *qkv(), *more, backend=backend)
 
 
-def test_inductor():  # SDPA-21 FLEX-13
+def test_inductor():
     def layer(x, w, slopes):
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (x @ w).chunk(3, -1))
         out = foci.attention(q, k, v, mask=foci.masks.causal(), score=lambda s, b, h, i, j: s + slopes[h] * (i - j))
@@ -143,12 +143,12 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_dynamic_lengths_compile_once(name):  # SDPA-21 FLEX-10 FLEX-13
+def test_dynamic_lengths_compile_once(name):
     lengths = [(16, 20), (17, 31), (5, 64), (40, 40), (130, 257)]
     assert recompiled(DYNAMIC[name], [qkv(*n) for n in lengths], dynamic=True) == 0
 
 
-def test_dynamic_lengths_backward_and_inductor():  # FLEX-13
+def test_dynamic_lengths_backward_and_inductor():
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(DYNAMIC["function"], fullgraph=True, backend=counter, dynamic=True)
     frames = []
@@ -160,7 +160,7 @@ def test_dynamic_lengths_backward_and_inductor():  # FLEX-13
     assert frames[0] == frames[1]
 
 
-def test_changed_closures_are_seen():  # FLEX-09
+def test_changed_closures_are_seen():
     def attend(q, k, v, window, factor):
         return foci.attention(q, k, v, mask=lambda b, h, i, j: i - j < window, score=lambda s, b, h, i, j: s * factor)
 
@@ -171,7 +171,7 @@ def test_changed_closures_are_seen():  # FLEX-09
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_dropout(backend):  # SDPA-08 SDPA-21
+def test_dropout(backend):
     q, k, v = qkv()
     function = lambda q, k, v: foci.attention(q, k, v, dropout_p=0.5)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
@@ -185,7 +185,7 @@ def test_dropout(backend):  # SDPA-08 SDPA-21
     same(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)))
 
 
-def test_switches():  # SDPA-15 SDPA-21
+def test_switches():
     q, k, v = qkv()
 
     def ran(function):
@@ -214,7 +214,7 @@ def nested_call(x, offsets):
     return foci.attention(q, q, q, mask=foci.masks.causal(), score=foci.scores.alibi(4)).transpose(1, 2).values()
 
 
-def test_jagged():  # JAG-01 SDPA-21
+def test_jagged():
     x, offsets = rand(12, 4, 8).requires_grad_(), torch.tensor([0, 3, 3, 12])
     compare(nested_call, x, offsets)
     compare(lambda x, cu: foci.varlen_attn(x, x, x, cu, cu, 9, 9, window_size=(-1, 0)), x, offsets)
@@ -226,7 +226,7 @@ def test_jagged():  # JAG-01 SDPA-21
     same(torch.autograd.grad(out.values().square().sum(), x), torch.autograd.grad(want.values().square().sum(), x))
 
 
-def test_autocast():  # SDPA-17 SDPA-21
+def test_autocast():
     q, k, v = qkv()
     compiled = torch.compile(lambda q, k, v: foci.scaled_dot_product_attention(q, k, v), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -254,7 +254,7 @@ class Plain(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("module", [Learned, Plain])
-def test_export(module, strict):  # SDPA-21
+def test_export(module, strict):
     model, args = module(), tuple(t.detach() for t in qkv())
     q_len, kv_len = torch.export.Dim("q_len"), torch.export.Dim("kv_len")
     program = torch.export.export(model, args, dynamic_shapes={"q": {2: q_len}, "k": {2: kv_len}, "v": {2: kv_len}}, strict=strict)
@@ -322,11 +322,11 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms(name):  # SDPA-21 SDPA-22
+def test_transforms(name):
     same(TRANSFORMS[name](attend), TRANSFORMS[name](formula), atol=1e-8, rtol=1e-8)
 
 
-def test_vmap_of_entry_points():  # SDPA-21
+def test_vmap_of_entry_points():
     q, k, v, _ = many()
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
     same(vmap(foci.scaled_dot_product_attention)(q, k, v), F.scaled_dot_product_attention(q, k, v))
@@ -338,14 +338,14 @@ def test_vmap_of_entry_points():  # SDPA-21
     same((out[:, 0], lse[:, 0]), one)
 
 
-def test_vmap_that_reads_the_batch_index():  # SDPA-21 FLEX-03
+def test_vmap_that_reads_the_batch_index():
     q = many()[0]
     table = rand(1, dtype=D)
     function = lambda q: foci.attention(q, q, q, score=lambda s, b, h, i, j: s * table[b] + b)
     same(vmap(function)(q), torch.stack([function(one) for one in q]))
 
 
-def test_vmap_of_dropout():  # SDPA-08 SDPA-21
+def test_vmap_of_dropout():
     q = many()[0]
     function = lambda q: foci.attention(q, q, q, dropout_p=0.5)
     different = vmap(function, randomness="different")(q[:1].expand(4, -1, -1, -1, -1))
@@ -355,7 +355,7 @@ def test_vmap_of_dropout():  # SDPA-08 SDPA-21
         vmap(function)(q)
 
 
-def test_transforms_inside_compiled_functions():  # SDPA-21
+def test_transforms_inside_compiled_functions():
     args = small()
     same(
         torch.compile(grad(loss(attend), ALL), fullgraph=True, backend="aot_eager")(*args),
@@ -393,24 +393,24 @@ GRADCHECKS = {
 
 
 @pytest.mark.parametrize("name", GRADCHECKS)
-def test_forward_mode(name):  # SDPA-20 SDPA-22
+def test_forward_mode(name):
     function, make = GRADCHECKS[name]
     assert torch.autograd.gradcheck(function, make(), check_forward_ad=True)
 
 
 @pytest.mark.parametrize("name", GRADCHECKS)
-def test_double_backward(name):  # SDPA-22
+def test_double_backward(name):
     function, make = GRADCHECKS[name]
     assert torch.autograd.gradgradcheck(function, make())
 
 
-def test_batched_gradients():  # SDPA-21 SDPA-22
+def test_batched_gradients():
     args = tracked(small())
     assert torch.autograd.gradcheck(attend, args, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(attend, args, check_fwd_over_rev=True)
 
 
-def test_derivatives_of_dropout():  # SDPA-08 SDPA-22
+def test_derivatives_of_dropout():
     def seeded(q):
         torch.manual_seed(1)
         return foci.attention(q, q, q, dropout_p=0.4)
@@ -420,14 +420,14 @@ def test_derivatives_of_dropout():  # SDPA-08 SDPA-22
     assert torch.autograd.gradgradcheck(seeded, (q,))
 
 
-def test_double_backward_through_a_block_mask():  # SDPA-22 FLEX-06
+def test_double_backward_through_a_block_mask():
     mask = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 4, device="cpu", BLOCK_SIZE=2)
     assert torch.autograd.gradgradcheck(lambda q, k, v: foci.flex_attention(q, k, v, block_mask=mask), tracked(small()[:3]))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_checkpointing(reentrant, compiled):  # SDPA-08 SDPA-21
+def test_checkpointing(reentrant, compiled):
     if compiled and reentrant:
         pytest.skip("torch.compile takes checkpoints with use_reentrant=False")
     function = lambda q: foci.attention(q, q, q, dropout_p=0.5, score=lambda s, b, h, i, j: s + SLOPES.detach()[h])
@@ -460,7 +460,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck(name):  # SDPA-21
+def test_opcheck(name):
     recorded = []
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):

@@ -165,17 +165,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_message(name):  # SDPA-09 SDPA-15 FLEX-02
+def test_message(name):
     call, kind, message = CASES[name]
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_there_are_enough():  # SDPA-15
+def test_there_are_enough():
     assert len(CASES) >= 45
 
 
-def test_state_survives_errors():  # SDPA-15
+def test_state_survives_errors():
     for name in ("python if", "no backend", "unknown backend"):
         call, kind, _ = CASES[name]
         with pytest.raises(kind):

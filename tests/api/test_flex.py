@@ -101,7 +101,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_score_functions(name):  # FLEX-01 FLEX-02 FLEX-04 FLEX-08
+def test_score_functions(name):
     for backend in BACKENDS:
         check(SCORES[name], backend=backend)
 
@@ -138,7 +138,7 @@ CAPTURES = {
 
 
 @pytest.mark.parametrize("name", CAPTURES)
-def test_captured_tensors(name):  # FLEX-03 FLEX-04
+def test_captured_tensors(name):
     function, captures = CAPTURES[name]
     for backend in BACKENDS:
         check(function, captures=captures, backend=backend)
@@ -159,7 +159,7 @@ ROWS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ROWS)
-def test_row_reductions(name, backend):  # FLEX-03
+def test_row_reductions(name, backend):
     function, bias = ROWS[name]
     q, k, v = qkv()
     leaves = (q, k, v, KEYS)
@@ -172,7 +172,7 @@ def test_row_reductions(name, backend):  # FLEX-03
         torch.testing.assert_close(got, expected)
 
 
-def test_gradcheck():  # FLEX-04
+def test_gradcheck():
     q, k, v = (rand(1, 2, n, 3, seed=n).requires_grad_() for n in (3, 4, 4))
     table, bias = captured(2), captured(3, 4)
 
@@ -187,7 +187,7 @@ def test_gradcheck():  # FLEX-04
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("maker", ["torch", "foci"])
 @pytest.mark.parametrize("sizes", [(9, 12, 4), (260, 300, 128), (128, 128, 128)], ids=str)
-def test_block_masks(sizes, maker, backend):  # FLEX-01 FLEX-05 FLEX-06
+def test_block_masks(sizes, maker, backend):
     sq, skv, block = sizes
     document = torch.arange(max(sq, skv)) // 5
     function = lambda b, h, q, kv: (q >= kv) & (document[q] == document[kv])
@@ -206,7 +206,7 @@ def test_block_masks(sizes, maker, backend):  # FLEX-01 FLEX-05 FLEX-06
     torch.testing.assert_close(grads, torch.autograd.grad(plain.square().sum(), (q, k, v)))
 
 
-def test_blocks_decide_without_their_function():  # FLEX-06
+def test_blocks_decide_without_their_function():
     counts, which = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     mask = foci.BlockMask.from_kv_blocks(counts, which, BLOCK_SIZE=8)
     q, k, v = qkv(sq=16, skv=16)
@@ -217,7 +217,7 @@ def test_blocks_decide_without_their_function():  # FLEX-06
         torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense))
 
 
-def test_auxiliary_outputs():  # FLEX-01 FLEX-08
+def test_auxiliary_outputs():
     q, k, v = qkv()
     out, aux = foci.flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True, max_scores=True))
     want, want_lse = formula(q, k, v)
@@ -229,13 +229,13 @@ def test_auxiliary_outputs():  # FLEX-01 FLEX-08
 
 
 @pytest.mark.parametrize("kwargs", [{"scale": 0.3}, {"enable_gqa": True}, {"kernel_options": {"BLOCK_M": 64}}], ids=str)
-def test_arguments(kwargs):  # FLEX-01 FLEX-07
+def test_arguments(kwargs):
     tensors = qkv(heads=4, kv_heads=2) if "enable_gqa" in kwargs else qkv()
     for backend in BACKENDS:
         check(SCORES["by head"], tensors=tensors, backend=backend, **kwargs)
 
 
-def test_key_and_value_of_one_batch_entry():  # FLEX-07
+def test_key_and_value_of_one_batch_entry():
     q, (_, k, v) = qkv()[0], qkv(batch=1)
     leaves = (q, k, v)
     out, want = foci.flex_attention(*leaves, score_mod=SCORES["by head"]), formula(q, k, v, SCORES["by head"])[0]
@@ -243,7 +243,7 @@ def test_key_and_value_of_one_batch_entry():  # FLEX-07
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves))
 
 
-def test_hidden_captures():  # FLEX-03 FLEX-09
+def test_hidden_captures():
     class Bias:
         def __init__(self, table):
             self.table = table
@@ -269,7 +269,7 @@ def test_hidden_captures():  # FLEX-03 FLEX-09
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_changed_closures_are_never_stale(backend):  # FLEX-09
+def test_changed_closures_are_never_stale(backend):
     q, k, v = qkv()
     state = {"factor": 1.0, "branch": False, "table": HEADS, "window": 3}
 
@@ -314,7 +314,7 @@ def caches():
     }
 
 
-def test_a_thousand_lengths():  # FLEX-10
+def test_a_thousand_lengths():
     draw = random.Random(0)
 
     def call():
@@ -336,7 +336,7 @@ def test_a_thousand_lengths():  # FLEX-10
     assert len(execution._decisions) <= decisions + 60
 
 
-def test_dropout():  # FLEX-11
+def test_dropout():
     q, k, v = qkv()
     found = []
     for backend in BACKENDS:
@@ -348,7 +348,7 @@ def test_dropout():  # FLEX-11
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_types(dtype):  # FLEX-07
+def test_half_types(dtype):
     exact = qkv(sq=33, skv=40)
     tensors = [t.detach().to(dtype) for t in exact]
     want = torch_flex(*[t.double() for t in tensors], score_mod=SCORES["alibi"])

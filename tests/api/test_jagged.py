@@ -63,7 +63,7 @@ def check(q_lengths, kv_lengths, *, heads=(4, 4), dims=(8, 8), backend="blocked"
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [(3, 5, 1), (4,), (0, 3, 0, 7, 0), (1, 1, 1), (300, 40)], ids=str)
-def test_plain(lengths, backend):  # JAG-01 JAG-03 JAG-05 JAG-08
+def test_plain(lengths, backend):
     check(lengths, lengths, backend=backend)
 
 
@@ -85,12 +85,12 @@ VARIANTS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [((3, 5, 1), (3, 5, 1)), ((3, 0, 2), (4, 6, 0)), ((2, 9), (7, 3))], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(name, lengths, backend):  # JAG-03 JAG-04 JAG-05
+def test_variants(name, lengths, backend):
     check(*lengths, backend=backend, **VARIANTS[name])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_functions_of_the_sequence(backend):  # JAG-03 JAG-04
+def test_functions_of_the_sequence(backend):
     table = rand(3)
     check(
         (3, 5, 2), (4, 1, 6), backend=backend, score=lambda s, b, h, q, kv: s * table[b] + b,
@@ -100,17 +100,17 @@ def test_functions_of_the_sequence(backend):  # JAG-03 JAG-04
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3)], ids=str)
-def test_grouped_heads(heads, backend):  # JAG-04
+def test_grouped_heads(heads, backend):
     check((3, 5, 1), (4, 2, 6), heads=heads, backend=backend, mask=foci.masks.causal())
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (7, 5), (3, 16), (33, 9)], ids=str)
-def test_head_dims(dims):  # JAG-06
+def test_head_dims(dims):
     check((3, 5, 1), (3, 5, 1), dims=dims)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_captured_tensors(backend):  # JAG-04
+def test_gradients_of_captured_tensors(backend):
     lengths = (3, 0, 5)
     _, q = nested(lengths, 4, 8)
     slopes, bias = rand(4).requires_grad_(), rand(3, 4, 5, 5).requires_grad_()
@@ -127,7 +127,7 @@ def test_gradients_of_captured_tensors(backend):  # JAG-04
     torch.testing.assert_close(got, torch.autograd.grad(loss, (slopes, bias)))
 
 
-def test_gradcheck():  # JAG-04
+def test_gradcheck():
     offsets = torch.tensor([0, 2, 2, 5])
 
     def attend(q, k, v, slopes):
@@ -148,7 +148,7 @@ def test_gradcheck():  # JAG-04
     assert torch.autograd.gradcheck(attend, (*inputs, rand(2).requires_grad_()))
 
 
-def test_dropout_is_that_of_the_dense_call():  # JAG-04
+def test_dropout_is_that_of_the_dense_call():
     lengths = (6, 6)
     values, q = nested(lengths, 4, 8)
     dense = torch.cat(pieces(values, lengths))
@@ -164,7 +164,7 @@ def test_dropout_is_that_of_the_dense_call():  # JAG-04
 
 
 @pytest.mark.parametrize("entry", ["sdpa", "flex", "attention"])
-def test_every_entry_point(entry):  # JAG-01
+def test_every_entry_point(entry):
     lengths = (3, 5)
     values, q = nested(lengths, 4, 8)
     if entry == "sdpa":
@@ -179,14 +179,14 @@ def test_every_entry_point(entry):  # JAG-01
 
 
 @pytest.mark.parametrize("mask", [foci.causal_upper_left(4, 4), foci.causal_lower_right(4, 4)])
-def test_causal_values(mask):  # JAG-04 SDPA-05
+def test_causal_values(mask):
     values, q = nested((3, 5), 4, 8)
     out = foci.scaled_dot_product_attention(q, q, q, mask)
     for got, part in zip(out.unbind(), pieces(values, (3, 5)), strict=True):
         torch.testing.assert_close(got[None], F.scaled_dot_product_attention(part, part, part, is_causal=True))
 
 
-def test_results_compute_with_the_query():  # JAG-08
+def test_results_compute_with_the_query():
     _, q = nested((3, 5, 1), 4, 8)
     out = foci.attention(q, q, q)
     total = out + q  # the same ragged length
@@ -196,7 +196,7 @@ def test_results_compute_with_the_query():  # JAG-08
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dense_query(backend):  # JAG-05
+def test_dense_query(backend):
     lengths = (3, 1, 6)
     q = rand(3, 4, 5, 8).requires_grad_()
     values, k = nested(lengths, 4, 8)
@@ -209,7 +209,7 @@ def test_dense_query(backend):  # JAG-05
     torch.testing.assert_close(torch.autograd.grad(out, (q, values), weights), torch.autograd.grad(want, (q, values), weights))
 
 
-def test_nested_query_of_dense_keys():  # JAG-05
+def test_nested_query_of_dense_keys():
     lengths = (3, 0, 6)
     values, q = nested(lengths, 4, 8)
     k = rand(1, 4, 5, 8).requires_grad_()
@@ -221,7 +221,7 @@ def test_nested_query_of_dense_keys():  # JAG-05
 
 
 @pytest.mark.parametrize("which", ["query heads", "key heads", "value heads", "key and value batch", "query batch"])
-def test_broadcast_heads_and_batch(which):  # JAG-05
+def test_broadcast_heads_and_batch(which):
     lengths, heads = [[3, 2, 6]] * 3, [4, 4, 4]
     for n, name in enumerate(("query", "key", "value")):
         if name in which and "heads" in which:
@@ -241,7 +241,7 @@ def test_broadcast_heads_and_batch(which):  # JAG-05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_narrowed(backend):  # JAG-06
+def test_narrowed(backend):
     base = rand(3, 9, 4, 8).requires_grad_()
     starts, lengths = torch.tensor([0, 2, 1]), torch.tensor([3, 5, 0])
     njt = torch.nested.narrow(base, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
@@ -258,7 +258,7 @@ def test_narrowed(backend):  # JAG-06
     torch.testing.assert_close(torch.autograd.grad(loss, base), torch.autograd.grad(want, base))
 
 
-def test_one_sequence_per_head_without_a_head_dim():  # JAG-01 JAG-03
+def test_one_sequence_per_head_without_a_head_dim():
     lengths = (3, 0, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     values = rand(9, 8).requires_grad_()
@@ -270,7 +270,7 @@ def test_one_sequence_per_head_without_a_head_dim():  # JAG-01 JAG-03
     torch.testing.assert_close(torch.autograd.grad(out.values().sum(), values), torch.autograd.grad(want.sum(), values))
 
 
-def test_contiguous_heads_first():  # JAG-06
+def test_contiguous_heads_first():
     parts = [rand(4, n, 8, seed=n) for n in (3, 5)]
     values = torch.cat(parts, 1).requires_grad_()
     njt = torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor([0, 3, 8]), jagged_dim=2)
@@ -280,7 +280,7 @@ def test_contiguous_heads_first():  # JAG-06
 
 
 @pytest.mark.parametrize("rest", [(4, 8), (2, 4, 8)], ids=str)
-def test_ragged_before_the_length(rest):  # JAG-07
+def test_ragged_before_the_length(rest):
     offsets = torch.tensor([0, 3, 3, 7])
     packed = [rand(7, *rest, seed=n).requires_grad_() for n in range(3)]
     q, k, v = (torch.nested.nested_tensor_from_jagged(t, offsets=offsets) for t in packed)
@@ -297,7 +297,7 @@ def test_ragged_before_the_length(rest):  # JAG-07
     assert foci.explain(q, k, v).backend is not None
 
 
-def test_sink():  # JAG-04 SDPA-19
+def test_sink():
     lengths = (3, 0, 5)
     values, q = nested(lengths, 4, 8)
     sink = rand(4).requires_grad_()
@@ -333,7 +333,7 @@ def window(left, right):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("size", [(-1, -1), (-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1)], ids=str)
-def test_varlen(size, dtype, backend):  # JAG-01
+def test_varlen(size, dtype, backend):
     q_lengths, kv_lengths = (3, 0, 7, 1), (5, 2, 7, 4)
     cu_q, cu_kv = (torch.tensor([0, *ls]).cumsum(0).to(dtype) for ls in (q_lengths, kv_lengths))
     q, k, v = (rand(n, 4, 8, seed=n).requires_grad_() for n in (11, 18, 18))
@@ -346,7 +346,7 @@ def test_varlen(size, dtype, backend):  # JAG-01
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), weights), torch.autograd.grad(want, (q, k, v), weights))
 
 
-def test_varlen_has_torchs_signature():  # JAG-01
+def test_varlen_has_torchs_signature():
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
@@ -358,7 +358,7 @@ def test_varlen_has_torchs_signature():  # JAG-01
         assert ours[name].kind == theirs[name].kind and ours[name].default == theirs[name].default, name
 
 
-def test_varlen_of_some_keys():  # JAG-01 JAG-06
+def test_varlen_of_some_keys():
     cu = torch.tensor([0, 4, 9])
     q, k, v = (rand(9, 2, 8, seed=n).requires_grad_() for n in range(3))
     out = foci.varlen_attn(q, k, v, cu, cu, 5, 5, seqused_k=torch.tensor([2, 5]))
@@ -367,7 +367,7 @@ def test_varlen_of_some_keys():  # JAG-01 JAG-06
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v)))
 
 
-def test_varlen_to_the_second_order():  # JAG-01 SDPA-18
+def test_varlen_to_the_second_order():
     cu, table = torch.tensor([0, 3, 7]), rand(2, seed=5).requires_grad_()
     tensors = tuple(rand(7, 2, 3, seed=n).requires_grad_() for n in range(3))
 
@@ -379,7 +379,7 @@ def test_varlen_to_the_second_order():  # JAG-01 SDPA-18
     assert torch.autograd.gradcheck(call, (*tensors, table), check_batched_grad=True)
 
 
-def test_varlen_under_autocast_and_torch_func():  # JAG-01 SDPA-17
+def test_varlen_under_autocast_and_torch_func():
     cu = torch.tensor([0, 3, 7])
     q = rand(7, 2, 8).float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -393,7 +393,7 @@ def test_varlen_under_autocast_and_torch_func():  # JAG-01 SDPA-17
     torch.testing.assert_close(got, want)
 
 
-def test_varlen_takes_functions_and_shared_offsets():  # JAG-01 JAG-04
+def test_varlen_takes_functions_and_shared_offsets():
     cu = torch.tensor([0, 4, 9])
     q = rand(9, 4, 8)
     k = rand(9, 2, 8, seed=1)
@@ -406,7 +406,7 @@ def test_varlen_takes_functions_and_shared_offsets():  # JAG-01 JAG-04
     torch.testing.assert_close(out, torch.cat(want))
 
 
-def test_tokens_outside_every_sequence():  # JAG-06 SDPA-06
+def test_tokens_outside_every_sequence():
     cu = torch.tensor([2, 5, 8])
     q = rand(10, 2, 8).requires_grad_()
     for backend in BACKENDS:
@@ -417,7 +417,7 @@ def test_tokens_outside_every_sequence():  # JAG-06 SDPA-06
         assert not grad[[0, 1, 8, 9]].any() and bool(grad.isfinite().all())
 
 
-def test_no_backend_says_why():  # JAG-09
+def test_no_backend_says_why():
     _, q = nested((3, 5), 2, 8)
     with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="aten .* dense layout") as caught:
         foci.attention(q, q, q)
@@ -466,6 +466,6 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_wrong_nested_tensors(name):  # JAG-02
+def test_wrong_nested_tensors(name):
     with pytest.raises(ValueError, match=MESSAGES[name]):
         foci.scaled_dot_product_attention(*wrong(name))

@@ -1,4 +1,4 @@
-"""Keys and values in pages against the same keys and values in one piece.  # FLEX-14"""
+"""Keys and values in pages against the same keys and values in one piece."""
 
 import functools
 import os
@@ -95,7 +95,7 @@ def test_the_bound_of_lengths_limits_what_is_read():
     assert aux.column_sums.shape[2] == 39
 
 
-def test_dropout_is_that_of_the_row():  # SDPA-08
+def test_dropout_is_that_of_the_row():
     given = inputs(5)
     torch.manual_seed(3)
     found = foci.paged_attention(*given, dropout_p=0.4)
@@ -105,7 +105,7 @@ def test_dropout_is_that_of_the_row():  # SDPA-08
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_under_torch_compile(dynamic):  # SDPA-21
+def test_under_torch_compile(dynamic):
     given = inputs(1)
 
     def decode(query, key, value, table, lengths):
@@ -115,7 +115,7 @@ def test_under_torch_compile(dynamic):  # SDPA-21
     torch.testing.assert_close(compiled(*given), decode(*given))
 
 
-def test_passes_opcheck():  # SDPA-21
+def test_passes_opcheck():
     from foci.operator.arguments import flatten
     from foci.prepare import Extras, prepare
     from foci.problem import Outputs
@@ -147,6 +147,6 @@ def test_bad_arguments_are_named(changes, error, words):
         foci.paged_attention(**(given | changes))
 
 
-def test_aten_declines():  # SDPA-15
+def test_aten_declines():
     with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="dense layout"):
         foci.paged_attention(*inputs(1))

@@ -60,7 +60,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_every_problem_is_planned_or_explained(name, target):  # SDPA-15
+def test_every_problem_is_planned_or_explained(name, target):
     decision = choose(PROBLEMS[name], TARGETS[target])
     assert [v.backend for v in decision.verdicts] == list(foci.backends.names())
     for verdict in decision.verdicts:
@@ -77,18 +77,18 @@ def test_every_problem_is_planned_or_explained(name, target):  # SDPA-15
 
 
 @pytest.mark.parametrize("target", ["cpu", "elsewhere"])
-def test_plain_torch_takes_what_native_kernels_do_not(target):  # SDPA-15
+def test_plain_torch_takes_what_native_kernels_do_not(target):
     assert choose(PROBLEMS["softcap"], TARGETS[target]).plan.backend in ("blocked", "reference")
     assert choose(PROBLEMS["softcap"], TARGETS[target], ["reference"]).plan.backend == "reference"
 
 
-def test_reference_only_for_small_problems():  # SDPA-15 FLEX-10
+def test_reference_only_for_small_problems():
     for target in TARGETS.values():
         for name in ("softcap", "softcap training", "jagged", "dropout"):
             assert choose(PROBLEMS[name], target).plan.backend != "reference", (name, target)
 
 
-def test_restricted_choice():  # SDPA-15
+def test_restricted_choice():
     decision = choose(PROBLEMS["softcap"], TARGETS["sm_90"], ("aten",))
     assert decision.plan is None
     reasons = {r.backend: r.reason for r in decision.rejections}
@@ -108,7 +108,7 @@ layout=dense;outputs=lse,column_sums;dropout=1;blocks=64x128
 captures \n"""
 
 
-def test_text_of_a_plan():  # FLEX-10
+def test_text_of_a_plan():
     formula = Formula(CAUSAL, Layout.DENSE, Outputs(lse=True, column_sums=True), True, (64, 128))
     sizes = {"head_dim": 64, "value_dim": 64, "q_heads": 8, "kv_heads": 8, "batch": 4, "q_len": 1024, "kv_len": 1024}
     asked = Problem(formula, torch.bfloat16, **sizes, query_grad=True, key_grad=True, value_grad=True)
@@ -148,7 +148,7 @@ for target in (Target("cuda", 90, frozenset({"triton"})), Target("cpu", 0, froze
 """
 
 
-def test_plans_are_the_same_in_every_process():  # FLEX-10
+def test_plans_are_the_same_in_every_process():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     runs = [
         subprocess.run(
@@ -189,7 +189,7 @@ def numbers(draw, depth=3):
     score=numbers(), pair=st.tuples(numbers(depth=2), numbers(depth=2)), layout=st.sampled_from(Layout), outputs=st.builds(Outputs, *[st.booleans()] * 4),
     dropout=st.booleans(), block=st.none() | st.tuples(st.integers(1, 512), st.integers(1, 512)),
 )  # fmt: skip
-def test_formulas_read_back(score, pair, layout, outputs, dropout, block):  # FLEX-10 SDPA-21
+def test_formulas_read_back(score, pair, layout, outputs, dropout, block):
     zero = lambda b, h, q, kv: (0.5 * b, b, h, q, kv)
     mask = lambda *at: pair[0](*zero(*at)) <= pair[1](*zero(*at))
     formula = Formula(variant_of(score, mask), layout, outputs, dropout, block)
@@ -202,7 +202,7 @@ def test_formulas_read_back(score, pair, layout, outputs, dropout, block):  # FL
 # What people read --------------------------------------------------------------------------------------------------
 
 
-def test_explanation():  # SDPA-15
+def test_explanation():
     q = torch.randn(2, 8, 100, 64)
     k = torch.randn(2, 2, 300, 64)
     explanation = foci.explain(q, k, k, mask=foci.masks.window(16), score=foci.scores.softcap(30.0))
@@ -219,7 +219,7 @@ def test_explanation():  # SDPA-15
     assert nothing.backend is None and "chosen" not in str(nothing)
 
 
-def test_explain_agrees_with_observe():  # SDPA-15
+def test_explain_agrees_with_observe():
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     with foci.use("aten", "blocked", "reference"):
         for kwargs in ({}, {"mask": foci.masks.causal()}, {"score": foci.scores.alibi(2)}, {"dropout_p": 0.1}, {"sink": torch.zeros(2)}):
@@ -231,7 +231,7 @@ def test_explain_agrees_with_observe():  # SDPA-15
             assert log.calls[0].rejections == explanation.decision.rejections
 
 
-def test_logs_close_after_errors():  # SDPA-15
+def test_logs_close_after_errors():
     with pytest.raises(ZeroDivisionError), foci.observe():
         raise ZeroDivisionError
     from foci.context import observers
@@ -244,7 +244,7 @@ def test_logs_close_after_errors():  # SDPA-15
     assert allowed_backends() is None
 
 
-def test_use_belongs_to_a_thread():  # SDPA-15
+def test_use_belongs_to_a_thread():
     import threading
 
     from foci.context import allowed_backends
@@ -260,7 +260,7 @@ def test_use_belongs_to_a_thread():  # SDPA-15
     assert seen == [None]
 
 
-def test_this_machine():  # SDPA-15
+def test_this_machine():
     target = target_of(CPU)
     assert target.device == "cpu" and target.arch == 0 and target.features
     assert target_of(torch.device("meta")) == Target("meta")
@@ -279,7 +279,7 @@ class Fast:
         return foci.backends.load("reference").compile(plan)
 
 
-def test_registered_backends_come_first():  # SDPA-18
+def test_registered_backends_come_first():
     q = torch.randn(1, 2, 16, 8)
     before = foci.explain(q, q, q).backend
     foci.attention(q, q, q)  # a decision is cached

@@ -70,14 +70,14 @@ SHAPES = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_dims_and_broadcasting(shapes, backend):  # SDPA-01 SDPA-02
+def test_dims_and_broadcasting(shapes, backend):
     check(*(rand(*s, seed=n) for n, s in enumerate(shapes)), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 9), (9, 5), (1, 6), (6, 1), (300, 260)], ids=str)
-def test_lengths_and_causal(lengths, is_causal, dtype):  # SDPA-01 SDPA-05
+def test_lengths_and_causal(lengths, is_causal, dtype):
     q, kv = lengths
     check(
         rand(1, 2, q, 8, dtype=dtype), rand(1, 2, kv, 8, dtype=dtype, seed=1), rand(1, 2, kv, 8, dtype=dtype, seed=2), is_causal=is_causal
@@ -110,7 +110,7 @@ MASK_SHAPES = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["bool", "float", "grad"])
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_masks(shape, kind, backend):  # SDPA-03 SDPA-04
+def test_masks(shape, kind, backend):
     mask = bool_mask(*shape) if kind == "bool" else rand(*shape, seed=5)
     if kind == "grad":
         mask.requires_grad_()
@@ -124,7 +124,7 @@ def test_masks(shape, kind, backend):  # SDPA-03 SDPA-04
      ((2, 2, 3), (2, 3, 5, 7)), ((2, 2, 3), (3, 1, 7)), ((2, 4, 3), (4, 1, 5, 7))],
     ids=str,
 )  # fmt: skip
-def test_masks_of_other_ranks(lead, shape, kind):  # SDPA-02 SDPA-03
+def test_masks_of_other_ranks(lead, shape, kind):
     mask = bool_mask(*shape) if kind == "bool" else rand(*shape, seed=5).requires_grad_(kind == "grad")
     check(rand(*lead, 5, 8), rand(*lead, 7, 8, seed=1), rand(*lead, 7, 8, seed=2), mask)
 
@@ -143,18 +143,18 @@ def test_masks_of_other_ranks(lead, shape, kind):  # SDPA-02 SDPA-03
         lambda: rand(2, 3, 5, 20)[..., 3:10],
     ],
 )
-def test_strided_and_expanded_masks(make, backend):  # SDPA-03
+def test_strided_and_expanded_masks(make, backend):
     check(rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), make(), backend=backend)
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 15, 17, 131])
-def test_mask_of_any_length(length):  # SDPA-03
+def test_mask_of_any_length(length):
     check(rand(2, 2, 9, 8), rand(2, 2, length, 8, seed=1), rand(2, 2, length, 8, seed=2), rand(9, length).requires_grad_())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)], ids=str)
-def test_only_the_mask_requires_grad(shape, backend):  # SDPA-04
+def test_only_the_mask_requires_grad(shape, backend):
     q, k, v = rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2)
     mask = rand(*shape, seed=5).requires_grad_()
     with use(backend):
@@ -165,7 +165,7 @@ def test_only_the_mask_requires_grad(shape, backend):  # SDPA-04
     assert torch.equal(grad, again)
 
 
-def test_expanded_mask_that_requires_grad():  # SDPA-03 SDPA-04
+def test_expanded_mask_that_requires_grad():
     q, k, v = rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2)
     bias = rand(3, 1, 7).requires_grad_()
     _, grads = gradients(lambda b: foci.scaled_dot_product_attention(q, k, v, b.expand(2, 3, 5, 7)), [bias])
@@ -179,7 +179,7 @@ LENGTHS = [(4, 4), (4, 9), (9, 4)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
-def test_causal_values(corner, lengths, backend):  # SDPA-05
+def test_causal_values(corner, lengths, backend):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of NaN; here such rows are zero
         theirs = getattr(torch_bias, f"causal_{corner}")(*lengths)
@@ -196,7 +196,7 @@ def test_causal_values(corner, lengths, backend):  # SDPA-05
     )
 
 
-def test_causal_values_never_become_matrices():  # SDPA-05
+def test_causal_values_never_become_matrices():
     q = torch.randn(1, 1, 4, 8)
     k = torch.randn(1, 1, 4096, 8)
     for mask in (foci.causal_lower_right(4, 4096), torch_bias.causal_lower_right(4, 4096)):
@@ -209,31 +209,31 @@ def test_causal_values_never_become_matrices():  # SDPA-05
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3), (4, 4)], ids=str)
 @pytest.mark.parametrize("dims", [3, 4, 5])
-def test_grouped_heads(dims, heads, backend):  # SDPA-11
+def test_grouped_heads(dims, heads, backend):
     lead = {3: (), 4: (2,), 5: (2, 2)}[dims]
     check(
         rand(*lead, heads[0], 5, 8), rand(*lead, heads[1], 7, 8, seed=1), rand(*lead, heads[1], 7, 4, seed=2), backend=backend, is_causal=True, enable_gqa=True,
     )  # fmt: skip
 
 
-def test_grouped_heads_differ_for_key_and_value():  # SDPA-01 SDPA-11
+def test_grouped_heads_differ_for_key_and_value():
     check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 2, 7, 8, seed=2), enable_gqa=True)
     check(rand(2, 6, 5, 8), rand(2, 1, 7, 8, seed=1), rand(2, 6, 7, 8, seed=2), enable_gqa=True)
 
 
-def test_grouped_heads_with_a_mask():  # SDPA-04 SDPA-11
+def test_grouped_heads_with_a_mask():
     check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), rand(2, 6, 5, 7).requires_grad_(), enable_gqa=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [None, 1.0, 0.3, -0.7, 1e-8, 1e4, -1e4, 0.0, 2])
-def test_scale(scale, backend):  # SDPA-07
+def test_scale(scale, backend):
     check(rand(1, 2, 5, 8), rand(1, 2, 7, 8, seed=1), rand(1, 2, 7, 8, seed=2), backend=backend, scale=scale)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("widths", [(1, 1), (3, 5), (7, 1), (1, 9), (33, 64), (129, 17), (512, 257)], ids=str)
-def test_head_dims(widths, backend):  # SDPA-10
+def test_head_dims(widths, backend):
     check(rand(1, 2, 5, widths[0]), rand(1, 2, 7, widths[0], seed=1), rand(1, 2, 7, widths[1], seed=2), backend=backend)
 
 
@@ -259,7 +259,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", STRIDES)
-def test_strides(name, backend):  # SDPA-12
+def test_strides(name, backend):
     tensors = STRIDES[name]()
     with use(backend):
         check(*tensors, backend=backend)
@@ -268,7 +268,7 @@ def test_strides(name, backend):  # SDPA-12
         torch.testing.assert_close(foci.scaled_dot_product_attention(*tensors), math_path(*tensors))
 
 
-def test_gradient_of_a_packed_projection():  # SDPA-12
+def test_gradient_of_a_packed_projection():
     x = rand(2, 6, 96).requires_grad_()
 
     def attend(function):
@@ -285,7 +285,7 @@ def test_gradient_of_a_packed_projection():  # SDPA-12
     ids=str,
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_empty_sizes(sizes, is_causal, backend):  # SDPA-13
+def test_empty_sizes(sizes, is_causal, backend):
     b, h, sq, skv, d, dv = sizes
     q, k, v = (t.requires_grad_() for t in (rand(b, h, sq, d), rand(b, h, skv, d), rand(b, h, skv, dv)))
     with use(backend):
@@ -304,7 +304,7 @@ def test_empty_sizes(sizes, is_causal, backend):  # SDPA-13
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_rows_without_keys(kind, backend):  # SDPA-06
+def test_rows_without_keys(kind, backend):
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[1] = mask[4] = False
     given = mask if kind == "bool" else torch.zeros(5, 7).double().masked_fill(~mask, -torch.inf).requires_grad_()
@@ -331,7 +331,7 @@ def test_rows_without_keys(kind, backend):  # SDPA-06
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_everything_masked(backend):  # SDPA-06
+def test_everything_masked(backend):
     q, k, v = (t.requires_grad_() for t in (rand(2, 3, 5, 8), rand(2, 3, 7, 8), rand(2, 3, 7, 8)))
     with use(backend):
         out = foci.scaled_dot_product_attention(q, k, v, torch.zeros(5, 7, dtype=torch.bool))
@@ -340,7 +340,7 @@ def test_everything_masked(backend):  # SDPA-06
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_extreme_values(backend):  # SDPA-14
+def test_extreme_values(backend):
     q = torch.full((1, 1, 8, 64), 133120.0, dtype=torch.bfloat16, requires_grad=True)
     v = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
     with use(backend):
@@ -352,7 +352,7 @@ def test_extreme_values(backend):  # SDPA-14
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes(dtype, backend):  # SDPA-09 SDPA-20
+def test_dtypes(dtype, backend):
     exact = [rand(2, 4, n, 16, seed=n) for n in (33, 40, 40)]
     q, k, v = (t.to(dtype).requires_grad_() for t in exact)
     floor = torch.finfo(dtype).eps
@@ -384,7 +384,7 @@ def test_dtypes(dtype, backend):  # SDPA-09 SDPA-20
     ],
     ids=str,
 )
-def test_mixed_dtypes_are_refused(dtypes):  # SDPA-09
+def test_mixed_dtypes_are_refused(dtypes):
     tensors = [torch.randn(1, 2, 4, 8).to(d) for d in dtypes]
     names = ".*".join(f"{n} {str(d).removeprefix('torch.')}" for n, d in zip(("query", "key", "value"), dtypes, strict=True))
     with pytest.raises(ValueError, match=f"one dtype; got {names}"):
@@ -393,7 +393,7 @@ def test_mixed_dtypes_are_refused(dtypes):  # SDPA-09
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_repeatable_gradients(strict, backend):  # SDPA-16
+def test_repeatable_gradients(strict, backend):
     q, k, v = (torch.randn(2, 4, 65, 16, requires_grad=True) for _ in range(3))
     bias = torch.randn(4, 1, 65, requires_grad=True)
 
@@ -413,7 +413,7 @@ def test_repeatable_gradients(strict, backend):  # SDPA-16
 # Dropout -----------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_is_a_function_of_seed_and_position():  # SDPA-08
+def test_dropout_is_a_function_of_seed_and_position():
     q, k, v = (rand(2, 4, 70, 8, seed=n).requires_grad_() for n in range(3))
     found = []
     for backend in ("reference", "blocked", None):
@@ -426,7 +426,7 @@ def test_dropout_is_a_function_of_seed_and_position():  # SDPA-08
             torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 
-def test_dropout_mask_can_be_rebuilt():  # SDPA-08
+def test_dropout_mask_can_be_rebuilt():
     from foci.dropout import keep
 
     q, k, v = (rand(2, 4, 9, 8, seed=n) for n in range(3))
@@ -441,7 +441,7 @@ def test_dropout_mask_can_be_rebuilt():  # SDPA-08
     torch.testing.assert_close(out, weights @ v)
 
 
-def test_dropout_seeds():  # SDPA-08
+def test_dropout_seeds():
     q = rand(1, 2, 16, 8)
     torch.manual_seed(0)
     first, second = (foci.scaled_dot_product_attention(q, q, q, dropout_p=0.5) for _ in range(2))
@@ -450,7 +450,7 @@ def test_dropout_seeds():  # SDPA-08
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
-def test_dropout_of_nothing_and_of_everything():  # SDPA-08
+def test_dropout_of_nothing_and_of_everything():
     q, k, v = (rand(1, 2, 16, 8, seed=n).requires_grad_() for n in range(3))
     before = torch.get_rng_state()
     check(q, k, v, dropout_p=0.0)
@@ -461,7 +461,7 @@ def test_dropout_of_nothing_and_of_everything():  # SDPA-08
     assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
 
 
-def test_dropout_keeps_the_mean():  # SDPA-08
+def test_dropout_keeps_the_mean():
     ones = torch.ones(4, 8, 128, 1)
     q = torch.randn(4, 8, 128, 4)
     out = foci.scaled_dot_product_attention(q, q, ones, dropout_p=0.25)
@@ -469,7 +469,7 @@ def test_dropout_keeps_the_mean():  # SDPA-08
     assert out.std() > 0.01
 
 
-def test_dropout_leaves_auxiliary_outputs_alone():  # SDPA-08 SDPA-19
+def test_dropout_leaves_auxiliary_outputs_alone():
     q = rand(1, 2, 16, 8)
     asked = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
     _, without = foci.attention(q, q, q, return_aux=asked)
@@ -482,7 +482,7 @@ def test_dropout_leaves_auxiliary_outputs_alone():  # SDPA-08 SDPA-19
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_auxiliary_outputs(backend):  # SDPA-19
+def test_auxiliary_outputs(backend):
     q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
     scores = q @ k.mT / math.sqrt(8)
     weights = scores.softmax(-1)
@@ -500,7 +500,7 @@ def test_auxiliary_outputs(backend):  # SDPA-19
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sink(backend, dtype):  # SDPA-19
+def test_sink(backend, dtype):
     q, k, v = (rand(2, 4, n, 8, seed=n, dtype=dtype).requires_grad_() for n in (9, 12, 12))
     sink = rand(4, dtype=dtype).requires_grad_()
     scores = q @ k.mT / math.sqrt(8)
@@ -514,7 +514,7 @@ def test_sink(backend, dtype):  # SDPA-19
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v, sink), cotangent), torch.autograd.grad(want, (q, k, v, sink), cotangent))
 
 
-def test_sink_with_rows_without_keys():  # SDPA-06 SDPA-19
+def test_sink_with_rows_without_keys():
     q, k, v = (rand(1, 2, 4, 8, seed=n).requires_grad_() for n in range(3))
     sink = rand(2).requires_grad_()
     mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
@@ -528,7 +528,7 @@ def test_sink_with_rows_without_keys():  # SDPA-06 SDPA-19
 # Switches ----------------------------------------------------------------------------------------------------------
 
 
-def test_torch_switches():  # SDPA-15
+def test_torch_switches():
     q = torch.randn(1, 2, 16, 8)
 
     def ran():
@@ -554,7 +554,7 @@ def test_torch_switches():  # SDPA-15
     assert log.calls[0].backend != "reference"
 
 
-def test_global_flags():  # SDPA-15
+def test_global_flags():
     q = torch.randn(1, 2, 16, 8)
     switches = torch.backends.cuda
     kept = (switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.cudnn_sdp_enabled())
@@ -571,7 +571,7 @@ def test_global_flags():  # SDPA-15
         switches.enable_cudnn_sdp(kept[2])
 
 
-def test_observed_calls():  # SDPA-15
+def test_observed_calls():
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     with foci.observe() as outer:
         with foci.observe() as inner:
@@ -587,7 +587,7 @@ def test_observed_calls():  # SDPA-15
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):  # SDPA-17
+def test_autocast(dtype):
     q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
     with torch.autocast("cpu", dtype=dtype):
         out, wanted = foci.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
@@ -601,7 +601,7 @@ def test_autocast(dtype):  # SDPA-17
         assert foci.scaled_dot_product_attention(q, k, v).dtype == torch.float32
 
 
-def test_autocast_with_a_mask():  # SDPA-17
+def test_autocast_with_a_mask():
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     mask = torch.randn(16, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -615,7 +615,7 @@ def test_autocast_with_a_mask():  # SDPA-17
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_batch_entries_and_heads(backend):  # SDPA-13
+def test_many_batch_entries_and_heads(backend):
     q, k, v = (torch.randn(65537, 1, 2, 2, requires_grad=True) for _ in range(3))
     with use(backend):
         out = foci.scaled_dot_product_attention(q, k, v)
@@ -626,7 +626,7 @@ def test_many_batch_entries_and_heads(backend):  # SDPA-13
         torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), v)
 
 
-def test_memory_layout_of_the_result():  # SDPA-12
+def test_memory_layout_of_the_result():
     q = torch.randn(2, 4, 6, 8)
     for backend in BACKENDS:
         with use(backend):
@@ -634,7 +634,7 @@ def test_memory_layout_of_the_result():  # SDPA-12
         assert out.transpose(1, 2).is_contiguous()
 
 
-def test_inputs_are_left_alone():  # SDPA-01
+def test_inputs_are_left_alone():
     tensors = [torch.randn(1, 2, 16, 8) for _ in range(3)]
     mask = torch.randn(16, 16)
     copies = [t.clone() for t in (*tensors, mask)]
@@ -645,7 +645,7 @@ def test_inputs_are_left_alone():  # SDPA-01
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode):  # SDPA-01
+def test_without_gradients(mode):
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     with mode():
         out = foci.scaled_dot_product_attention(q, q, q)
@@ -653,7 +653,7 @@ def test_without_gradients(mode):  # SDPA-01
     torch.testing.assert_close(out, math_path(q, q, q).detach())
 
 
-def test_ordinary_use_warns_of_nothing():  # SDPA-01
+def test_ordinary_use_warns_of_nothing():
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -661,7 +661,7 @@ def test_ordinary_use_warns_of_nothing():  # SDPA-01
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradcheck(backend):  # SDPA-20
+def test_gradcheck(backend):
     q, k, v = (rand(1, 2, n, 3, seed=n).requires_grad_() for n in (3, 4, 4))
     bias = rand(2, 1, 4).requires_grad_()
     with use(backend):
@@ -669,7 +669,7 @@ def test_gradcheck(backend):  # SDPA-20
         assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t, is_causal=True), (q, k, v))
 
 
-def test_a_backend_for_another_device(monkeypatch):  # SDPA-18
+def test_a_backend_for_another_device(monkeypatch):
     from foci.problem import Target
 
     class Elsewhere:
@@ -707,7 +707,7 @@ def test_a_backend_for_another_device(monkeypatch):  # SDPA-18
     assert "elsewhere" not in foci.backends.names()
 
 
-def test_sink_alone():  # SDPA-19
+def test_sink_alone():
     q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
     sink = rand(4).requires_grad_()
     logits = torch.cat([q @ k.mT / math.sqrt(8), sink[None, :, None, None].expand(2, 4, 9, 1)], -1)

@@ -26,7 +26,7 @@ def aligned_right(b, h, q_idx, kv_idx):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
-def test_dense(backend):  # SDPA-19
+def test_dense(backend):
     torch.manual_seed(0)
     query, key, value, bias, sink = draw(B, HQ, SQ, D), draw(B, HKV, SKV, D), draw(B, HKV, SKV, D), draw(HQ, SQ, SKV), draw(HQ)
     rows, columns = torch.arange(SQ)[:, None], torch.arange(SKV)
@@ -67,7 +67,7 @@ def test_blocks_of_the_caller():
     torch.testing.assert_close(found, plain)
 
 
-def test_jagged():  # JAG-04
+def test_jagged():
     torch.manual_seed(0)
     lengths, sink = (7, 0, 20), torch.randn(2)
     pieces = [torch.randn(3, n, 2, 8) for n in lengths]

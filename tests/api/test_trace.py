@@ -140,12 +140,12 @@ GRAPH_ONLY = {"_to_copy", "convert_element_type", "cuda", "alias", "scalar_tenso
 
 
 @pytest.mark.parametrize("name", sorted(USES))
-def test_word(name):  # FLEX-02 FLEX-03
+def test_word(name):
     for function in USES[name] if isinstance(USES[name], list) else [USES[name]]:
         check(function)
 
 
-def test_every_word_is_tested():  # FLEX-02
+def test_every_word_is_tested():
     assert set(USES) | GRAPH_ONLY >= set(WORDS)
     assert set(WORDS) >= GRAPH_ONLY
 
@@ -199,16 +199,16 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_hidden_captures(name):  # FLEX-03
+def test_hidden_captures(name):
     check(HIDDEN[name])
 
 
-def test_one_capture_for_one_tensor():  # FLEX-03 FLEX-10
+def test_one_capture_for_one_tensor():
     bound = bind(lambda s, b, h, q, kv: s + TABLE[q] * TABLE[kv] + TABLE.sum() * 0 + MATRIX[kv, q], None, CPU)
     assert sum(c is TABLE for c in bound.captures) == 1 and sum(c is MATRIX for c in bound.captures) == 1
 
 
-def test_numbers_are_not_part_of_a_variant():  # FLEX-10
+def test_numbers_are_not_part_of_a_variant():
     def make(window, factor):
         return bind(lambda s, b, h, q, kv: s * factor + (q - kv), lambda b, h, q, kv: q - kv < window, CPU)
 
@@ -219,7 +219,7 @@ def test_numbers_are_not_part_of_a_variant():  # FLEX-10
     assert branch(True) is not branch(False) and branch(True) is branch(True)
 
 
-def test_lengths_of_the_sequence():  # FLEX-03
+def test_lengths_of_the_sequence():
     check_values = traced(lambda s, b, h, q, kv: s * 0 + foci.q_len() * 10 + foci.kv_len())
     assert bool((check_values == 46).all())
 
@@ -244,14 +244,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_operation_and_line(name):  # FLEX-02
+def test_refusals_name_operation_and_line(name):
     function, words = REFUSED[name]
     line = function.__code__.co_firstlineno
     with pytest.raises(foci.TraceError, match=rf"test_trace.py:{line}: .*({words})"):
         bind(function, None, CPU)
 
 
-def test_the_line_is_that_of_the_innermost_user_code():  # FLEX-02
+def test_the_line_is_that_of_the_innermost_user_code():
     def inner(s):
         return torch.erfinv(s)
 
@@ -262,7 +262,7 @@ def test_the_line_is_that_of_the_innermost_user_code():  # FLEX-02
         bind(outer, None, CPU)
 
 
-def test_tracing_leaves_nothing_behind():  # FLEX-09
+def test_tracing_leaves_nothing_behind():
     with pytest.raises(foci.TraceError):
         bind(lambda s, b, h, q, kv: s.sort(), None, CPU)
     from foci.ir import trace

@@ -1,4 +1,4 @@
-"""When torch's own kernels are taken, and the reasons why not.  # SDPA-15"""
+"""When torch's own kernels are taken, and the reasons why not."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ def test_is_chosen_for_plain_and_causal_on_the_cpu(length, grad):
     assert choose(asked, CPU, ("aten", "blocked", "reference")).plan.backend == "blocked"
 
 
-# SDPA-07, SDPA-19
 @pytest.mark.parametrize("shape", [(37, 53), (53, 37), (40, 40)])
 @pytest.mark.parametrize("problem", [PLAIN, CAUSAL])
 def test_lse_is_natural_and_in_float32(problem, shape):
@@ -111,7 +110,6 @@ def test_lse_is_natural_and_in_float32(problem, shape):
     torch.testing.assert_close(results.lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-3)
 
 
-# SDPA-16
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300)])

@@ -50,7 +50,6 @@ def peak(function) -> int:
     return most
 
 
-# SDPA-13, FLEX-05
 @pytest.mark.parametrize("mask", [None, causal, window])
 def test_memory_is_linear_in_the_lengths(mask):
     used = []
@@ -71,7 +70,6 @@ def test_measures_memory():
     assert peak(lambda: torch.zeros(1 << 20)) >= 4 << 20
 
 
-# FLEX-05
 def test_skips_empty_blocks_and_masks_only_partial_ones(monkeypatch):
     operands, _, kernel = call((1, 2, 2, 4096, 4096, 8), mask=window)
     evaluated = []
@@ -123,7 +121,6 @@ def test_batch_entries_that_differ_are_computed_apart():
     assert [(run.start, run.stop, run.masked) for run in chunks[0].tiles[0].runs] == [(0, 256, False)]
 
 
-# SDPA-13
 def test_more_heads_than_a_grid_holds():
     operands, problem, kernel = call((70000, 1, 1, 2, 3, 4), mask=causal)
     results = kernel.forward(operands)
@@ -134,7 +131,6 @@ def test_more_heads_than_a_grid_holds():
     assert torch.equal(gradients.key[:, :, 2], torch.zeros(70000, 1, 4))  # no query sees the last key
 
 
-# SDPA-22
 @pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: torch.tanh(s) + 0.01 * (q - kv)])
 @pytest.mark.parametrize("shapes", [(2, 4, 2, 9, 11, 4), (1, 2, 1, 300, 270, 4)])
 def test_differentiable_formula_equals_the_reference(score, shapes):
@@ -163,7 +159,6 @@ def test_differentiable_formula_equals_the_reference(score, shapes):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
-# SDPA-22
 def test_differentiable_formula_under_vmap_and_gradcheck():
     operands, problem, _ = call((1, 2, 1, 5, 6, 3), lambda s, b, h, q, kv: s * s, causal, Outputs(lse=True), torch.float64)
 
@@ -178,7 +173,6 @@ def test_differentiable_formula_under_vmap_and_gradcheck():
     torch.testing.assert_close(stacked[0][1], both(*(-t for t in inputs))[0])
 
 
-# SDPA-04
 def test_computes_only_what_is_asked(monkeypatch):
     operands, problem, _ = call((1, 2, 2, 32, 32, 8))
     results = reference(operands, problem.formula)
@@ -192,7 +186,6 @@ def test_computes_only_what_is_asked(monkeypatch):
     assert len(products) == 1  # the scores; the gradient of the weights is not needed
 
 
-# SDPA-15
 def test_costs_less_than_the_reference():
     for length in (16, 512, 16384):
         for dtype in (torch.float16, torch.float32, torch.float64):

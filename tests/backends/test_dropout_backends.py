@@ -1,4 +1,4 @@
-"""The keep mask: known answers, statistics, independence of how it is cut.  # SDPA-08"""
+"""The keep mask: known answers, statistics, independence of how it is cut."""
 
 from __future__ import annotations
 

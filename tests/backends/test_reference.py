@@ -65,7 +65,6 @@ VARIANTS = {
 }
 
 
-# SDPA-06, SDPA-11, SDPA-19, FLEX-02
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_loops(name):
     score, mask, by_hand, allowed = VARIANTS[name]
@@ -75,7 +74,6 @@ def test_equals_loops(name):
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
 
 
-# FLEX-06
 def test_blocks_override_the_mask():
     blocks = torch.tensor([[[[0, 1, 2], [2, 0, 1]]]], dtype=torch.int8)
     operands, asked = call(tensors(), mask=lambda b, h, q, kv: kv % 2 == 0, blocks=blocks, block_size=(3, 3))
@@ -88,7 +86,6 @@ def test_blocks_override_the_mask():
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
 
 
-# JAG-03, JAG-05
 def test_jagged_is_each_sequence_alone():
     query, key, value = (torch.randn(1, heads, 20, width, dtype=torch.float64) for heads, width in ((HQ, D), (HKV, D), (HKV, DV)))
     cu_q, cu_kv = torch.tensor([0, 4, 4, 13, 20]), torch.tensor([0, 6, 9, 9, 20])
@@ -104,7 +101,6 @@ def test_jagged_is_each_sequence_alone():
         torch.testing.assert_close(packed.column_sums[0, :, kv], weights.sum(1))
 
 
-# SDPA-20, FLEX-04
 @pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: torch.tanh(s) * 2 + s * s])
 def test_gradcheck(score):
     inputs = [t.requires_grad_() for t in tensors()]
@@ -118,7 +114,6 @@ def test_gradcheck(score):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-# SDPA-21, SDPA-22
 def test_is_differentiable_in_every_mode():
     inputs, tangents = tensors(), tensors(seed=1)
 

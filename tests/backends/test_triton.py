@@ -53,18 +53,18 @@ def problem(score=None, mask=None, **changes):
     ],
 )
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes CPU problems")
-def test_what_it_cannot_do_is_declined_in_words(changes, target, words):  # SDPA-15
+def test_what_it_cannot_do_is_declined_in_words(changes, target, words):
     assert words in BACKEND.reject(problem(**changes), target)
 
 
-def test_everything_else_is_accepted_and_costs_what_its_flops_cost():  # SDPA-15
+def test_everything_else_is_accepted_and_costs_what_its_flops_cost():
     small, large = problem(scores.alibi(4), masks.causal()), problem(kv_len=8192, q_len=8192)
     assert BACKEND.reject(small, HOPPER) is None
     assert BACKEND.reject(problem(layout=Layout.JAGGED, dropout=True), HOPPER) is None
     assert 0 < BACKEND.cost(small, HOPPER) < BACKEND.cost(large, HOPPER) < 1
 
 
-def test_gradients_through_row_reductions_and_under_block_masks_are_taken():  # FLEX-04
+def test_gradients_through_row_reductions_and_under_block_masks_are_taken():
     rows, columns = torch.randn(8, 4), torch.randn(8, 4)
     dot = foci.Score(lambda s, b, h, q, k: s + torch.dot(rows[q], columns[k]))
     assert BACKEND.reject(problem(dot, capture_grads=(True, True)), HOPPER) is None
@@ -75,7 +75,7 @@ def test_gradients_through_row_reductions_and_under_block_masks_are_taken():  # 
 @pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 40), (128, 128), (192, 128), (256, 256), (512, 512)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("scratch", [0, 4])
-def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsize, scratch):  # FLEX-12
+def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsize, scratch):
     for kind in sorted({kind for _, kind, _, _ in SCHEDULES} | {"captures", "decode"}):
         wide = (padded(dims[0]), padded(dims[1]))
         found = schedule_for(kind, arch, wide, itemsize, scratch=scratch)
@@ -97,7 +97,7 @@ def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsi
         (foci.Mask(lambda b, h, q, k: k % 2 == 0), False),
     ],
 )
-def test_only_what_is_proved_an_interval_is_called_one(mask, convex):  # FLEX-05
+def test_only_what_is_proved_an_interval_is_called_one(mask, convex):
     expr = bind(None, mask, CPU).variant.mask
     assert is_convex(expr, "kv_idx") == convex
     q, k = torch.arange(32)[:, None], torch.arange(32)
@@ -122,7 +122,7 @@ def test_generated_functions_read_as_written():
     assert "tl.load(env.captures[0] + h)" in score
     assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles
     again = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
-    assert functions_of(again.variant, lies_of(again.captures), half=True) is made  # FLEX-10
+    assert functions_of(again.variant, lies_of(again.captures), half=True) is made
 
 
 @needs_triton
@@ -135,7 +135,7 @@ def test_softcap_takes_one_instruction_in_half_precision_only():
 
 
 @needs_triton
-def test_integers_never_specialise_a_kernel():  # FLEX-10
+def test_integers_never_specialise_a_kernel():
     from foci.backends.triton.arguments import encode, encode_word
 
     for value in (-3, 0, 1, 2, 16, 1024, 4097):

@@ -96,7 +96,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):  # FLEX-12
+def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     case = dict(CASES[name])
     found = stand_in(LAUNCHED, arch)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
@@ -110,7 +110,7 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):  # FL
             assert one.stack <= case.get("stack", 1024), one.name
 
 
-def test_new_lengths_batches_values_and_lambdas_compile_nothing(monkeypatch):  # FLEX-10
+def test_new_lengths_batches_values_and_lambdas_compile_nothing(monkeypatch):
     found = []
     for module, names in LAUNCHED.items():
         for each in names:
@@ -180,6 +180,6 @@ def launch_paged(case, arch):
     return made.native
 
 
-def test_a_spread_number_is_not_aligned():  # SDPA-12
+def test_a_spread_number_is_not_aligned():
     assert not layout_of(torch.ones(()).expand(2, 2, 16, 64)).is_aligned
     assert layout_of(torch.ones(2, 2, 16, 64)).is_aligned

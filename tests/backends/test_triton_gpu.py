@@ -48,7 +48,7 @@ def compiled_kernels():
     return sum(len(cache[0]) for function in jitted for cache in function.device_caches.values())
 
 
-def test_new_lengths_batches_values_and_lambdas_compile_nothing():  # FLEX-10
+def test_new_lengths_batches_values_and_lambdas_compile_nothing():
     def once(length, batch, heads, window):
         slopes = torch.rand(heads, device="cuda")
         score = foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q))
@@ -91,7 +91,7 @@ def test_two_streams_do_not_disturb_each_other():
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_gradients_repeat_bit_for_bit():  # SDPA-16
+def test_gradients_repeat_bit_for_bit():
     kernel, operands = kernel_and_operands(scores.softcap(20.0), masks.causal())
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
@@ -141,7 +141,7 @@ def test_memory_grows_with_length_not_with_its_square():
 
 
 @pytest.mark.slow
-def test_every_case_is_within_the_error_budget():  # SDPA-20
+def test_every_case_is_within_the_error_budget():
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
     check = importlib.util.module_from_spec(spec)
     import sys

@@ -32,7 +32,7 @@ FILES = {"conformance": "tests/conformance/test_conformance.py", "paged": "tests
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_in_the_interpreter(name):  # FLEX-14 SDPA-19 SDPA-20 FLEX-04
+def test_in_the_interpreter(name):
     numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")

@@ -1,4 +1,4 @@
-"""Tuning on request: candidates, choice and store, with a timer that is made up. No GPU, no Triton.  # FLEX-12"""
+"""Tuning on request: candidates, choice and store, with a timer that is made up. No GPU, no Triton."""
 
 import dataclasses
 import json

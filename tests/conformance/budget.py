@@ -1,4 +1,4 @@
-"""How far from float64 a backend may be: a factor of what the plain formula loses in the same dtype, plus rounding.  # SDPA-20"""
+"""How far from float64 a backend may be: a factor of what the plain formula loses in the same dtype, plus rounding."""
 
 from __future__ import annotations
 

@@ -215,38 +215,38 @@ def _corners() -> Iterator[Case]:
         for name, build in (("plain", PLAIN), ("causal", CAUSAL)):
             for size, sizes in (("square", SQUARE), ("wide", WIDE), ("tall", TALL), ("large", LARGE)):
                 yield Case(f"{name}-{size}", build, sizes, dtype=dtype)
-    for memory in _MEMORY:  # SDPA-12
+    for memory in _MEMORY:
         for dtype, build in ((FLOAT32, CAUSAL), (BFLOAT16, PLAIN)):
             yield Case(f"memory-{memory}", build, SQUARE, dtype=dtype, memory=memory)
-    for dtype in DTYPES:  # SDPA-06, SDPA-19
+    for dtype in DTYPES:
         yield Case("empty-rows", functions(mask=some_rows), WIDE, 5, dtype, outputs=EVERYTHING)
         yield Case("empty-rows-large", functions(mask=some_rows), LARGE, 5, dtype, outputs=EVERYTHING)
         yield Case("all-empty", functions(mask=lambda b, h, q_idx, kv_idx: q_idx < 0), WIDE, 0, dtype, outputs=EVERYTHING)
         yield Case("outputs", PLAIN, WIDE, 7, dtype, outputs=EVERYTHING)
         yield Case("outputs", CAUSAL, _jagged_sizes(), 7, dtype, Layout.JAGGED, outputs=ROWS)
-    for p in (0.0, 0.3, 1.0):  # SDPA-08
+    for p in (0.0, 0.3, 1.0):
         yield Case(f"dropout-{p}", CAUSAL, WIDE, 7, FLOAT32, dropout_p=p, outputs=EVERYTHING)
         yield Case(f"dropout-{p}-large", functions(lambda s, *_: s.tanh(), causal), LARGE, 0, BFLOAT16, dropout_p=p)
         yield Case(f"dropout-{p}", PLAIN, _jagged_sizes(), 0, FLOAT32, Layout.JAGGED, dropout_p=p)
-    for scale in (-0.7, 1e-6, 0.0):  # SDPA-07
+    for scale in (-0.7, 1e-6, 0.0):
         yield Case(f"scale-{scale:g}", PLAIN, WIDE, dtype=FLOAT32, scale=scale)
         yield Case(f"scale-{scale:g}-causal", CAUSAL, WIDE, dtype=BFLOAT16, scale=scale)
         yield Case(f"scale-{scale:g}-function", functions(lambda s, *_: s.sin()), WIDE, dtype=FLOAT64, scale=scale)
     # One weight of each row is 1: gradients of query and key are rounding, whatever the formula.
     yield Case("scale-1e4", functions(mask=some_rows), WIDE, dtype=FLOAT32, scale=1e4, wants=(False, False, True))
     yield Case("scale-1e4-plain", PLAIN, WIDE, dtype=FLOAT32, scale=1e4, wants=(False, False, False))
-    yield Case("extreme", PLAIN, SQUARE, dtype=BFLOAT16, fill=133120.0, wants=(False, False, False))  # SDPA-14
-    for block in ((16, 16), (128, 128), (96, 200), (7, 300)):  # FLEX-06
+    yield Case("extreme", PLAIN, SQUARE, dtype=BFLOAT16, fill=133120.0, wants=(False, False, False))
+    for block in ((16, 16), (128, 128), (96, 200), (7, 300)):
         yield Case(f"blocks-{block[0]}x{block[1]}", CAUSAL, LARGE, 0, FLOAT32, block_size=block)
         yield Case(f"blocks-{block[0]}x{block[1]}-full", functions(lambda s, *_: s * 2), WIDE, 9, BFLOAT16, block_size=block)
     for wants in ((True, False, False), (False, True, False), (False, False, True)):
         letters = "".join(letter for letter, on in zip("qkv", wants) if on)
         yield Case(f"only-{letters}", CAUSAL, WIDE, dtype=FLOAT32, wants=wants)
-    yield Case("spans", CAUSAL, _jagged_sizes(), 11, FLOAT32, Layout.JAGGED, spans=True, outputs=ROWS)  # JAG-06
+    yield Case("spans", CAUSAL, _jagged_sizes(), 11, FLOAT32, Layout.JAGGED, spans=True, outputs=ROWS)
     yield Case("one-query", PLAIN, Sizes(3, 8, 2, 1, 1700, 32), dtype=BFLOAT16)
-    yield Case("head-dim-512", CAUSAL, Sizes(1, 2, 1, 20, 21, 512), 300, FLOAT16)  # SDPA-10
+    yield Case("head-dim-512", CAUSAL, Sizes(1, 2, 1, 20, 21, 512), 300, FLOAT16)
     yield Case("head-dim-1", CAUSAL, Sizes(1, 2, 1, 20, 21, 1), 1, FLOAT32)
-    nobody = {"batch": Sizes(0, 2, 1, 5, 5, 8), "queries": Sizes(2, 2, 1, 0, 5, 8), "keys": Sizes(2, 2, 1, 5, 0, 8)}  # SDPA-13
+    nobody = {"batch": Sizes(0, 2, 1, 5, 5, 8), "queries": Sizes(2, 2, 1, 0, 5, 8), "keys": Sizes(2, 2, 1, 5, 0, 8)}
     for name, sizes in nobody.items():
         yield Case(f"no-{name}", CAUSAL, sizes, dtype=FLOAT32)
         yield Case(f"no-{name}-outputs", functions(lambda s, *_: s + 1), sizes, dtype=BFLOAT16, outputs=EVERYTHING)
@@ -319,7 +319,6 @@ def _singular(t):
     return lambda score, b, h, q, kv: score - (q - kv + t.head[h] * 0 + 1.0).log(), causal
 
 
-# FLEX-03, FLEX-04
 _CAPTURES = (_head_scale, _dot, _dot_tanh, _row_sum, _transposed_table, _diagonal, _twice, _wrapped, _ignores_score, _singular)
 
 
@@ -332,7 +331,7 @@ def _captures() -> Iterator[Case]:
 
 
 def _captures_under_blocks() -> Iterator[Case]:
-    for i, make in enumerate((_head_scale, _dot, _transposed_table, _diagonal)):  # FLEX-04, FLEX-06
+    for i, make in enumerate((_head_scale, _dot, _transposed_table, _diagonal)):
         name, build = make.__name__.strip("_").replace("_", "-"), captured(make)
         yield Case(f"captured-{name}-blocks", build, WIDE, 0, (FLOAT32, BFLOAT16)[i % 2], block_size=(16, 32))
     yield Case("captured-diagonal-blocks-large", captured(_diagonal), LARGE, 0, FLOAT32, block_size=(128, 64))

@@ -80,7 +80,6 @@ def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
     return results, kernel.backward(given, Results(results.out, results.lse), cotangents(case, results))
 
 
-# SDPA-06 to SDPA-14, SDPA-19, SDPA-20, FLEX-02 to FLEX-08, JAG-03 to JAG-06
 @pytest.mark.parametrize("name, case, device", claimed())
 def test_forward_and_gradients(name, case, device):
     given, outputs = operands(case, device), case.outputs
@@ -108,7 +107,6 @@ def test_forward_and_gradients(name, case, device):
             check("captures", case.dtype, found, unfused, exact, exact_results.lse)
 
 
-# SDPA-16, FLEX-04
 @pytest.mark.parametrize("name, case, device", [p for p in claimed() if "large" in p.id or "jagged" in p.id])
 def test_repeats_bit_for_bit(name, case, device):
     if case.dtype == torch.float64:

@@ -55,7 +55,7 @@ def close(found, wanted, dtype=HALF):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_opcheck(backend, name):  # SDPA-21
+def test_opcheck(backend, name):
     options = VARIANTS[name]()
     mask, score = options.get("mask"), options.get("score")
     extras = Extras(Outputs(lse=True), dropout_p=options.get("dropout_p", 0.0))
@@ -68,7 +68,7 @@ def test_opcheck(backend, name):  # SDPA-21
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["causal", "window softcap", "learned alibi"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_as_eager(backend, name, compiler):  # SDPA-21 FLEX-13
+def test_compiled_as_eager(backend, name, compiler):
     options, tensors = VARIANTS[name](), inputs()
 
     def model(q, k, v):
@@ -84,7 +84,7 @@ def test_compiled_as_eager(backend, name, compiler):  # SDPA-21 FLEX-13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_casts_as_torch_does(backend):  # SDPA-17
+def test_autocast_casts_as_torch_does(backend):
     tensors = inputs(dtype=torch.float32, hkv=4, sq=200)
     with torch.autocast("cuda", dtype=torch.float16), foci.use(backend), foci.observe() as log:
         found = foci.scaled_dot_product_attention(*tensors, is_causal=True)
@@ -98,7 +98,7 @@ def test_autocast_casts_as_torch_does(backend):  # SDPA-17
 
 @pytest.mark.parametrize("name", ["plain", "causal", "window softcap", "learned alibi", "documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_of_both_passes_replays_with_new_inputs(backend, name):  # SDPA-21
+def test_a_graph_of_both_passes_replays_with_new_inputs(backend, name):
     options, tensors, others = VARIANTS[name](), inputs(), inputs(grad=False)
     with foci.use(backend):
         stream = torch.cuda.Stream()
@@ -151,7 +151,7 @@ def test_two_streams(backend):
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_odd_sizes(backend, sq, skv, d, dv, dtype):  # SDPA-10 SDPA-12
+def test_odd_sizes(backend, sq, skv, d, dv, dtype):
     if backend == "hopper" and (dtype == torch.float32 or (d | dv) % 8):
         pytest.skip("declined in words: see tests/backends/hopper/test_planning.py")
     tensors = inputs(1, 4, 2, sq, skv, d, dv, dtype)
@@ -163,7 +163,7 @@ def test_odd_sizes(backend, sq, skv, d, dv, dtype):  # SDPA-10 SDPA-12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_heads(backend):  # SDPA-13
+def test_many_heads(backend):
     tensors = inputs(70000, 1, 1, 16, 16, 32)
     with foci.use(backend):
         whole = run({"mask": masks.causal()}, tensors)
@@ -174,7 +174,7 @@ def test_many_heads(backend):  # SDPA-13
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_than_two_to_the_31_elements(backend):  # SDPA-13
+def test_more_than_two_to_the_31_elements(backend):
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free GPU memory")
     options, shape = {"mask": masks.window(64)}, (9, 32, 32, 65536, 65536, 128)
@@ -203,7 +203,7 @@ def test_long_sequences_against_a_window_of_them(backend):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_repeats_over_many_runs(backend, name):  # SDPA-16
+def test_repeats_over_many_runs(backend, name):
     options, tensors = VARIANTS[name](), inputs(sq=200)
     with foci.use(backend):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""foci.patch(): torch's entry points routed to foci.  # ECO-01"""
+"""foci.patch(): torch's entry points routed to foci."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _torch_is_itself_afterwards():
 
 
 @pytest.mark.parametrize("call", [looked_up, imported])
-def test_calls_reach_foci_inside_and_torch_outside(call):  # ECO-01
+def test_calls_reach_foci_inside_and_torch_outside(call):
     q = query(2, 4, 32, 16)
     before = call(q)
     with foci.patch(), foci.observe() as log:
@@ -66,7 +66,7 @@ def test_calls_reach_foci_inside_and_torch_outside(call):  # ECO-01
     torch.testing.assert_close(inside, before, atol=2e-6, rtol=1e-5)
 
 
-def test_every_argument_of_torch_arrives():  # ECO-01, SDPA-01
+def test_every_argument_of_torch_arrives():
     q, k = query(2, 4, 5, 8), query(2, 2, 7, 8)
     bias = query(2, 1, 5, 7)
     arguments = dict(attn_mask=bias, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=True)
@@ -78,7 +78,7 @@ def test_every_argument_of_torch_arrives():  # ECO-01, SDPA-01
             F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3)  # keyword only, as torch has it
 
 
-def test_what_foci_refuses_is_not_given_to_torch():  # ECO-01, SDPA-15
+def test_what_foci_refuses_is_not_given_to_torch():
     q = query(1, 2, 4, 8)
     with foci.patch():
         with pytest.raises(ValueError, match="is_causal=True excludes attn_mask"):
@@ -88,7 +88,7 @@ def test_what_foci_refuses_is_not_given_to_torch():  # ECO-01, SDPA-15
 
 
 @pytest.mark.parametrize("call", [looked_up, imported])
-def test_torch_compile_follows_each_change(call):  # ECO-01, SDPA-21
+def test_torch_compile_follows_each_change(call):
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     q = query(2, 4, 32, 16).requires_grad_()
@@ -102,7 +102,7 @@ def test_torch_compile_follows_each_change(call):  # ECO-01, SDPA-21
     assert counts == [(0, 0), (3, 1), (0, 0)]
 
 
-def test_flexible_attention():  # ECO-01, FLEX-01
+def test_flexible_attention():
     q = query(1, 2, 200, 16)
     slopes = torch.tensor([0.5, 0.25])
 
@@ -126,7 +126,7 @@ def test_flexible_attention():  # ECO-01, FLEX-01
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_block_masks_are_torchs_in_every_list():  # ECO-01, FLEX-06
+def test_block_masks_are_torchs_in_every_list():
     document = torch.arange(300) // 90
 
     def same_document(b, h, q_idx, kv_idx):
@@ -142,7 +142,7 @@ def test_block_masks_are_torchs_in_every_list():  # ECO-01, FLEX-06
     assert found.sparsity() == expected.sparsity()
 
 
-def test_flexible_attention_in_one_graph():  # ECO-01, FLEX-13
+def test_flexible_attention_in_one_graph():
     torch._dynamo.reset()
     window = torch.tensor(20)
 
@@ -159,7 +159,7 @@ def test_flexible_attention_in_one_graph():  # ECO-01, FLEX-13
     torch.testing.assert_close(found, expected)
 
 
-def test_packed_sequences():  # ECO-01, JAG-01
+def test_packed_sequences():
     q = query(10, 2, 16)
     offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
     with foci.patch(), foci.observe() as log:
@@ -171,7 +171,7 @@ def test_packed_sequences():  # ECO-01, JAG-01
     torch.testing.assert_close(found, torch.cat(parts))
 
 
-def test_nested_tensors():  # ECO-01, JAG-01
+def test_nested_tensors():
     parts = [query(n, 2, 16) for n in (3, 7)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
     with foci.patch(), foci.observe() as log:
@@ -182,7 +182,7 @@ def test_nested_tensors():  # ECO-01, JAG-01
         torch.testing.assert_close(out, expected)
 
 
-def test_modules_in_train_mode():  # ECO-01
+def test_modules_in_train_mode():
     torch.manual_seed(0)
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
     attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
@@ -201,7 +201,7 @@ def test_modules_in_train_mode():  # ECO-01
     torch.testing.assert_close(results[1], results[0], atol=5e-6, rtol=1e-4)
 
 
-def test_start_and_stop_nest():  # ECO-01
+def test_start_and_stop_nest():
     first, second = foci.patch(), foci.patch()
     first.start()
     with second, first:
@@ -217,13 +217,13 @@ def test_start_and_stop_nest():  # ECO-01
         assert F.scaled_dot_product_attention is not Torch.attend
 
 
-def test_an_error_in_the_block_stops_the_routing():  # ECO-01
+def test_an_error_in_the_block_stops_the_routing():
     with pytest.raises(KeyError), foci.patch():
         raise KeyError
     assert F.scaled_dot_product_attention is Torch.attend
 
 
-def test_a_module_imported_meanwhile_gets_torchs_function_back():  # ECO-01
+def test_a_module_imported_meanwhile_gets_torchs_function_back():
     late = types.ModuleType("a_module_imported_late")
     sys.modules[late.__name__] = late
     try:
@@ -235,7 +235,7 @@ def test_a_module_imported_meanwhile_gets_torchs_function_back():  # ECO-01
         del sys.modules[late.__name__]
 
 
-def test_a_name_that_the_program_sets_anew_is_kept():  # ECO-01
+def test_a_name_that_the_program_sets_anew_is_kept():
     module = types.ModuleType("a_module_that_rebinds")
     module.attend = Torch.attend
     sys.modules[module.__name__] = module
@@ -248,7 +248,7 @@ def test_a_name_that_the_program_sets_anew_is_kept():  # ECO-01
         del sys.modules[module.__name__]
 
 
-def test_other_threads_are_routed_too():  # ECO-01
+def test_other_threads_are_routed_too():
     counts = []
 
     def work():
@@ -263,7 +263,7 @@ def test_other_threads_are_routed_too():  # ECO-01
     assert counts == [1]
 
 
-def test_the_calling_threads_race_leaves_torch_as_it_was():  # ECO-01
+def test_the_calling_threads_race_leaves_torch_as_it_was():
     def work():
         for _ in range(3):
             with foci.patch():
@@ -277,7 +277,7 @@ def test_the_calling_threads_race_leaves_torch_as_it_was():  # ECO-01
     assert F.scaled_dot_product_attention is Torch.attend
 
 
-def test_what_stays_torchs():  # ECO-01
+def test_what_stays_torchs():
     attend = functools.partial(Torch.attend, is_causal=True)
     q = query(1, 2, 8, 8)
     with foci.patch(), foci.observe() as log:

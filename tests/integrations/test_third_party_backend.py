@@ -1,4 +1,4 @@
-"""A backend that foci has never heard of, from outside, through the public registry alone.  # SDPA-18"""
+"""A backend that foci has never heard of, from outside, through the public registry alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tensors():
     return [torch.randn(2, 3, 10, 8, generator=generator, requires_grad=True) for _ in range(3)]
 
 
-def test_it_runs_forward_and_backward_and_is_named(acme):  # SDPA-18, SDPA-15
+def test_it_runs_forward_and_backward_and_is_named(acme):
     query, key, value = tensors()
     with foci.observe() as log:
         out = foci.attention(query, key, value)
@@ -87,7 +87,7 @@ def test_it_runs_forward_and_backward_and_is_named(acme):  # SDPA-18, SDPA-15
     torch.testing.assert_close([t.grad for t in (query, key, value)], [t.grad for t in again])
 
 
-def test_what_it_declines_goes_elsewhere_with_its_reason(acme):  # SDPA-18, SDPA-15
+def test_what_it_declines_goes_elsewhere_with_its_reason(acme):
     with foci.observe() as log:
         foci.attention(*tensors(), mask=foci.masks.window(3))
     (call,) = log.calls
@@ -95,13 +95,13 @@ def test_what_it_declines_goes_elsewhere_with_its_reason(acme):  # SDPA-18, SDPA
     assert ("acme", "acme computes plain dense attention only") in [(r.backend, r.reason) for r in call.rejections]
 
 
-def test_explain_lists_it(acme):  # SDPA-18, SDPA-15
+def test_explain_lists_it(acme):
     chosen = foci.explain(*tensors())
     assert chosen.backend == "acme"
     assert "acme computes plain dense attention only" in str(foci.explain(*tensors(), mask=foci.masks.window(3)))
 
 
-def test_use_admits_it_alone_or_leaves_it_out(acme):  # SDPA-18, SDPA-15
+def test_use_admits_it_alone_or_leaves_it_out(acme):
     with foci.use("acme"), foci.observe() as log:
         foci.attention(*tensors())
         with pytest.raises(foci.NoViableBackend, match="acme computes plain dense attention only"):
@@ -112,7 +112,7 @@ def test_use_admits_it_alone_or_leaves_it_out(acme):  # SDPA-18, SDPA-15
     assert [call.backend for call in log.calls] == ["reference"]
 
 
-def test_the_planner_chooses_it_for_its_own_device(acme):  # SDPA-18
+def test_the_planner_chooses_it_for_its_own_device(acme):
     problem = Problem(Formula(PLAIN), torch.float32, 8, 8, 3, 3, 2, 16, 16)
     decision = choose(problem, Target("privateuseone"))
     assert decision.plan is not None
@@ -121,18 +121,18 @@ def test_the_planner_chooses_it_for_its_own_device(acme):  # SDPA-18
     assert ("acme", "acme runs on privateuseone and cpu, not on cuda") in [(r.backend, r.reason) for r in elsewhere.rejections]
 
 
-def test_cost_decides(acme):  # SDPA-18
+def test_cost_decides(acme):
     acme.seconds = 1e9
     assert foci.explain(*tensors()).backend != "acme"
 
 
-def test_one_kernel_for_all_lengths(acme):  # SDPA-18, FLEX-10
+def test_one_kernel_for_all_lengths(acme):
     for length in (3, 17, 100, 5):
         foci.attention(*(torch.randn(1, 3, length, 8) for _ in range(3)))
     assert len({plan.text for plan in acme.compiled}) == len(acme.compiled) == 1
 
 
-def test_it_runs_in_a_compiled_graph(acme):  # SDPA-18, SDPA-21
+def test_it_runs_in_a_compiled_graph(acme):
     torch._dynamo.reset()
     compiled = torch.compile(foci.attention, backend="aot_eager", fullgraph=True)
     query, key, value = tensors()
@@ -143,7 +143,7 @@ def test_it_runs_in_a_compiled_graph(acme):  # SDPA-18, SDPA-21
     torch.testing.assert_close(out, foci.attention(query, key, value))
 
 
-def test_it_is_gone_after_unregistering():  # SDPA-18
+def test_it_is_gone_after_unregistering():
     foci.register_backend(Accelerator())
     foci.attention(*tensors())
     foci.unregister_backend("acme")
@@ -154,7 +154,7 @@ def test_it_is_gone_after_unregistering():  # SDPA-18
         pass
 
 
-def test_registering_checks(acme):  # SDPA-18
+def test_registering_checks(acme):
     with pytest.raises(ValueError, match="a backend 'acme' exists already"):
         foci.register_backend(Accelerator())
     with pytest.raises(TypeError, match="lacks compile"):

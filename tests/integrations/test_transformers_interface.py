@@ -1,4 +1,4 @@
-"""attn_implementation="foci": every kind of model against its own eager attention.  # ECO-02"""
+"""attn_implementation="foci": every kind of model against its own eager attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_is_written_out():
 
 
 @every_case
-def test_forward_and_gradients(case):  # ECO-02, SDPA-20
+def test_forward_and_gradients(case):
     eager, foci_model = case.model("eager"), case.model("foci")
     true_model = exact(eager)
     results = {}
@@ -54,7 +54,7 @@ def test_forward_and_gradients(case):  # ECO-02, SDPA-20
 
 
 @every_case
-def test_bfloat16(case):  # ECO-02, SDPA-09
+def test_bfloat16(case):
     eager, foci_model = case.model("eager", torch.bfloat16), case.model("foci", torch.bfloat16)
     with torch.no_grad(), foci.observe() as log:
         found = case.run(foci_model)
@@ -65,7 +65,7 @@ def test_bfloat16(case):  # ECO-02, SDPA-09
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.generates and "left" not in c.name], ids=lambda c: c.name)
-def test_generation_gives_the_same_tokens(case, cache):  # ECO-02
+def test_generation_gives_the_same_tokens(case, cache):
     inputs = {"inputs": tokens(), "attention_mask": padding("left")}
     settings = dict(max_new_tokens=10, do_sample=False, cache_implementation="static" if cache == "static" else None)
     found = []
@@ -83,7 +83,7 @@ def test_generation_gives_the_same_tokens(case, cache):  # ECO-02
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert", "gpt2"])
-def test_dropout_in_training(name):  # ECO-02, SDPA-08
+def test_dropout_in_training(name):
     case = BY_NAME[name]
 
     def loss(p, seed):
@@ -112,7 +112,7 @@ def test_dropout_in_training(name):  # ECO-02, SDPA-08
     assert not torch.equal(first[0], without[0])
 
 
-def test_causal_is_recognised():  # ECO-02
+def test_causal_is_recognised():
     with torch.no_grad(), foci.observe() as log:
         LLAMA.model("foci")(tokens(), attention_mask=torch.ones_like(tokens()))
         query = torch.randn(1, 1, 4, 8)
@@ -121,7 +121,7 @@ def test_causal_is_recognised():  # ECO-02
     assert first == second == causal
 
 
-def test_decoding_without_padding_has_no_mask_at_all():  # ECO-02
+def test_decoding_without_padding_has_no_mask_at_all():
     model = LLAMA.model("foci")
     with torch.no_grad():
         cache = model(tokens(), use_cache=True).past_key_values
@@ -130,7 +130,7 @@ def test_decoding_without_padding_has_no_mask_at_all():  # ECO-02
     assert all(call.problem.variant.is_plain for call in log.calls)
 
 
-def test_a_prompt_in_two_pieces():  # ECO-02
+def test_a_prompt_in_two_pieces():
     results = []
     for implementation in ("eager", "foci"):
         model = BY_NAME["mistral"].model(implementation)
@@ -141,7 +141,7 @@ def test_a_prompt_in_two_pieces():  # ECO-02
     torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
 
 
-def test_packed_sequences():  # ECO-02
+def test_packed_sequences():
     positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None].expand(2, -1)
     results = []
     for implementation in ("eager", "foci"):
@@ -155,7 +155,7 @@ def test_packed_sequences():  # ECO-02
 
 
 @pytest.mark.parametrize(("dtype", "other"), [(torch.bool, "sdpa"), (torch.float32, "eager")])
-def test_a_mask_of_four_dims_is_taken(dtype, other):  # ECO-02
+def test_a_mask_of_four_dims_is_taken(dtype, other):
     keep = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.6
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     mask = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
@@ -164,7 +164,7 @@ def test_a_mask_of_four_dims_is_taken(dtype, other):  # ECO-02
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gpt_oss"])
-def test_output_attentions(name):  # ECO-02, SDPA-19
+def test_output_attentions(name):
     case = BY_NAME[name]
     with torch.no_grad():
         eager, found = (case.model(i)(tokens(), output_attentions=True).attentions for i in ("eager", "foci"))
@@ -172,7 +172,7 @@ def test_output_attentions(name):  # ECO-02, SDPA-19
     torch.testing.assert_close(found, eager, atol=1e-6, rtol=1e-5)
 
 
-def test_a_layer_without_mask_attends_as_its_flag_says():  # ECO-02
+def test_a_layer_without_mask_attends_as_its_flag_says():
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
     layer = torch.nn.Module()
@@ -183,13 +183,13 @@ def test_a_layer_without_mask_attends_as_its_flag_says():  # ECO-02
     torch.testing.assert_close(everywhere, foci.attention(query, key, key).transpose(1, 2))
 
 
-def test_sparse_attention_is_refused():  # ECO-02
+def test_sparse_attention_is_refused():
     query = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="does not take indices, which selects keys"):
         attention_forward(torch.nn.Module(), query, query, query, None, indices=torch.zeros(1))
 
 
-def test_registration_can_be_repeated_and_importing_foci_does_not_import_transformers():  # ECO-02
+def test_registration_can_be_repeated_and_importing_foci_does_not_import_transformers():
     register()
     foci.integrations.register_transformers()
     assert ALL_ATTENTION_FUNCTIONS["foci"] is attention_forward
@@ -197,7 +197,7 @@ def test_registration_can_be_repeated_and_importing_foci_does_not_import_transfo
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_set_attn_implementation_on_a_model_that_exists():  # ECO-02
+def test_set_attn_implementation_on_a_model_that_exists():
     model = LLAMA.model("eager")
     before = LLAMA.run(model)
     model.set_attn_implementation("foci")
@@ -207,7 +207,7 @@ def test_set_attn_implementation_on_a_model_that_exists():  # ECO-02
     torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-5)
 
 
-def test_older_transformers_give_positions():  # ECO-02
+def test_older_transformers_give_positions():
     mask = attention_mask(2, kv_length=12, cache_position=torch.arange(4, 8), attention_mask=torch.ones(2, 8))
     expected = torch.arange(12) <= torch.arange(4, 8)[:, None]
     assert torch.equal(mask.to_tensor(), expected.expand(2, 1, 4, 12))
@@ -285,7 +285,7 @@ class TestCompiled:
     """torch.compile(fullgraph=True)."""
 
     @pytest.mark.parametrize("use_cache", [False, True])
-    def test_forward_and_backward(self, use_cache):  # ECO-02, SDPA-21
+    def test_forward_and_backward(self, use_cache):
         torch._dynamo.reset()
         model = LLAMA.model("foci")
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -303,7 +303,7 @@ class TestCompiled:
             gradients.append([p.grad.clone() for p in model.parameters()])
         torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
-    def test_windows_softcap_and_sinks(self):  # ECO-02, SDPA-21
+    def test_windows_softcap_and_sinks(self):
         for name in ("gemma2", "gpt_oss"):
             torch._dynamo.reset()
             model = BY_NAME[name].model("foci", experts="batched_mm")
@@ -312,7 +312,7 @@ class TestCompiled:
             with torch.no_grad():
                 torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-6, rtol=1e-5)
 
-    def test_steps_with_a_static_cache_do_not_recompile(self):  # ECO-02, FLEX-10
+    def test_steps_with_a_static_cache_do_not_recompile(self):
         torch._dynamo.reset()
         model = LLAMA.model("foci")
         settings = transformers.generation.CompileConfig(fullgraph=True, backend="eager")

@@ -1,4 +1,4 @@
-"""Derivatives by score and by captured values against autograd. # FLEX-04"""
+"""Derivatives by score and by captured values against autograd."""
 
 import math
 

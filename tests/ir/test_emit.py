@@ -1,4 +1,4 @@
-"""Emission: order, names, sharing, loops and decompositions; the eager source is a golden file. # FLEX-02 FLEX-03
+"""Emission: order, names, sharing, loops and decompositions; the eager source is a golden file.
 
 Run this file as a program to write the golden file anew.
 """

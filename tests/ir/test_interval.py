@@ -1,4 +1,4 @@
-"""Interval analysis: sound for every expression, exact for the usual masks, small for long sequences. # FLEX-05"""
+"""Interval analysis: sound for every expression, exact for the usual masks, small for long sequences."""
 
 import time
 import weakref
@@ -170,7 +170,7 @@ def test_negative_indices_wrap():
 
 @pytest.mark.parametrize("block", [(16, 32), (1, 8)], ids=str)
 def test_a_captured_mask_is_reduced_in_both_dimensions(block):
-    # SDPA-03: a bool mask of [B, 1, Sq, Skv]
+    # a bool mask of [B, 1, Sq, Skv]
     make = torch.Generator().manual_seed(0)
     table = (torch.rand(2, 1, 50, 70, generator=make) < 0.5) & (torch.arange(70) < torch.tensor([20, 64]).reshape(2, 1, 1, 1))
     table[1, :, :20, :40] = True
@@ -253,7 +253,7 @@ def test_segments_of_long_rows_are_cells(monkeypatch):
 
 
 def test_memory_of_a_long_document_mask(monkeypatch):
-    # FLEX-05: 131072 x 131072 in blocks of 128
+    # 131072 x 131072 in blocks of 128
     n, block = 131072, 128
     ids = torch.randint(0, 40, (n,), generator=torch.Generator().manual_seed(0)).sort()[0]
     mask = simplify(apply("and", CAUSAL, DOCUMENT))

@@ -1,4 +1,4 @@
-"""Every row of the op table: torch against Python numbers, derivative against autograd, decomposition, range. # FLEX-02 FLEX-04 FLEX-05"""
+"""Every row of the op table: torch against Python numbers, derivative against autograd, decomposition, range."""
 
 import math
 

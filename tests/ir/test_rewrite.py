@@ -1,4 +1,4 @@
-"""Substitution and the levels of nested reductions; constants become parameters. # FLEX-03 FLEX-10"""
+"""Substitution and the levels of nested reductions; constants become parameters."""
 
 import pytest
 import torch
@@ -174,7 +174,7 @@ def test_parameters_already_there_keep_their_slots():
 
 
 def test_new_numbers_are_the_same_function():
-    # FLEX-10: window sizes, lengths and caps
+    # window sizes, lengths and caps
     def text(window, cap, slope):
         mask = apply("and", apply("le", kv, q), apply("lt", apply("sub", q, kv), window))
         score = apply("add", apply("mul", apply("tanh", apply("div", SCORE, cap)), cap), apply("mul", cast(HEAD, DType.FLOAT), slope))

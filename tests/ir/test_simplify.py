@@ -1,4 +1,4 @@
-"""Simplification keeps every value, and brings equal functions to one form. # FLEX-02 FLEX-10
+"""Simplification keeps every value, and brings equal functions to one form.
 
 Run this file as a program to write the golden file anew.
 """
@@ -112,7 +112,7 @@ def test_what_rounding_or_nan_forbids_is_kept(expr):
 
 
 def test_operand_order_depends_on_neither_constants_nor_slots():
-    # FLEX-10: a new window or another captured tensor must not be a new kernel
+    # a new window or another captured tensor must not be a new kernel
     def window(left, right, a, b):
         mask = apply("and", apply("le", apply("sub", q, kv), left), apply("le", apply("sub", kv, q), right))
         return simplify(apply("and", mask, apply("lt", load(a, (q,), DType.INT32), load(b, (kv,), DType.INT32))))

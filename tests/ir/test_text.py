@@ -1,4 +1,4 @@
-"""Canonical text reads back exactly; infix text is for people. # FLEX-10"""
+"""Canonical text reads back exactly; infix text is for people."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The verifier accepts what the language builds and refuses the rest, by name. # FLEX-02"""
+"""The verifier accepts what the language builds and refuses the rest, by name."""
 
 import pytest
 from expressions import BATCH, COLUMN, HEAD, ROW, SCORE, anything

@@ -50,7 +50,7 @@ def test_there_are_enough_of_them():
 
 @pytest.mark.parametrize("backend, dtype", [("reference", torch.float64), ("blocked", torch.float64), (None, torch.float32)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_gradients(name, backend, dtype):  # FLEX-01 to FLEX-05
+def test_forward_and_gradients(name, backend, dtype):
     case = build(name, dtype)
     inputs = operands(case, dtype)
     exact = [t.detach().double().requires_grad_() for t in inputs]
@@ -69,7 +69,7 @@ def test_forward_and_gradients(name, backend, dtype):  # FLEX-01 to FLEX-05
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if build(name, torch.float64).torch_runs_it])
-def test_torch_agrees(name):  # FLEX-01: the functions mean the same to torch's own flex_attention
+def test_torch_agrees(name):  # the functions mean the same to torch's own flex_attention
     case = build(name, torch.float64, learned=False)
     inputs = [t.detach() for t in operands(case, torch.float64)]
     theirs = torch_flex.flex_attention(*inputs, score_mod=case.score_mod, block_mask=block_mask(case, torch_flex.create_block_mask))
@@ -78,7 +78,7 @@ def test_torch_agrees(name):  # FLEX-01: the functions mean the same to torch's 
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if build(name, torch.float64).mask_mod is not None])
-def test_block_masks(name):  # FLEX-05, FLEX-06
+def test_block_masks(name):
     case = build(name, torch.float64)
     s = case.shape
     attend = ~case.formula(torch.zeros(s.B, s.H, s.Sq, s.Skv, dtype=torch.float64), *case.learned).isneginf()

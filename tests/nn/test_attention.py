@@ -94,7 +94,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_constructor_options(options, batch_first):  # MOD-01 MOD-02 MOD-09
+def test_constructor_options(options, batch_first):
     theirs, ours = pair(batch_first=batch_first, **options)
     dims = {name: options.get(name, E) for name in ("kdim", "vdim")}
     for kind in ("self", "memory", "three", "unbatched") if dims == {"kdim": E, "vdim": E} else ("three", "unbatched"):
@@ -118,7 +118,7 @@ MASKS = [
 @pytest.mark.parametrize("case", MASKS, ids=lambda c: "-".join(map(str, c.values())))
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_masks(case, training):  # MOD-02 MOD-04
+def test_masks(case, training):
     theirs, ours = (m.train(training) for m in pair(batch_first=True))
     inputs = tensors("three", batch_first=True)
     attn_mask = None if case["attn_mask"] is None else explicit((L, S), case["attn_mask"], case["rank"])
@@ -128,14 +128,14 @@ def test_masks(case, training):  # MOD-02 MOD-04
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_gradient_of_a_mask(rank):  # MOD-02
+def test_gradient_of_a_mask(rank):
     theirs, ours = pair()
     bias = rand(*((L, S) if rank == 2 else (B * H, L, S)), seed=6).requires_grad_()
     same(theirs, ours, tensors("three"), attn_mask=bias, need_weights=False)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_unbatched_masks(kind):  # MOD-02
+def test_unbatched_masks(kind):
     theirs, ours = pair()
     inputs = tensors("unbatched")
     same(theirs, ours, inputs, attn_mask=explicit((L, S), kind), key_padding_mask=padding(S, kind)[0])
@@ -143,7 +143,7 @@ def test_unbatched_masks(kind):  # MOD-02
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype):  # MOD-02
+def test_dtypes(dtype):
     theirs, ours = pair(dtype=dtype, batch_first=True)
     exact = pair(batch_first=True)[0]
     exact.load_state_dict({name: value.double() for name, value in theirs.state_dict().items()})
@@ -153,7 +153,7 @@ def test_dtypes(dtype):  # MOD-02
     assert (we - want).abs().max() <= 2 * (they - want).abs().max() + 4 * torch.finfo(dtype).eps * want.abs().max()
 
 
-def test_causal_hint():  # MOD-03
+def test_causal_hint():
     theirs, ours = pair(batch_first=True)
     inputs = tensors("self", batch_first=True)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_causal_hint():  # MOD-03
             module(*inputs, is_causal=True, need_weights=False)
 
 
-def test_rows_without_keys_give_zeros():  # MOD-02 MOD-06
+def test_rows_without_keys_give_zeros():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E).requires_grad_()
     everything = torch.ones(B, L, dtype=torch.bool)
@@ -183,7 +183,7 @@ def test_rows_without_keys_give_zeros():  # MOD-02 MOD-06
     assert all(g.isfinite().all() for g in grads)
 
 
-def test_weights_only_when_asked():  # MOD-02
+def test_weights_only_when_asked():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
     with foci.observe() as log:
@@ -191,7 +191,7 @@ def test_weights_only_when_asked():  # MOD-02
     assert not log.calls[0].problem.formula.outputs.weights
 
 
-def test_row_statistics():  # MOD-02
+def test_row_statistics():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
     out, aux = ours(x, x, x, return_aux=foci.AuxRequest(lse=True, column_sums=True))
@@ -204,7 +204,7 @@ def test_row_statistics():  # MOD-02
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("training", [False, True])
-def test_masks_of_other_dtypes_are_refused(dtype, training):  # MOD-06
+def test_masks_of_other_dtypes_are_refused(dtype, training):
     _, ours = pair(batch_first=True)
     ours.train(training)
     x = rand(B, L, E)
@@ -229,7 +229,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_error_texts(case):  # MOD-01
+def test_error_texts(case):
     theirs, ours = pair(batch_first=True)
     x = rand(B, L, E)
     inputs = {"query": x, "key": x, "value": x, "need_weights": False, **WRONG[case](x)}
@@ -244,7 +244,7 @@ def test_error_texts(case):  # MOD-01
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (12, 0), (12, 5)])
-def test_constructor_errors(arguments):  # MOD-01
+def test_constructor_errors(arguments):
     for module in (torch.nn.MultiheadAttention, foci.nn.MultiheadAttention):
         with pytest.raises((ValueError, AssertionError), match="must be"):
             module(*arguments)
@@ -253,7 +253,7 @@ def test_constructor_errors(arguments):  # MOD-01
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_initialisation(options):  # MOD-01
+def test_initialisation(options):
     states = []
     for module in (torch.nn.MultiheadAttention, foci.nn.MultiheadAttention):
         torch.manual_seed(3)
@@ -263,7 +263,7 @@ def test_initialisation(options):  # MOD-01
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"add_bias_kv": True}], ids=str)
-def test_grouped_heads(options):  # MOD-01
+def test_grouped_heads(options):
     torch.manual_seed(0)
     grouped = foci.nn.MultiheadAttention(16, 4, num_kv_heads=2, batch_first=True, dtype=torch.float64, **options)
     whole = foci.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64, **options)
@@ -289,7 +289,7 @@ def test_grouped_heads(options):  # MOD-01
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_by_complex_numbers(interleaved):  # MOD-01
+def test_rotary_by_complex_numbers(interleaved):
     rotary = foci.nn.RotaryEmbedding(6, base=100.0, interleaved=interleaved)
     x, positions = rand(2, 3, 5, 8), torch.tensor([0, 1, 4, 9, 2])
     turned = x[..., :6]
@@ -303,7 +303,7 @@ def test_rotary_by_complex_numbers(interleaved):  # MOD-01
         foci.nn.RotaryEmbedding(5)
 
 
-def test_rotary_depends_on_distance_alone():  # MOD-01
+def test_rotary_depends_on_distance_alone():
     torch.manual_seed(0)
     ours = foci.nn.MultiheadAttention(E, H, batch_first=True, rotary=foci.nn.RotaryEmbedding(4), dtype=torch.float64)
     x = rand(1, 6, E)
@@ -327,7 +327,7 @@ class Slopes(torch.nn.Module):
         return foci.scores.alibi(self.slopes)
 
 
-def test_mask_and_score_variants():  # MOD-01
+def test_mask_and_score_variants():
     ours = foci.nn.MultiheadAttention(
         E, H, batch_first=True, dtype=torch.float64, mask=foci.masks.causal(), score=lambda s, b, h, q, kv: s - 0.1 * (q - kv)
     )
@@ -339,7 +339,7 @@ def test_mask_and_score_variants():  # MOD-01
         torch.testing.assert_close(one, other)
 
 
-def test_a_learned_score():  # MOD-01
+def test_a_learned_score():
     ours = foci.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, score=Slopes())
     assert "score.slopes" in ours.state_dict()
     x = rand(B, L, E)
@@ -347,7 +347,7 @@ def test_a_learned_score():  # MOD-01
     assert ours.score.slopes.grad.abs().min() > 0
 
 
-def test_sliding_window():  # MOD-01
+def test_sliding_window():
     ours = foci.nn.SlidingWindowAttention(E, H, left=2, right=1, batch_first=True)
     x = rand(B, 8, E, dtype=torch.float32)
     _, weights = ours(x, x, x)
@@ -360,7 +360,7 @@ def nested(lengths, seed=0):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_nested(need_weights):  # MOD-05
+def test_nested(need_weights):
     _, ours = pair(batch_first=True)
     query, key = nested((3, 0, 5)), nested((4, 2, 1), seed=7)
     out, weights = ours(query, key, key, need_weights=need_weights)
@@ -373,7 +373,7 @@ def test_nested(need_weights):  # MOD-05
             assert weights[n].sum().item() == pytest.approx(q.shape[0])
 
 
-def test_nested_against_dense():  # MOD-05
+def test_nested_against_dense():
     _, ours = pair()
     query, key = nested((3, 1, 5)), rand(S, B, E)
     out, _ = ours(query, key, key, need_weights=False)
@@ -383,7 +383,7 @@ def test_nested_against_dense():  # MOD-05
         ours(query, query, query, key_padding_mask=padding(L))
 
 
-def test_dropout_is_of_the_weights():  # MOD-04
+def test_dropout_is_of_the_weights():
     _, ours = pair(batch_first=True, dropout=0.5)
     x = rand(B, L, E)
     torch.manual_seed(0)
@@ -398,7 +398,7 @@ def test_dropout_is_of_the_weights():  # MOD-04
     torch.testing.assert_close(ours(x, x, x)[0], ours.out_proj.bias.expand(B, L, E))
 
 
-def test_large_head_dim_scale():  # MOD-09
+def test_large_head_dim_scale():
     ours = foci.nn.MultiheadAttention(8, 2, bias=False, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
         ours.in_proj_weight.copy_(torch.eye(8, dtype=torch.float64).repeat(3, 1))
@@ -410,7 +410,7 @@ def test_large_head_dim_scale():  # MOD-09
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_compile(need_weights):  # MOD-04 SDPA-21
+def test_compile(need_weights):
     torch._dynamo.reset()
     _, ours = pair(batch_first=True, add_bias_kv=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -423,7 +423,7 @@ def test_compile(need_weights):  # MOD-04 SDPA-21
             torch.testing.assert_close(found, want, msg=name)
 
 
-def test_export():  # MOD-08
+def test_export():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
     program = torch.export.export(ours, (x, x, x), {"key_padding_mask": padding(L)})

@@ -36,7 +36,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("page_size", KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_is_the_whole_sequence(page_size, name):  # MOD-01
+def test_decoding_is_the_whole_sequence(page_size, name):
     model, x = encoder(**VARIANTS[name]), rand(B, N, E)
     cache = foci.nn.KVCache(2, N, page_size=page_size)
     parts = [model(part, cache=cache) for part in x.split([5, 1, 1, 3, 1, 1], dim=1)]
@@ -46,7 +46,7 @@ def test_decoding_is_the_whole_sequence(page_size, name):  # MOD-01
 
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
-def test_prompts_of_different_lengths(page_size, side):  # MOD-01 MOD-05
+def test_prompts_of_different_lengths(page_size, side):
     model = encoder()
     hidden = {
         "right": [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]],
@@ -66,7 +66,7 @@ def test_prompts_of_different_lengths(page_size, side):  # MOD-01 MOD-05
 
 
 @pytest.mark.parametrize("page_size", [None, 2])
-def test_rows_are_selected(page_size):  # MOD-01
+def test_rows_are_selected(page_size):
     model, x = encoder(), rand(B, N, E)
     cache = foci.nn.KVCache(2, N, page_size=page_size)
     model(x[:, :5], cache=cache)
@@ -83,7 +83,7 @@ def test_rows_are_selected(page_size):  # MOD-01
 
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_decoder(page_size, norm_first):  # MOD-01 MOD-05
+def test_decoder(page_size, norm_first):
     torch.manual_seed(0)
     layer = foci.nn.TransformerDecoderLayer(E, H, FF, 0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64, num_kv_heads=2)
     model = foci.nn.TransformerDecoder(layer, 2).eval()
@@ -98,7 +98,7 @@ def test_decoder(page_size, norm_first):  # MOD-01 MOD-05
     assert cache[0].memory.key.shape == (B, 2, 7, 4)
 
 
-def test_the_memory_is_projected_once():  # MOD-01
+def test_the_memory_is_projected_once():
     torch.manual_seed(0)
     model = foci.nn.TransformerDecoder(foci.nn.TransformerDecoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 1).eval()
     x, memory = rand(B, 2, E), rand(B, 7, E)
@@ -132,7 +132,7 @@ def test_pages_grow_with_the_tokens():
     assert pool.shape[0] * pool.shape[2] < 4 * B * N
 
 
-def test_generation_does_not_compile_anew():  # FLEX-10
+def test_generation_does_not_compile_anew():
     model = encoder()
     cache = foci.nn.KVCache(2, 64)
     from foci.binding import cache_sizes
@@ -146,7 +146,7 @@ def test_generation_does_not_compile_anew():  # FLEX-10
     assert cache_sizes()["variants"] == before
 
 
-def test_pages_are_read_where_they_lie():  # FLEX-14
+def test_pages_are_read_where_they_lie():
     model, x = encoder(), rand(B, N, E)
     cache = foci.nn.KVCache(2, N, page_size=4)
     with foci.observe() as log:
@@ -156,7 +156,7 @@ def test_pages_are_read_where_they_lie():  # FLEX-14
 
 
 @pytest.mark.parametrize("page_size", KINDS)
-def test_weights_and_own_keys_beside_a_cache(page_size):  # MOD-02
+def test_weights_and_own_keys_beside_a_cache(page_size):
     torch.manual_seed(0)
     module = foci.nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True, add_zero_attn=True, dtype=torch.float64)
     x = rand(B, N, E)

@@ -47,13 +47,13 @@ def test_validation_loss_falls(trained):
     assert losses[-1] < 4.2  # all bytes alike would cost 5.5
 
 
-def test_losses_are_those_of_torch_nn(trained):  # MOD-01 MOD-09
+def test_losses_are_those_of_torch_nn(trained):
     _, ours, theirs = trained
     assert len(theirs.training) == 10
     torch.testing.assert_close(torch.tensor(ours.training[:10]), torch.tensor(theirs.training), rtol=5e-6, atol=0)
 
 
-def test_documents_have_mixed_lengths_and_no_padding(example, docs, trained):  # MOD-05
+def test_documents_have_mixed_lengths_and_no_padding(example, docs, trained):
     batch = next(example.batches(docs[0], example.SMALL.tokens, seed=0))
     lengths = {len(document) for document in docs[0]}
     assert len(lengths) > 100 and min(lengths) < 40

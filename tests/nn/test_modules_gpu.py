@@ -40,13 +40,13 @@ def encoder(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "norm_first": True, "mask": foci.masks.window(9)}], ids=["plain", "variant"])
-def test_encoder(options):  # MOD-01 MOD-05
+def test_encoder(options):
     cpu, cuda = both(encoder(**options), rand(B, S, E), src_key_padding_mask=padding())
     for one, other in zip(cpu, cuda):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-def test_decoder():  # MOD-01 MOD-05
+def test_decoder():
     torch.manual_seed(0)
     decoder = foci.nn.TransformerDecoder(foci.nn.TransformerDecoderLayer(E, H, FF, 0.0, batch_first=True), 2)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(40)
@@ -57,7 +57,7 @@ def test_decoder():  # MOD-01 MOD-05
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_cache(page_size):  # MOD-01
+def test_cache(page_size):
     model, x = encoder(rotary=foci.nn.RotaryEmbedding(16)).cuda().eval(), rand(B, 30, E).cuda()
     causal = torch.nn.Transformer.generate_square_subsequent_mask(30, device="cuda")
     cache = foci.nn.KVCache(2, 30, page_size=page_size)
@@ -80,7 +80,7 @@ def waits(function):
     return sum("synchronizing" in str(w.message) for w in caught)
 
 
-def test_waits():  # MOD-05 JAG-08
+def test_waits():
     model, x = encoder().cuda(), rand(B, S, E).cuda()
     nested = torch.nested.nested_tensor([rand(n, E) for n in (5, 70, 1)], layout=torch.jagged).cuda()
     hidden = padding().cuda()
@@ -95,7 +95,7 @@ def test_waits():  # MOD-05 JAG-08
     torch.testing.assert_close(model(nested.values(), src_key_padding_mask=packing), model(nested).values())
 
 
-def test_cuda_graph():  # SDPA-21
+def test_cuda_graph():
     model, x, hidden = encoder().cuda().eval(), rand(B, S, E).cuda(), padding().cuda()
     with torch.no_grad():
         want = model(x, src_key_padding_mask=hidden)

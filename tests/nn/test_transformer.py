@@ -94,7 +94,7 @@ CONSTRUCTIONS = [
 @pytest.mark.parametrize("options", CONSTRUCTIONS)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_encoder(options, batch_first, training):  # MOD-01 MOD-04 MOD-05 MOD-07 MOD-09
+def test_encoder(options, batch_first, training):
     causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
     for theirs, ours in (layers("Encoder", batch_first=batch_first, **options), stacks("Encoder", batch_first=batch_first, **options)):
         theirs.train(training), ours.train(training)
@@ -113,7 +113,7 @@ def test_encoder(options, batch_first, training):  # MOD-01 MOD-04 MOD-05 MOD-07
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "float", "3-D"])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_encoder_masks(name, kind, mask):  # MOD-03 MOD-04 MOD-05
+def test_encoder_masks(name, kind, mask):
     theirs, ours = stacks("Encoder", batch_first=True)
     hidden = padding(name)
     pad = hidden if kind == "bool" else rand(B, S, seed=4).masked_fill(hidden, -torch.inf)
@@ -143,7 +143,7 @@ def test_encoder_masks(name, kind, mask):  # MOD-03 MOD-04 MOD-05
     torch.testing.assert_close(out[fine], expected[fine])
 
 
-def test_one_semantics():  # MOD-04
+def test_one_semantics():
     _, ours = stacks("Encoder", batch_first=True)
     x, hidden = rand(B, S, E), padding("left")
     train = ours.train()(x, src_key_padding_mask=hidden)
@@ -153,7 +153,7 @@ def test_one_semantics():  # MOD-04
         torch.testing.assert_close(ours.eval()(x, src_key_padding_mask=hidden), train, rtol=0, atol=0)
 
 
-def test_padding_is_not_computed():  # MOD-05 MOD-07
+def test_padding_is_not_computed():
     _, ours = stacks("Encoder", batch_first=True)
     hidden = padding("trailing columns")
     tokens = int((~hidden).sum())
@@ -170,7 +170,7 @@ def test_padding_is_not_computed():  # MOD-05 MOD-07
     assert out.shape == (B, S, E)
 
 
-def test_layers_may_be_given_padded_batches():  # MOD-05 MOD-07
+def test_layers_may_be_given_padded_batches():
     _, packed = stacks("Encoder", batch_first=True)
     layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
     padded = foci.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(E, dtype=torch.float64), enable_nested_tensor=False)
@@ -183,7 +183,7 @@ def test_layers_may_be_given_padded_batches():  # MOD-05 MOD-07
 
 
 @pytest.mark.parametrize("name", ["right", "holes"])
-def test_what_is_in_the_padding_does_not_matter(name):  # MOD-05
+def test_what_is_in_the_padding_does_not_matter(name):
     hidden = padding(name)
     x = rand(B, S, E)
     poisoned = x.masked_fill(hidden[..., None], torch.nan).requires_grad_()
@@ -194,7 +194,7 @@ def test_what_is_in_the_padding_does_not_matter(name):  # MOD-05
         torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), t)[0] for o, t in zip(outs, (poisoned, clean))))
 
 
-def test_an_all_masked_row_is_safe():  # MOD-06
+def test_an_all_masked_row_is_safe():
     hidden = padding("right").clone()
     hidden[1] = True
     for module in (layers("Encoder", batch_first=True)[1], stacks("Encoder", batch_first=True)[1]):
@@ -209,7 +209,7 @@ def test_an_all_masked_row_is_safe():  # MOD-06
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.int32])
 @pytest.mark.parametrize("training", [False, True])
-def test_masks_of_other_dtypes_are_refused(dtype, training):  # MOD-06
+def test_masks_of_other_dtypes_are_refused(dtype, training):
     x, bad = rand(B, S, E), torch.zeros(B, S, dtype=dtype)
     for module in (layers("Encoder", batch_first=True)[1], stacks("Encoder", batch_first=True)[1]):
         with pytest.raises(AssertionError, match="only bool and floating types of src_key_padding_mask are supported"):
@@ -219,14 +219,14 @@ def test_masks_of_other_dtypes_are_refused(dtype, training):  # MOD-06
             module.train(training)(x, x, memory_key_padding_mask=bad)
 
 
-def test_a_padding_mask_of_another_shape():  # MOD-06
+def test_a_padding_mask_of_another_shape():
     for shape in ((B, S + 1), (B + 1, S), (S,)):
         with pytest.raises(AssertionError, match="Expected key_padded_mask.shape"):
             stacks("Encoder", batch_first=True)[1](rand(B, S, E), src_key_padding_mask=torch.zeros(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested(layout):  # MOD-05
+def test_nested(layout):
     hidden = padding("right")
     x = rand(B, S, E)
     parts = [x[n, ~hidden[n]] for n in range(B)]
@@ -245,7 +245,7 @@ def test_nested(layout):  # MOD-05
 @pytest.mark.parametrize("options", CONSTRUCTIONS[:3])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("pads", [(None, None), ("right", None), (None, "holes"), ("left", "right")], ids=str)
-def test_decoder(options, batch_first, pads):  # MOD-01 MOD-03 MOD-05 MOD-09
+def test_decoder(options, batch_first, pads):
     target = rand(B, T, E) if batch_first else rand(T, B, E)
     memory = rand(B, S, E, seed=1) if batch_first else rand(S, B, E, seed=1)
     hidden = [None if name is None else padding(name, n) for name, n in zip(pads, (T, S))]
@@ -270,7 +270,7 @@ def as_float(mask):
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
 
 
-def test_decoder_computes_no_padding():  # MOD-05
+def test_decoder_computes_no_padding():
     _, ours = stacks("Decoder", batch_first=True)
     hidden, memory_hidden = padding("right", T), padding("holes")
     counts = {name: set() for name, _ in ours.named_modules()}
@@ -284,7 +284,7 @@ def test_decoder_computes_no_padding():  # MOD-05
     assert {call.problem.formula.layout.value for call in log.calls} == {"jagged"}
 
 
-def test_decoder_nested():  # MOD-05
+def test_decoder_nested():
     _, ours = stacks("Decoder", batch_first=True)
     target, memory = (torch.nested.nested_tensor([rand(n, E, seed=n) for n in ns], layout=torch.jagged) for ns in ((2, 5, 1), (4, 1, 6)))
     out = ours(target, memory)
@@ -294,13 +294,13 @@ def test_decoder_nested():  # MOD-05
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_transformer(batch_first, padded):  # MOD-01 MOD-09
+def test_transformer(batch_first, padded):
     options = {"d_model": E, "nhead": H, "num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": FF, "dropout": 0.0}
     options |= {"batch_first": batch_first, "dtype": torch.float64}
     theirs, ours = twins(*(quiet(lambda nn=nn: nn.Transformer(**options)) for nn in (torch.nn, foci.nn)))
     src, tgt = (rand(B, S, E), rand(B, T, E, seed=1)) if batch_first else (rand(S, B, E), rand(T, B, E, seed=1))
     causal = ours.generate_square_subsequent_mask(T, dtype=torch.float64)
-    assert torch.equal(causal, torch.nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64))  # MOD-08
+    assert torch.equal(causal, torch.nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64))
     kwargs, rows = {"tgt_mask": causal}, None
     if padded:
         hidden, target_hidden = padding("right"), as_float(padding("right", T))
@@ -315,7 +315,7 @@ def test_transformer(batch_first, padded):  # MOD-01 MOD-09
         ours(src[..., 1:], tgt)
 
 
-def test_transformer_nested():  # MOD-05
+def test_transformer_nested():
     ours = foci.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=True)
     src, tgt = (
         torch.nested.nested_tensor([rand(n, E, dtype=torch.float32, seed=n) for n in ns], layout=torch.jagged) for ns in ((2, 5), (4, 1))
@@ -325,7 +325,7 @@ def test_transformer_nested():  # MOD-05
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_initialisation(norm_first):  # MOD-01
+def test_initialisation(norm_first):
     states = []
     for nn in (torch.nn, foci.nn):
         torch.manual_seed(5)
@@ -334,13 +334,13 @@ def test_initialisation(norm_first):  # MOD-01
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_wrong_activation():  # MOD-01
+def test_wrong_activation():
     for kind in ("Encoder", "Decoder"):
         with pytest.raises(RuntimeError, match="activation should be relu/gelu, not tanh"):
             getattr(foci.nn, f"Transformer{kind}Layer")(E, H, activation="tanh")
 
 
-def test_no_warning_on_ordinary_use():  # MOD-07
+def test_no_warning_on_ordinary_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options in ({"batch_first": True}, {}, {"norm_first": True}, {"activation": F.silu}, {"bias": False}):
@@ -351,7 +351,7 @@ def test_no_warning_on_ordinary_use():  # MOD-07
         foci.nn.Transformer(E, H, 1, 1, FF)
 
 
-def test_causal_masks_are_detected():  # MOD-03
+def test_causal_masks_are_detected():
     _, ours = stacks("Encoder", batch_first=True)
     x = rand(B, S, E)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
@@ -401,7 +401,7 @@ class Scaled(foci.nn.MultiheadAttention):
         return 0.5 * out, weights
 
 
-def test_subclasses():  # MOD-07
+def test_subclasses():
     hidden, x = padding("right"), rand(B, S, E)
     encoder = foci.nn.TransformerEncoder(Doubled(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
     plain = foci.nn.TransformerEncoder(foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
@@ -416,7 +416,7 @@ def test_subclasses():  # MOD-07
     assert (gated(x, src_key_padding_mask=hidden)[hidden] == 0).all()
 
 
-def test_another_attention_in_a_layer():  # MOD-07
+def test_another_attention_in_a_layer():
     hidden, x = padding("right"), rand(B, S, E)
     layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
     layer.self_attn = Scaled(E, H, batch_first=True, dtype=torch.float64)
@@ -440,7 +440,7 @@ class Wrapper(torch.nn.Module):
         return self.layer(*args, **kwargs)
 
 
-def test_foreign_layers():  # MOD-07
+def test_foreign_layers():
     hidden, x = padding("right"), rand(B, S, E)
     theirs, ours = stacks("Encoder", batch_first=True)
     wrapped = foci.nn.TransformerEncoder(Wrapper(ours.layers[0]), 0, ours.norm)
@@ -454,7 +454,7 @@ def test_foreign_layers():  # MOD-07
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
-def test_foci_layers_in_torch_encoder():  # MOD-07
+def test_foci_layers_in_torch_encoder():
     theirs, ours = stacks("Encoder", batch_first=True)
     mixed = torch.nn.TransformerEncoder(ours.layers[0], 2, ours.norm)
     mixed.load_state_dict(ours.state_dict())
@@ -466,7 +466,7 @@ def test_foci_layers_in_torch_encoder():  # MOD-07
         torch.testing.assert_close(out[~hidden], ours(x, src_key_padding_mask=hidden)[~hidden])
 
 
-def test_convert():  # MOD-01
+def test_convert():
     model = quiet(lambda: torch.nn.ModuleDict({
         "transformer": torch.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=True, dtype=torch.float64),
         "attention": torch.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64),
@@ -494,7 +494,7 @@ class OwnLayer(torch.nn.TransformerEncoderLayer):
         return super().forward(src, *args, **kwargs) + src
 
 
-def test_copies_and_pickles():  # MOD-07
+def test_copies_and_pickles():
     x, hidden = rand(B, S, E), padding("holes")
     ours = stacks("Encoder", batch_first=True)[1]
     for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
@@ -502,7 +502,7 @@ def test_copies_and_pickles():  # MOD-07
 
 
 @pytest.mark.parametrize("name", ["right", "left", "holes"])
-def test_variants_in_packed_layers(name):  # MOD-01 MOD-05
+def test_variants_in_packed_layers(name):
     """Positions that functions are given are those in the padded batch, packed or not."""
     hidden, x = padding(name), rand(B, S, E)
     rotary = foci.nn.RotaryEmbedding(4)
@@ -521,7 +521,7 @@ def test_variants_in_packed_layers(name):  # MOD-01 MOD-05
 
 @pytest.mark.parametrize("options", [{"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("mask", [False, True])
-def test_extra_keys_in_packed_layers(options, mask):  # MOD-02 MOD-05
+def test_extra_keys_in_packed_layers(options, mask):
     theirs, ours = stacks("Encoder", batch_first=True)
     for stack, nn in ((theirs, torch.nn), (ours, foci.nn)):
         for n, layer in enumerate(stack.layers):
@@ -532,7 +532,7 @@ def test_extra_keys_in_packed_layers(options, mask):  # MOD-02 MOD-05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype):  # MOD-01
+def test_dtypes(dtype):
     exact, ours = stacks("Encoder", batch_first=True)
     theirs = copy.deepcopy(exact).to(dtype).train()
     exact.load_state_dict(theirs.state_dict())
@@ -546,7 +546,7 @@ def test_dtypes(dtype):  # MOD-01
     assert (we - want).abs().max() <= 2 * (they - want).abs().max() + 8 * torch.finfo(dtype).eps * want.abs().max()
 
 
-def test_autocast():  # SDPA-17
+def test_autocast():
     _, ours = stacks("Encoder", batch_first=True)
     ours = ours.float()
     x, hidden = rand(B, S, E, dtype=torch.float32), padding("right")
@@ -555,7 +555,7 @@ def test_autocast():  # SDPA-17
     torch.testing.assert_close(out.float(), ours(x, src_key_padding_mask=hidden), rtol=0.1, atol=0.1)
 
 
-def test_activation_checkpointing():  # SDPA-21
+def test_activation_checkpointing():
     _, ours = stacks("Encoder", batch_first=True)
     x, hidden = rand(B, S, E).requires_grad_(), padding("right")
     plain = torch.autograd.grad(ours(x, src_key_padding_mask=hidden).square().sum(), x)[0]
@@ -563,7 +563,7 @@ def test_activation_checkpointing():  # SDPA-21
     torch.testing.assert_close(torch.autograd.grad(again.square().sum(), x)[0], plain)
 
 
-def test_second_derivatives():  # SDPA-22
+def test_second_derivatives():
     ours = layers("Encoder", batch_first=True, activation=F.silu)[1]
     hidden = padding("right")
     x = rand(B, S, E).requires_grad_()
@@ -579,7 +579,7 @@ def test_second_derivatives():  # SDPA-22
     torch.testing.assert_close((second * 2 * step).sum(), values[0] - values[1], rtol=1e-4, atol=1e-9)
 
 
-def test_vmap():  # SDPA-21
+def test_vmap():
     ours = stacks("Encoder", batch_first=True)[1]
     x, hidden = rand(2, B, S, E), padding("right")
     out = torch.func.vmap(lambda t: ours(t, src_key_padding_mask=hidden))(x)
@@ -587,7 +587,7 @@ def test_vmap():  # SDPA-21
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):  # MOD-04 SDPA-21
+def test_compile(dynamic):
     torch._dynamo.reset()
     _, ours = stacks("Encoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -600,7 +600,7 @@ def test_compile(dynamic):  # MOD-04 SDPA-21
             torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x)[0] for o in (got, expected)))
 
 
-def test_compile_decoder():  # MOD-04
+def test_compile_decoder():
     torch._dynamo.reset()
     _, ours = stacks("Decoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -610,7 +610,7 @@ def test_compile_decoder():  # MOD-04
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):  # MOD-08
+def test_export(strict):
     _, ours = stacks("Encoder", batch_first=True)
     args = (rand(B, S, E), None, padding("right"))
     program = torch.export.export(ours.eval(), args, strict=strict)
@@ -620,7 +620,7 @@ def test_export(strict):  # MOD-08
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_scripting(batch_first, norm_first, tmp_path):  # MOD-08
+def test_scripting(batch_first, norm_first, tmp_path):
     hidden, causal = padding("right"), torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
     x = rand(B, S, E) if batch_first else rand(S, B, E)
     encoder = stacks("Encoder", batch_first=batch_first, norm_first=norm_first)[1]
@@ -648,7 +648,7 @@ def test_scripting(batch_first, norm_first, tmp_path):  # MOD-08
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"bias": False, "num_kv_heads": 1}, {"kdim": 4, "vdim": 6}], ids=str)
-def test_scripting_attention(options):  # MOD-08
+def test_scripting_attention(options):
     ours = foci.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **options)
     scripted = torch.jit.script(ours)
     inputs = (rand(B, S, E), rand(B, S, options.get("kdim", E)), rand(B, S, options.get("vdim", E)))
@@ -662,7 +662,7 @@ def test_scripting_attention(options):  # MOD-08
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
-def test_scripting_refuses_python_variants():  # MOD-08
+def test_scripting_refuses_python_variants():
     with pytest.raises(RuntimeError, match="mask"):
         torch.jit.script(foci.nn.MultiheadAttention(E, H, mask=foci.masks.causal()))
     zero = torch.jit.script(foci.nn.MultiheadAttention(E, H, add_zero_attn=True))
@@ -671,7 +671,7 @@ def test_scripting_refuses_python_variants():  # MOD-08
         zero(x, x, x)
 
 
-def test_compile_nested():  # MOD-05 JAG-01
+def test_compile_nested():
     torch._dynamo.reset()
     _, ours = stacks("Encoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -683,7 +683,7 @@ def test_compile_nested():  # MOD-05 JAG-01
         torch.testing.assert_close(*(torch.autograd.grad(o.values().square().sum(), parts) for o in (out, want)))
 
 
-def test_compiled_layers_in_a_packed_encoder():  # MOD-05
+def test_compiled_layers_in_a_packed_encoder():
     torch._dynamo.reset()
     _, ours = stacks("Encoder", batch_first=True)
     compiled = copy.deepcopy(ours)
@@ -695,19 +695,19 @@ def test_compiled_layers_in_a_packed_encoder():  # MOD-05
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_unbatched_padding(kind):  # MOD-02 MOD-05
+def test_unbatched_padding(kind):
     theirs, ours = (m.train() for m in stacks("Encoder"))
     hidden = padding("holes")[0]
     same(theirs, ours, [rand(S, E)], ~hidden, src_key_padding_mask=hidden if kind == "bool" else as_float(hidden))
 
 
-def test_empty_batches():  # MOD-05
+def test_empty_batches():
     _, ours = stacks("Encoder", batch_first=True)
     assert ours(rand(0, S, E), src_key_padding_mask=torch.zeros(0, S, dtype=torch.bool)).shape == (0, S, E)
     assert ours(rand(B, 0, E), src_key_padding_mask=torch.zeros(B, 0, dtype=torch.bool)).shape == (B, 0, E)
 
 
-def test_gradient_of_a_floating_padding_mask():  # MOD-05
+def test_gradient_of_a_floating_padding_mask():
     theirs, ours = stacks("Encoder", 1, batch_first=True)
     pad = as_float(padding("right")).masked_fill(~padding("right"), 0.3).requires_grad_()
     x, rows = rand(B, S, E), ~padding("right")
@@ -724,7 +724,7 @@ class GatedDecoder(foci.nn.TransformerDecoderLayer):
         return super()._ff_block(x) * torch.sigmoid(x)
 
 
-def test_decoder_subclass():  # MOD-07
+def test_decoder_subclass():
     torch.manual_seed(0)
     decoder = foci.nn.TransformerDecoder(GatedDecoder(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
     target, memory, hidden = rand(B, T, E), rand(B, S, E), padding("right")

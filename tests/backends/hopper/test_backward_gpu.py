@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_float64(name, apart):  # FLEX-04, SDPA-20
+def test_gradients_are_those_of_float64(name, apart):
     torch.manual_seed(0)
     asked, operands = posed(grads=ALL, **CASES[name])
     kernel = kernel_of("hopper", asked)
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_float64(name, apart):  # FLEX-04, SDPA-20
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged, causal, D 64"])
-def test_gradients_have_the_same_bits_each_time(name):  # SDPA-16
+def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)
     kernel.is_fused = kernel.can_fuse

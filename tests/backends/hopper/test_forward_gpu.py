@@ -62,7 +62,7 @@ def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["C2", "N3"])
-def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):  # SDPA-14
+def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     """Near 2e11: a rounded exponent must not exceed that of the maximum."""
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
