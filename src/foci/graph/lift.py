@@ -23,6 +23,7 @@ from foci.graph.reading import (
     call_of,
     is_tensor,
     is_written,
+    location_of,
     number_of,
     reads_only_shape,
     same_size,
@@ -157,7 +158,7 @@ class Lift:
         if moved is not None:
             return self.element(*moved)
         if is_written(node):
-            return None
+            raise NoRule(f"{node.name} is written in place ({location_of(node)})")
         if call.name in _MAKERS:
             return _MAKERS[call.name](self, node, call, index)
         if call.name == "dropout":
