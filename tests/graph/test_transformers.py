@@ -19,7 +19,17 @@ from foci.graph.verify import Float64
 from foci.planner import choose
 from foci.problem import Target
 
-FEW = ("mpt", "xlnet", "swinv2", "clip", "longt5", "falcon", "granite_swa", "cpmant", "pixtral")  # of the others, kinds of attention that the first ten do not have
+FEW = (
+    "mpt",
+    "xlnet",
+    "swinv2",
+    "clip",
+    "longt5",
+    "falcon",
+    "granite_swa",
+    "cpmant",
+    "pixtral",
+)  # of the others, kinds of attention that the first ten do not have
 
 
 def cast(inputs, dtype):
