@@ -8,7 +8,8 @@
 Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory, start. Each round
 times one side and then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster, and
 `ratio_of_minima` that of the fastest rounds. `load` is the machine's load average when the line was made: on a busy
-machine only ratios mean something. `--report` draws the ratios and writes them between the marks of the page.
+machine only ratios mean something. `--report` draws the ratios and writes them between the marks of the page; of a
+file with several runs, one after another, the medians.
 """
 
 import argparse
@@ -320,8 +321,18 @@ def start() -> Iterator[dict[str, object]]:
 # Reports ---------------------------------------------------------------------------------------------------------------
 
 
-def results(source: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in source.read_text().splitlines() if line.startswith("{")]
+def results(source: Path) -> tuple[list[dict[str, object]], int]:
+    """The lines of a file and of how many runs they are; lines of one row are made one by the medians of their numbers."""
+    rows: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    for text in source.read_text().splitlines():
+        line = json.loads(text)
+        rows.setdefault(tuple(line.get(key) for key in ("case", "dtype", "direction", "peer")), []).append(line)
+    middle = {"ratio", "ratio_of_minima", "foci_ms", "peer_ms", "ms", "megabytes"}
+    combined = [
+        {key: round(statistics.median(line[key] for line in lines), 3) if key in middle else value for key, value in lines[-1].items()}
+        for lines in rows.values()
+    ]
+    return combined, max(map(len, rows.values()))
 
 
 def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
@@ -334,20 +345,20 @@ def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
 
 
 def _cells(line: dict[str, object]) -> str:
-    mark = "" if max(line["ratio"], line["ratio_of_minima"]) >= line["target"] else "**"
+    mark = "" if line["ratio"] >= line["target"] else "**"
     return f"{mark}{line['ratio']:.2f}{mark} ({line['ratio_of_minima']:.2f}) | {line['target']}"
 
 
 def report(source: Path, page: Path, picture: Path) -> None:
     """Draws the ratios and writes the tables into the page."""
-    lines = results(source)
+    lines, runs = results(source)
     ratios = [line for line in lines if "ratio" in line]
     plot(ratios, picture)
     last, loads = ratios[-1], [line["load"] for line in ratios]
     clock_words = "CPU time of one thread" if last["clock"] == "thread" else f"wall time, {last['threads']} threads"
     parts = [
         f"torch {last['torch']}, {clock_words}, load average {min(loads)} to {max(loads)}. Medians over rounds of peer / foci, taken in turn;",
-        "in brackets the ratio of the fastest rounds. Bold: both are below the target.",
+        f"in brackets the ratio of the fastest rounds; runs: {runs}, of which medians again. Bold: below the target.",
         "",
         "| case (B,H,S,D) | dtype | forward | target | backward | target |",
         "|---|---|---|---|---|---|",
