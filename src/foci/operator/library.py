@@ -189,7 +189,8 @@ def _unbatched(args: Sequence[Any], in_dims: Sequence[Any], n: int) -> list[Any]
 
 def _fold(args: Sequence[Any], in_dims: Sequence[Any], size: int) -> tuple[Any, Any] | None:
     """Batching by a larger B, where nothing in the call knows the batch index or a batch of its own."""
-    formula = Formula.parse(args[_OPTIONAL.stop + 6])
+    *_, line, _allowed = args
+    formula = Formula.parse(line)
     reads_batch = "b" in formula.variant.score.variables() | formula.variant.mask.variables()
     captures_batched = any(d is not None for d in in_dims[3]) if isinstance(in_dims[3], (list, tuple)) else in_dims[3] is not None
     if reads_batch or captures_batched or formula.dropout or formula.layout is not Layout.DENSE or args[5] is not None:
