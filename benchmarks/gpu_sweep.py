@@ -20,8 +20,8 @@ import triton
 
 import foci
 from foci import masks, scores
-from foci.backends.contract import Plan
-from foci.backends.triton.kernel import Given, TritonKernel
+from foci.backends.contract import Given, Plan
+from foci.backends.triton.kernel import TritonKernel
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import LIMITS, Schedule, shared_bytes
 from foci.backends.triton.sparsity import sequences_of

@@ -30,7 +30,7 @@ from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Problem, Results
 
-__all__ = ["Given", "Kernel", "Pass", "TritonKernel", "result_tensors"]
+__all__ = ["Kernel", "Pass", "TritonKernel", "result_tensors"]
 
 
 class Tensors(NamedTuple):
