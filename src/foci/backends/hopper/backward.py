@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.causal import is_causal
-from foci.backends.contract import Plan
+from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
@@ -92,7 +92,7 @@ class HopperGradients(host.TritonKernel):
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
-        self, operands: Operands, given: host.Given, sequences: Sequences, recorder: Recorder, flow: Any = None
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         if not (query.numel() and key.numel() and value.numel()):
