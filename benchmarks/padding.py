@@ -2,18 +2,22 @@
 
 python benchmarks/padding.py [--cases linear-bf16,bert] [--implementations good,foci] [--seconds 1.0] [--device cuda]
 
-Median milliseconds of CUDA events, implementations in turn. `good` is the same model with the next good size, compiled without
-any padding; `ratio` is to it.
+Median milliseconds of CUDA events, implementations in turn, forth and back, so that none always follows the one that heats the card.
+`good` is the same model with the next good size, compiled without any padding, or eager where nothing is compiled; `ratio` is to it.
+Processes that share a `--lock` compile side by side and time one at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 
 import foci
 from foci.graph.padding.options import options
+from foci.nn import PaddedLinear
 
 Step = Callable[[], object]
 PLAIN = {"shape_padding": False, "comprehensive_padding": False}
@@ -37,12 +42,14 @@ class Case:
         make: of a size and a device: a function to compile, whatever it trains.
         bad, good: sizes.
         eager: whether eager execution is measured too.
+        module: makes the same of foci's module, for the bad size; then nothing is compiled.
     """
 
     make: Callable[[int, str], Step]
     bad: int
     good: int
     eager: bool = False
+    module: Callable[[int, str], Step] | None = None
 
 
 def trained(loss: Callable[..., Tensor], inputs: tuple[object, ...]) -> Callable[[Callable[..., Tensor]], Step]:
@@ -61,9 +68,9 @@ def ran(function: Callable[..., object], inputs: tuple[object, ...]) -> Callable
     return step
 
 
-def linear(dtype: torch.dtype, rows: int = 8192) -> Callable[[int, str], Step]:
+def linear(dtype: torch.dtype, rows: int = 8192, *, layers: type[nn.Linear] = nn.Linear) -> Callable[[int, str], Step]:
     def make(vocabulary: int, device: str) -> Step:
-        layer = nn.Linear(768, vocabulary, dtype=dtype, device=device)
+        layer = layers(768, vocabulary, dtype=dtype, device=device)
         x = torch.randn(rows, 768, dtype=dtype, device=device, requires_grad=True)
         target = torch.randint(0, vocabulary, (rows,), device=device)
         return trained(lambda x: F.cross_entropy(layer(x), target), (x,))
@@ -126,15 +133,17 @@ def attention(length: int, device: str, *, dim: int = 16) -> Step:
     return trained(attend, (q, k, v))
 
 
-def convolution(width: int, device: str) -> Step:
-    layer = nn.Conv2d(128, 128, 3, padding=1, device=device, dtype=torch.float16)
-    x = torch.randn(1, 128, 640, width, device=device, dtype=torch.float16)
+def convolution(width: int, device: str, *, layout: torch.memory_format = torch.contiguous_format) -> Step:
+    layer = nn.Conv2d(128, 128, 3, padding=1, device=device, dtype=torch.float16).to(memory_format=layout)
+    x = torch.randn(1, 128, 640, width, device=device, dtype=torch.float16).to(memory_format=layout)
     return trained(lambda x: layer(F.gelu(x)).float().square().mean(), (x,))
 
 
 CASES = {
     "linear-bf16": Case(linear(torch.bfloat16), 30523, 30528, eager=True),
     "linear-tf32": Case(linear(torch.float32), 30523, 30528, eager=True),
+    "module-bf16": Case(linear(torch.bfloat16), 30523, 30528, module=linear(torch.bfloat16, layers=PaddedLinear)),
+    "module-tf32": Case(linear(torch.float32), 30523, 30528, module=linear(torch.float32, layers=PaddedLinear)),
     "product-f16": Case(produced, 30522, 30528),
     "product-f16-changed": Case(changed, 30522, 30528),
     "product-f16-outside": Case(product, 30522, 30528),
@@ -143,24 +152,34 @@ CASES = {
     "longformer": Case(chunked, 4096, 4096),
     "attention-d16": Case(attention, 511, 512),
     "convolution": Case(convolution, 959, 960),
+    "convolution-last": Case(functools.partial(convolution, layout=torch.channels_last), 959, 960),
 }
+
+
+def _ways(case: Case) -> Iterator[tuple[str, Callable[[int, str], Step], int, dict[str, object] | str | None]]:
+    """(name, what makes the step, size, Inductor's options or "eager")."""
+    if case.module is not None:
+        yield "good", case.make, case.good, "eager"
+        yield "foci", case.module, case.bad, "eager"
+        yield "eager", case.make, case.bad, "eager"
+        return
+    yield "good", case.make, case.good, PLAIN
+    yield "foci", case.make, case.bad, options()
+    yield "inductor", case.make, case.bad, None
+    yield "inductor, no padding", case.make, case.bad, PLAIN
+    if case.eager:
+        yield "eager", case.make, case.bad, "eager"
 
 
 def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str, Step, list[str]]]:
     """(name, step, what foci reported)."""
-    for name, size, settings in (
-        ("good", case.good, PLAIN),
-        ("foci", case.bad, options()),
-        ("inductor", case.bad, None),
-        ("inductor, no padding", case.bad, PLAIN),
-        ("eager", case.bad, "eager"),
-    ):
-        if (name == "eager" and not case.eager) or (chosen and name not in chosen):
+    torch._dynamo.reset()  # once: the implementations share their code, not their options, and keep what was compiled
+    for name, make, size, settings in _ways(case):
+        if chosen and name not in chosen.split(","):
             continue
         torch.manual_seed(0)
-        torch._dynamo.reset()
-        step = case.make(size, device)
-        # the implementations share their code: of two sizes Dynamo would make one symbolic
+        step = make(size, device)
+        # of two sizes Dynamo would make one symbolic
         function = step.loss if settings == "eager" else torch.compile(step.loss, dynamic=False, options=settings)  # type: ignore[attr-defined]
         run = step(function)  # type: ignore[call-arg]
         with foci.observe() as log:
@@ -174,21 +193,56 @@ def measured(steps: dict[str, Step], device: str, seconds: float) -> dict[str, f
     if device != "cuda":
         return {name: value * 1e3 for name, value in measure.medians(measure.interleaved(steps, seconds=seconds)).items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(3):
-        for step in steps.values():
-            step()
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds or len(next(iter(times.values()))) < 5:
-        for name, step in steps.items():
+    start, order = time.perf_counter(), list(steps)
+    while time.perf_counter() - start < seconds or len(times[order[0]]) < 6:
+        for name in order:
+            until = time.perf_counter() + 0.02
+            while time.perf_counter() < until:  # the card's clock and caches as in a loop of this implementation alone
+                steps[name]()
+                torch.cuda.synchronize()
+            steps[name]()  # so that the card is still busy when the first of those that count comes
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            step()  # the card's clock and caches as in a loop of this implementation alone
             begin.record()
             for _ in range(3):
-                step()
+                steps[name]()
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) / 3)
+        order.reverse()
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def profile(steps: dict[str, Step], names: Sequence[str]) -> None:
+    """Prints where the card's time goes, of three steps each."""
+    for name in names:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(3):
+                steps[name]()
+            torch.cuda.synchronize()
+        print(name)
+        for row in sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)[:12]:
+            print(f"    {row.self_device_time_total / 3000:.4f} ms, {row.count // 3} times: {row.key[:110]}", flush=True)
+
+
+@contextlib.contextmanager
+def held(lock: str | None, how: int, patience: float = 60.0) -> Iterator[bool]:
+    """A lock of processes: many compile at once, one times. Gives up after `patience` seconds, and says whether it is held."""
+    if lock is None:
+        yield True
+        return
+    with open(lock, "w") as file:
+        until = time.perf_counter() + patience
+        while True:
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.perf_counter() > until:
+                    yield False
+                    return
+                time.sleep(0.05)
+                continue
+            yield True
+            return
 
 
 def main() -> None:
@@ -197,6 +251,8 @@ def main() -> None:
     parser.add_argument("--implementations", default="", help="names, with commas; all if not given")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--lock", help="a file for processes side by side")
+    parser.add_argument("--profile", default="", help="cases whose kernels are listed, for good and foci")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -204,18 +260,31 @@ def main() -> None:
         return
     torch.backends.cuda.matmul.allow_tf32 = True
     facts = measure.facts(given.device)
+    made: dict[str, dict[str, Step]] = {}
+    with held(given.lock, fcntl.LOCK_SH):
+        for case in given.cases.split(","):
+            made[case] = {}
+            for name, step, report in implementations(CASES[case], given.device, given.implementations):
+                made[case][name] = step
+                print(f"{case}, {name}", *report, sep="\n    ", flush=True)
     with given.out.open("a") as out:
-        for name in given.cases.split(","):
-            steps, reports = {}, {}
-            for implementation, step, report in implementations(CASES[name], given.device, given.implementations):
-                steps[implementation], reports[implementation] = step, report
-                print(name, implementation, *report, sep="\n    ", flush=True)
-            times = measured(steps, given.device, given.seconds)
-            for implementation, ms in times.items():
-                ratio = ms / times["good"]
-                row = {"case": name, "implementation": implementation, "ms": round(ms, 4), "ratio": round(ratio, 3), **facts}
+        for case, steps in made.items():
+            with held(given.lock, fcntl.LOCK_EX) as alone:
+                times = measured(steps, given.device, given.seconds)
+                if case in given.profile.split(","):
+                    profile(steps, ("good", "foci"))
+            for name, ms in times.items():
+                row = {
+                    "case": case,
+                    "implementation": name,
+                    "ms": round(ms, 4),
+                    "ratio": round(ms / times["good"], 3),
+                    "alone": alone,
+                    **facts,
+                }
                 print(json.dumps(row), flush=True)
                 out.write(json.dumps(row) + "\n")
+                out.flush()
 
 
 if __name__ == "__main__":

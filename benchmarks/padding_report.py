@@ -20,6 +20,8 @@ NAMES = ("foci", "inductor", "inductor, no padding", "eager")
 CASES = {
     "linear-bf16": "Linear(768, 30523) and cross entropy, 8192 rows, bfloat16, training",
     "linear-tf32": "the same in float32 with tf32",
+    "module-bf16": "Linear(768, 30523) and cross entropy, eager, bfloat16, training (foci: PaddedLinear)",
+    "module-tf32": "the same in float32 with tf32",
     "product-f16": "8192 x 30522 @ 30522 x 768, float16, left matrix made in the graph",
     "product-f16-changed": "left matrix relu of an input",
     "product-f16-outside": "both matrices from outside",
@@ -28,6 +30,7 @@ CASES = {
     "longformer": "chunked attention, 513 keys a chunk, bfloat16, training (good: the same, unpadded)",
     "attention-d16": "attention of 511 tokens, head dim 16, bfloat16, training",
     "convolution": "convolution 1 x 128 x 640 x 959, float16, training",
+    "convolution-last": "the same with channels last",
 }
 
 
