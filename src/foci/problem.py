@@ -211,7 +211,8 @@ class Geometry:
     wanted gradients, and tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
 
     Attributes:
-        packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
+        packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T]; how many
+            tokens T there are is no part of it.
     """
 
     packed: bool = False

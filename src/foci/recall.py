@@ -86,14 +86,18 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
         strides = tuple([t.stride() for t in closed])
         for t in closed:
             address |= t.data_ptr()
+    shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     lengths = None
     if e.cu_q is not None:
         lengths = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)])
+        if query.dim() == key.dim() == value.dim() == 3:  # [T, H, D]: however many tokens, but for one, whose strides say nothing
+            counts = query.shape[0], key.shape[0], value.shape[0]
+            shapes = (min(counts) > 1 or counts, counts[1] == counts[2], query.shape[1:], key.shape[1:], value.shape[1:])
     o = e.outputs
     wanted = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     signature = (
-        query.shape, query.stride(), dtype, device, key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(),
-        value.dtype, value.device, address & 15, query is key, key is value, query is value,
+        shapes, query.stride(), dtype, device, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device, address & 15,
+        query is key, key is value, query is value,
         wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,

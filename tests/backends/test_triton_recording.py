@@ -18,9 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foci.backends.triton import kernel, sparsity
+from foci.backends.triton import kernel, known, recording, sparsity
 
 MODULES = {
     kernel: (
@@ -31,7 +32,7 @@ MODULES = {
         "attention_decode",
         "combine_splits",
     ),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 
 
@@ -86,6 +87,8 @@ def logs(monkeypatch):
             monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
+    monkeypatch.setattr(sparsity, "_ways", recording.Kept(256))
+    monkeypatch.setattr(known, "_templates", recording.Kept(1024))
     return worked_out, launched
 
 
@@ -151,9 +154,10 @@ def test_a_second_call_launches_what_the_first_worked_out(logs, name):
 
     kept = [both(calls[0])]  # kept, so that no address is used twice
     count = len(worked_out)
+    launched.clear()
     kept.append(both(calls[1]))
     assert len(worked_out) == count
-    tables = ("classify_tiles", "list_tiles", "assign_tasks")
+    tables = ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")
     first = [entry for entry in worked_out if entry[0] not in tables]
     assert not any(entry[0] in tables for entry in launched)
     assert [entry[:2] for entry in launched] == [entry[:2] for entry in first]
@@ -221,7 +225,7 @@ def test_what_changes_the_launch_is_worked_out_anew(logs, change):
     elif change == "offsets":
         offsets[1] = 80
     attention.forward(operands)
-    assert not launched
+    assert "attention_forward" not in [name for name, *_ in launched]
     assert worked_out[before:][-1][0] == "attention_forward"
 
 
@@ -277,12 +281,13 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     compiled.run = Launcher(given, [{"swizzle": 3}])
     x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
     noted = recording._Arguments(
-        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, recording.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], []
+        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, recording.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
     )
     launch = recording.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
+    again = recording.Template([launch], [], [], []).as_recorded((0, 0))
     for _ in range(3):
         for pair in ((x, y), (y, x)):
-            recording.Recording([launch], [], ()).run(pair)
+            again.run(pair)
             before, args = given[-1][:13], given[-1][13:]
             assert before == (8, 1, 1, 0, 7, 0, 0, None, None, (4, 1, 0), None, None, None)
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
@@ -376,7 +381,7 @@ def test_a_known_call_launches_what_a_new_one_does(logs, calls, name, wanted):
     inputs = [leaves(packed="packed" in name, wanted=wanted) for _ in range(3)]
     first = run_both_ways(KNOWN[name], inputs[0])
     assert not any(found for _, found in calls)
-    tables = ("classify_tiles", "list_tiles", "assign_tasks")
+    tables = ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")
     sought = [entry for entry in worked_out if entry[0] not in tables]
     worked_out.clear()
     for again in inputs[1:]:
@@ -399,20 +404,97 @@ def test_what_a_known_call_reads_is_looked_at_again(logs, calls):
     ids, offsets = DOCUMENTS.clone(), OFFSETS.clone()
     mask = foci.Mask(lambda b, h, i, j: ids[i] == ids[j])
     ways = (
-        (lambda: foci.attention(*leaves(), mask=mask).sum().backward(), ids),
-        (lambda: packed_call(*leaves(packed=True), offsets).sum().backward(), offsets),
+        (lambda: foci.attention(*leaves(), mask=mask).sum().backward(), ids, False),
+        (lambda: packed_call(*leaves(packed=True), offsets).sum().backward(), offsets, True),
     )
-    for way, read in ways:
+    for way, read, is_known in ways:
         way()
         way()
         worked_out.clear()
         calls.clear()
         way()
         assert [found for _, found in calls] == [True, True]
+        assert not worked_out
         read[1] += 1
+        launched.clear()
         way()
-        assert [found for _, found in calls] == [True, True, False, False]
-        assert worked_out
+        assert [found for _, found in calls] == [True, True, is_known, is_known]
+        assert worked_out or "place_sequences" in [name for name, *_ in launched]
+
+
+MOVED = {
+    "all": {},
+    "causal": {"window_size": (-1, 0)},
+    "window": {"window_size": (7, 7)},
+    "heads apart": {"score": lambda s, b, h, i, j, slopes=SLOPES: s + slopes[h], "mask": lambda b, h, i, j: i - j < 3 + h},
+    "lengths": {"seqused_k": True},
+    "dropout": {"dropout_p": 0.1},
+    "lse": {"return_aux": foci.AuxRequest(lse=True)},
+}
+
+
+def moved_call(tokens, options, *, separate, wanted=(True, True, True)):
+    """A packed call of so many queries and keys, with offsets of its own."""
+    offsets = [torch.tensor([0, n // 3, n - 5]) for n in tokens]
+    offsets = offsets if separate else offsets[:1] * 2
+    if "seqused_k" in options:
+        options = {**options, "seqused_k": torch.tensor([3, 4])}
+    q, k, v = (torch.zeros(n, 4, 64, dtype=torch.bfloat16).requires_grad_(on) for n, on in zip((tokens[0], tokens[1], tokens[1]), wanted))
+    kept = run_both_ways(lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options), (q, k, v))
+    return [*kept, *offsets]
+
+
+def hopper_functions(monkeypatch, worked_out, launched):
+    """Stand-ins for the kernels of the backend hopper, where its Gluon is installed."""
+    hosts = [pytest.importorskip(f"foci.backends.hopper.{name}") for name in ("kernel", "backward")]
+    for module in hosts:
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(module, name, Function(function, worked_out, launched))
+    target = Target("cuda", 90, frozenset({"triton", "triton-3.6"}))
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), target)
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+@pytest.mark.parametrize("name", MOVED)
+def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, name, separate, backend, monkeypatch):
+    """What is launched for them is what a pass worked out for them alone would launch, but for addresses."""
+    worked_out, launched = logs
+    if backend == "hopper":
+        hopper_functions(monkeypatch, *logs)
+    first, other = ((256, 300), (333, 171)) if separate else ((256, 256), (333, 333))
+    with foci.use(backend):
+        moved_call(first, MOVED[name], separate=separate)
+        worked_out.clear()
+        launched.clear()
+        calls.clear()
+        moved_call(other, MOVED[name], separate=separate)
+        assert calls == [("forward_again", True), ("backward_again", True)]
+        assert not worked_out
+        found = [*launched]
+        for kept in (recall._known, known._templates._found, sparsity._ways._found, sparsity._sets):
+            kept.clear()
+        launched.clear()
+        moved_call(other, MOVED[name], separate=separate)
+    sought = in_order(worked_out + launched)
+    assert len(sought) == len(found)
+    for before, after in zip(sought, in_order(found), strict=True):
+        assert without_addresses(before) == without_addresses(after)
+
+
+def in_order(log):
+    """Launches by name: tables are made at other times, as they are needed."""
+    return sorted(log, key=lambda entry: (entry[0], str(without_addresses(entry))))
+
+
+def without_addresses(value):
+    """Numbers alone: what is far too large for a number is an address."""
+    if isinstance(value, tuple):
+        return tuple(map(without_addresses, value))
+    if isinstance(value, (int, float, str)):
+        return "address" if isinstance(value, int) and 1 << 42 < value < 1 << 62 else value
+    return getattr(value, "value", type(value).__name__)  # of a constant, or of a function that was generated
 
 
 def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):

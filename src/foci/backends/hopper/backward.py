@@ -6,13 +6,11 @@ What precedes the launches, what is kept between calls, and gradients of capture
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -76,7 +74,9 @@ class _Streams(NamedTuple):
         return describe(tensor, rows, ragged=self.ragged)
 
     def rows_of(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor, int]:
-        return _line(self.lines[0], rows), _line(self.lines[1], rows), encode(self.lines[2])
+        pitch = self.lines[2]
+        count = self.query.shape[0] * self.query.shape[1] * pitch
+        return _line(self.lines[0], count, rows), _line(self.lines[1], count, rows), encode(pitch)
 
 
 class HopperGradients(host.TritonKernel):
@@ -102,13 +102,12 @@ class HopperGradients(host.TritonKernel):
             recorder.forget()
         query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
         given = given._replace(dout=dout)
-        wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
-        grads = {name: recorder.empty(t.shape, host.laid_out_as(t), t.dtype, t) for name, (t, on) in wanted.items() if on}
+        grads = host.gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
-        lse2, delta = (recorder.empty(given.lse.shape, _strides(given.lse.shape), torch.float32, given.lse) for _ in range(2))
+        lse2, delta = host.row_tensors(recorder, operands, given.lse, 2)
         self._prepare(call, given, (lse2, delta))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, self._lines(call, lse2, delta))
-        dq, dk, dv = (grads.get(name) for name in wanted)
+        dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         if dq is not None and dk is not None and dv is not None and self.is_fused:
             self._all_gradients(call, streams, (dq, dk, dv))
         else:
@@ -120,7 +119,7 @@ class HopperGradients(host.TritonKernel):
         return list(grads.values()), capture_gradients(self, call, (given.dout, lse2, delta), given.dlse)
 
     def _lines(self, call: host.Pass, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, int]:
-        batch, heads, length = lse2.shape
+        batch, heads, length = lse2.shape[0], lse2.shape[1], call.rows
         if call.operands.cu_q is None and length % 4 == 0:
             return lse2, delta, length
         tiles = Tiles(128, 128, 4, 1)
@@ -174,7 +173,7 @@ class HopperGradients(host.TritonKernel):
     def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor]) -> None:
         """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
         operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
-        (batch, heads, length, _), kv_heads = streams.query.shape, streams.key.shape[1]
+        (batch, heads), length, kv_heads = streams.query.shape[:2], call.rows, streams.key.shape[1]
         cut = FUSED[self.dims]
         by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
         # a sequence begins anew in a tile
@@ -183,7 +182,7 @@ class HopperGradients(host.TritonKernel):
         turns = recorder.empty((1 + 2 * count,), (1,), torch.int32, streams.query)
         sums = recorder.empty((2 * count * cut.tile_q * self.dims[0],), (1,), torch.float32, streams.query)
         config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
-        recorder.launch(clear_turns, (triton.cdiv(1 + 2 * count, 1024),), turns, encode(1 + 2 * count), num_warps=4)
+        recorder.launch(clear_turns, ((2 * count + 1024) // 1024,), turns, encode(1 + 2 * count), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
@@ -227,17 +226,12 @@ def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def _without_mask(plan: Plan) -> Plan:
     formula = plan.problem.formula
     everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
     return replace(plan, problem=replace(plan.problem, formula=everything))
 
 
-def _line(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of runs of a float32 tensor, which is contiguous."""
-    return TensorDescriptor(tensor, [tensor.numel()], [1], [rows], _LINE)
+def _line(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:
+    """A descriptor of runs of a float32 tensor of so many elements, which is contiguous."""
+    return TensorDescriptor(tensor, [count], [1], [rows], _LINE)

@@ -43,7 +43,7 @@ class HopperKernel(HopperGradients):
         query, is_jagged = operands.query, operands.cu_q is not None
         if 0 in (*query.shape, *operands.key.shape, *operands.value.shape):
             return super()._forward(operands, sequences, recorder)
-        out, lse, row_max = host.result_tensors(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
+        out, lse, row_max = host.result_tensors(recorder, operands, self.problem)
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem)

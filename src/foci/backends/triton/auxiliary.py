@@ -33,7 +33,8 @@ def weighed(kernel: TritonKernel, operands: Operands, sequences: Sequences, resu
         call = kernel.begin(operands, {"out": results.out}, sequences, Recorder((), None))
         schedule = _schedule(kernel)
         visits = kernel.visits(call, schedule, "keys")
-        weigh_columns[(batch * heads * visits.tasks,)](
+        call.recorder.launch(
+            weigh_columns, (batch * heads * visits.tasks,),
             query, key, results.lse, columns, weights, kernel.strides(call), kernel.size(call, heads, visits.tasks), visits.spans,
             visits.table, call.numbers, call.environment, kernel.config(call, schedule, visits), call.functions.both, call.functions.mask,
             num_warps=schedule.warps,
@@ -63,7 +64,8 @@ def with_flowing_rows(
     sums = torch.zeros((batch, heads, length), dtype=torch.float32, device=query.device)
     schedule = _schedule(kernel)
     visits = kernel.visits(call, schedule, "queries")
-    weigh_rows[(batch * heads * visits.tasks,)](
+    call.recorder.launch(
+        weigh_rows, (batch * heads * visits.tasks,),
         query, operands.key, results.lse.contiguous(), sums, kernel.strides(call), kernel.size(call, heads, visits.tasks), visits.spans,
         visits.table, call.numbers._replace(**flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
         call.functions.mask, num_warps=schedule.warps,

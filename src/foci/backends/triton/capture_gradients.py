@@ -208,9 +208,11 @@ def _launch(
     b_step, h_step, q_step, kv_step = launch.strides
     is_contiguous = launch.how == "tile" and kv_step == 1 and q_step % 8 == 0
     steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
-    queries, keys = (functools.partial(streamed, config, tile) for tile in (schedule.tile_q, schedule.tile_kv))
+    queries = functools.partial(streamed, config, schedule.tile_q, call.rows)
+    keys = functools.partial(streamed, config, schedule.tile_kv, call.columns)
     blocks, shape = _blocks(kernel, call, schedule)
-    capture_gradient[(programs,)](
+    call.recorder.launch(
+        capture_gradient, (programs,),
         queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
         kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
         tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -19,12 +19,25 @@ from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
 from foci.backends.triton.convexity import is_convex
+from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
+from foci.backends.triton.known import (
+    Key,
+    are_aligned,
+    find_pass,
+    is_ready,
+    keep_pass,
+    lie,
+    lie_packed,
+    source_of_places,
+    strides_of,
+    tokens_at,
+)
 from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, known_sequences, sequences_of, visits_of
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
@@ -56,14 +69,13 @@ class Pass:
     environment: Environment
     numbers: Numbers
     sequences: Sequences
+    rows: int
+    columns: int
     strides: Tensors
     unit: int
     is_wide: bool
     is_plain: bool
     takes_descriptors: bool
-
-
-_Key: TypeAlias = tuple[object, ...]
 
 
 class TritonKernel:
@@ -108,47 +120,51 @@ class TritonKernel:
         sequences, asked = sequences_of(operands), self.problem.formula.outputs
         if asked.column_sums or asked.weights:
             return weighed(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
-        key = self._key(operands, inputs, sequences)
-        found = None if key is None else sequences.recordings.find(key)
+        key = self._key(operands, inputs[:3], inputs[3:], sequences)
+        tokens = tokens_of(operands)
+        found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
             self._know(operands, sequences, found)
             return Results(*found.run(inputs)[: self.results])
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         results = self._forward(operands, sequences, recorder)
-        if key is not None and (made := recorder.recording()) is not None:
-            sequences.recordings.add(key, self._read(operands.captures), made)
+        if key is not None and (template := recorder.template()) is not None:
+            made = template.as_recorded(tokens)
+            keep_pass(key, sequences, self._read(operands.captures), made)
             self._know(operands, sequences, made)
         return results
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
         """`forward` of a call whose geometry is known, None where that is not enough."""
-        query = inputs[0]
+        query, key = inputs[0], inputs[1]
         assert query is not None
+        assert key is not None
         stream = free_stream(query)
         if stream is None:
             return None
-        sequences = known_sequences(query, offsets)
+        sequences = sequences_at(query, offsets)
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
-        if sequences is None or read is None:
+        if read is None:
             return None
-        found = sequences.recordings.find((geometry, stream, (), read))
+        found = find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), inputs[3:-1])
         return None if found is None else found.run(inputs)[: self.results]
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
         """`backward` likewise: dq, dk and dv, those that were asked for."""
-        query = inputs[0]
+        query, key = inputs[0], inputs[1]
         assert query is not None
-        stream = None if self.learns or not _is_ready(given) else free_stream(query)
+        assert key is not None
+        stream = None if self.learns or not is_ready(given) else free_stream(query)
         if stream is None:
             return None
-        sequences = known_sequences(query, offsets)
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         tensors = (*inputs, *given)
         places = places_of(tensors)
         # what autograd saved may have come back as another tensor of the same values
-        if sequences is None or read is None or not _are_aligned(places):
+        if read is None or not are_aligned(places):
             return None
-        found = sequences.recordings.find((geometry, stream, _strides(inputs, given), read))
+        known = (geometry, stream, strides_of(inputs, given), read)
+        found = find_pass(known, sequences_at(query, offsets), tokens_at(geometry, query, key), inputs[3:-1])
         return None if found is None else found.run(tensors, places)[: self.gradients]
 
     def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
@@ -157,17 +173,17 @@ class TritonKernel:
         if geometry is None:
             return
         count = self.results
-        strides: _Key = ()
+        strides: Key = ()
         if given is not None:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-            count, strides = self.gradients, _strides(inputs, given, packed=geometry.packed)
+            count, strides = self.gradients, strides_of(inputs, given, packed=geometry.packed)
         key = (geometry, stream_of(operands.query), strides, self._versions(operands.captures))
-        sequences.recordings.add(key, self._read(operands.captures), found.packed(count) if geometry.packed else found)
+        keep_pass(key, sequences, self._read(operands.captures), found.packed(count) if geometry.packed else found)
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query
         rows = query.shape[:3]
-        outputs = result_tensors(recorder, query, self.problem.value_dim, row_max=self.problem.formula.outputs.row_max)
+        outputs = result_tensors(recorder, operands, self.problem)
         out, lse, row_max = outputs
         if operands.key.shape[2] == 0:
             recorder.forget()
@@ -183,7 +199,7 @@ class TritonKernel:
             schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits)
-            stream = functools.partial(streamed, config, schedule.tile_kv)
+            stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
             recorder.launch(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
@@ -197,30 +213,29 @@ class TritonKernel:
         read = (captures[slot] for slot in self.mask_slots)
         return tuple(t for t in read if t is not None)
 
-    def _versions(self, captures: Inputs) -> _Key | None:
+    def _versions(self, captures: Inputs) -> Key | None:
         """Identities and versions of these; None where one has no version."""
         read = self._read(captures)
         return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
 
-    def _key(self, operands: Operands, inputs: Inputs, sequences: Sequences) -> _Key | None:
-        """What determines a pass but for its addresses; None where it must be worked out each time."""
+    def _key(self, operands: Operands, packed: Inputs, others: Inputs, sequences: Sequences) -> Key | None:
+        """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
+        it must be worked out each time."""
         query, key, value = operands.query, operands.key, operands.value
         stream = free_stream(query)
         if operands.blocks is not None or not sequences.stays or stream is None:
             return None
-        tensors = [t for t in inputs if t is not None]
+        tensors = [t for t in (*packed, *others) if t is not None]
         # a tensor in two places of a recording would stand for both
-        if not _are_aligned(places_of(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
+        if not are_aligned(places_of(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
             return None
-        geometry: list[object] = []
-        for tensor in inputs:
-            geometry += (None,) if tensor is None else (tensor.shape, tensor.stride())
         read = self._versions(operands.captures)
         if read is None:
             return None
+        how = lie if operands.cu_q is None else lie_packed
         return (
             self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
-            operands.ints, operands.floats, operands.max_q, operands.max_kv, *geometry,
+            operands.ints, operands.floats, operands.max_q, operands.max_kv, *map(how, packed), *map(lie, others),
         )  # fmt: skip
 
     def is_decode(self, operands: Operands) -> bool:
@@ -237,7 +252,7 @@ class TritonKernel:
         schedule = Schedule(rows, found.tile_kv, found.warps, found.stages, found.descriptors)
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_kv)
+        stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if self.plan.target.arch else min(3, tiles)
         programs, width = groups * splits, self.dims[1]
@@ -269,15 +284,17 @@ class TritonKernel:
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        key = None if self.learns or flow is not None else self._key(operands, inputs, sequences)
-        found = None if key is None else sequences.recordings.find(key)
+        key = None if self.learns or flow is not None else self._key(operands, (*inputs[:3], *given), inputs[3:-4], sequences)
+        tokens = tokens_of(operands)
+        found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
             self._know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         made, captures = self._backward(operands, given, sequences, recorder, flow)
-        if key is not None and (noted := recorder.recording()) is not None:
-            sequences.recordings.add(key, self._read(operands.captures), noted)
+        if key is not None and (template := recorder.template()) is not None:
+            noted = template.as_recorded(tokens)
+            keep_pass(key, sequences, self._read(operands.captures), noted)
             self._know(operands, sequences, noted, given)
         return self._gradients(operands, made, captures)
 
@@ -290,20 +307,18 @@ class TritonKernel:
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Flow | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        wanted = {"dq": (query, p.query_grad), "dk": (key, p.key_grad), "dv": (value, p.value_grad)}
-        grads = {name: recorder.empty(t.shape, laid_out_as(t), t.dtype, t) for name, (t, on) in wanted.items() if on}
+        grads = gradient_tensors(recorder, operands, self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
-        rows = tuple(recorder.empty(given.lse.shape, given.lse.stride(), torch.float32, given.lse) for _ in range(2))
-        dq, dk, dv = (grads.get(name) for name in wanted)
+        rows = row_tensors(recorder, operands, given.lse, 2)
+        dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         if dq is not None:
             self._query_gradient(call, given, (rows[0], rows[1]), dq)
         else:
             self._prepare(call, given, (rows[0], rows[1]))
         for kind, pair in self._key_passes(dk, dv):
             self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
-        if not any(p.capture_grads):
+        if not self.learns:
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse)
 
@@ -311,9 +326,9 @@ class TritonKernel:
         """The rows' logsumexp in base 2 and delta, which the kernel of dq finds where it runs."""
         tile = 16 if self.plan.target.arch == 0 else 128 if self.dims[1] <= 128 else 32
         config = self.config(call, Schedule(tile, tile, 4, 1), None)
-        batch, heads, length = given.lse.shape
+        batch, heads, _ = given.lse.shape
         call.recorder.launch(
-            prepare_rows, (batch * heads * triton.cdiv(length, tile),),
+            prepare_rows, (batch * heads * ((call.rows + tile - 1) // tile),),
             given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.size(call, heads, 1), config, num_warps=4,
         )  # fmt: skip
 
@@ -321,7 +336,7 @@ class TritonKernel:
         schedule, operands = self.schedule("query_gradient"), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_kv)
+        stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
         call.recorder.launch(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
@@ -345,7 +360,7 @@ class TritonKernel:
         schedule, operands = self.schedule(kind), call.operands
         visits = self.visits(call, schedule, "keys")
         config = self.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_q)
+        stream = functools.partial(streamed, config, schedule.tile_q, call.rows)
         heads = operands.key.shape[1]
         call.recorder.launch(
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
@@ -363,7 +378,8 @@ class TritonKernel:
         sizes, strides = environment_numbers(operands.captures, lies)
         p = operands.dropout_p
         encoded = {name: encode_strides(layout.strides, unit) for name, layout in layouts.items()}
-        recorder.keep((sequences.q_start, sequences.q_length, sequences.kv_start, sequences.kv_length))
+        tokens = tokens_of(operands)
+        recorder.keep(sequences.tensors, source_of_places)
         return Pass(
             operands=operands,
             recorder=recorder,
@@ -377,6 +393,8 @@ class TritonKernel:
             ),
             numbers=Numbers(abs(operands.scale), encode_word(threshold(p)), 0.0 if p >= 1 else 1 / (1 - p), operands.seed),
             sequences=sequences,
+            rows=tokens[0],
+            columns=tokens[1],
             strides=Tensors(*(encoded.get(name, encoded["q"]) for name in Tensors._fields)),
             unit=unit,
             is_wide=any(layout.is_wide for layout in layouts.values()),
@@ -404,13 +422,13 @@ class TritonKernel:
     def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
         """Which tiles each task of a kernel visits."""
         found = visits_of(self, call, schedule, side)
-        call.recorder.keep((found.spans.tasks, found.table.counts, found.table.lists))
+        call.recorder.keep(found.tensors, found.source)
         return found
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:
         """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
         query, key = call.operands.query, call.operands.key
-        return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, query.shape[2], key.shape[2])))
+        return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
 
 
 Kernel = TritonKernel
@@ -418,46 +436,39 @@ _PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 
-def _strides(inputs: Inputs, given: Given, *, packed: bool = False) -> _Key:
-    """Of what a backward pass is given; as those of [T, H, D] with `packed`, where tensors are [1, H, T, D]."""
-    found = [None if t is None else t.stride() for t in (given.out, given.dout, *inputs)]
-    if packed:
-        found[:5] = [(s[2], s[1], s[3]) for s in found[:5] if s is not None]
-    return (given.dlse is None, *found)
-
-
-def _is_ready(given: Given) -> bool:
-    """Whether row statistics are as kernels read them."""
-    lse, dlse = given.lse, given.dlse
-    return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
-
-
-def _are_aligned(places: Sequence[int | None]) -> bool:
-    address = 0
-    for place in places:
-        address |= place or 0
-    return address & 15 == 0
-
-
 def is_elsewhere(tensor: Tensor) -> bool:
     """Whether the tensor is on another device than the current one, which Triton launches on."""
     return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
 
 
-def laid_out_as(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose heads lie within rows, or rows within heads, as the tensor's do: what comes before
-    then takes the gradient as it is."""
-    b, h, s, d = tensor.shape
-    _, head, row, _ = tensor.stride()
-    return (h * s * d, d, h * d, 1) if head < row else (h * s * d, s * d, d, 1)
-
-
-def result_tensors(recorder: Recorder, query: Tensor, width: int, *, row_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
-    b, h, s, _ = query.shape
+    query, width = operands.query, problem.value_dim
+    b, h, s = query.shape[0], query.shape[1], tokens_of(operands)[0]
     out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
-    lse, *most = (recorder.empty((b, h, s), (h * s, s, 1), torch.float32, query) for _ in range(1 + row_max))
+    lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
     return out, lse, most[0] if most else None
+
+
+def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Numbers for each row, float32 [B, Hq, Sq]."""
+    b, h, s = operands.query.shape[0], operands.query.shape[1], tokens_of(operands)[0]
+    return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
+
+
+def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
+    """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
+    so that what comes before takes them as they are."""
+    rows, columns = tokens_of(operands)
+    of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
+    made = {}
+    for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
+        if on:
+            b, h, _, d = tensor.shape
+            _, head, row, _ = tensor.stride()
+            strides = (h * s * d, d, h * d, 1) if head < row else (h * s * d, s * d, d, 1)
+            made[name] = recorder.empty((b, h, s, d), strides, tensor.dtype, tensor)
+    return made
 
 
 @functools.lru_cache(maxsize=4096)

@@ -65,7 +65,7 @@ class PagedKernel:
         schedule = self._schedule(operands)
         visits = kernel.visits(call, schedule, "queries")
         config = kernel.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_kv)
+        stream = functools.partial(streamed, config, schedule.tile_kv, key.shape[2])
         groups, tiles = batch * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
         rows, width = schedule.tile_q, kernel.dims[1]

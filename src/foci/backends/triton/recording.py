@@ -1,18 +1,20 @@
 """Passes noted once and run again: the second call of one geometry launches at once, with nothing worked out anew.
 
 What a pass launches depends on shapes, strides, numbers and the plan, not on addresses. A `Recorder` runs a pass as it is
-written and notes the compiled kernels with their arguments; a `Recording` runs them again through Triton's own launchers,
-with the addresses of another call.
+written and notes the compiled kernels with their arguments, as a `Template`; a `Recording` runs them again through Triton's
+own launchers, with the addresses of another call. Of packed sequences neither where they lie nor how many tokens there are
+is part of a template: numbers that follow from the tokens are `Count`s, found anew when it is bound to other sequences.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import triton
@@ -20,9 +22,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
-from foci.backends.triton.arguments import Config, Size, Strides
+from foci.backends.triton.arguments import Config, Strides
+from foci.backends.triton.counts import Count, Tokens
 
-__all__ = ["Kept", "Recorder", "Recording", "free_stream", "places_of", "stream_of"]
+__all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "places_of", "stream_of"]
+
+Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
+"""What a pass reads of sequences besides its inputs: the tensors, of the sequences, the tokens and the captured tensors."""
 
 
 def places_of(tensors: Inputs) -> list[int | None]:
@@ -51,6 +57,13 @@ def free_stream(tensor: Tensor) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+class _Binding(NamedTuple):
+    """What a template is bound to: how many tokens there are, and what it reads of their sequences."""
+
+    tokens: Tokens
+    kept: Inputs
+
+
 class Tiles(NamedTuple):
     """A tensor descriptor but for its base: makes one of a tensor."""
 
@@ -64,23 +77,58 @@ class Tiles(NamedTuple):
         made.__dict__ = {"base": base, **self.rest}
         return made
 
+    def bound(self, binding: _Binding) -> Tiles:
+        """These tiles of other tokens."""
+        shape = self.rest["shape"]
+        if not any(isinstance(n, Count) for n in shape):
+            return self
+        return self._replace(rest={**self.rest, "shape": [n.of(binding.tokens) if isinstance(n, Count) else n for n in shape]})
+
 
 class _Arguments(NamedTuple):
     """Arguments without their addresses: `places` (index, tensor of the pass), `tiles` likewise for descriptors, with what makes
-    one of a tensor and its address, and `parts` for tuples with addresses inside."""
+    one of a tensor and its address, `parts` for tuples with addresses inside, and `late` for what binding finds."""
 
     values: list[Any]
     places: list[tuple[int, int]]
     tiles: list[tuple[int, int, Any]]
     parts: list[tuple[int, _Arguments]]
+    late: list[tuple[int, Callable[[_Binding], Any]]]
 
     def after(self, head: tuple[Any, ...]) -> _Arguments:
-        """These arguments behind others that never change."""
-        by, (values, places, tiles, parts) = len(head), self
+        """These arguments behind others."""
+        by, (values, places, tiles, parts, late) = len(head), self
         return _Arguments(
             [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, made) for at, role, made in tiles],
-            [(at + by, part) for at, part in parts],
+            [(at + by, part) for at, part in parts], [*_counts(head), *((at + by, find) for at, find in late)],
         )  # fmt: skip
+
+    def bound(self, binding: _Binding) -> _Arguments:
+        """These arguments with nothing late."""
+        values = self.values.copy()
+        for at, find in self.late:
+            values[at] = find(binding)
+        tiles = [(at, role, made.bound(binding)) for at, role, made in self.tiles]
+        return _Arguments(values, self.places, tiles, [(at, part.bound(binding)) for at, part in self.parts], [])
+
+
+def _counts(values: Sequence[Any]) -> list[tuple[int, Callable[[_Binding], Any]]]:
+    """Those that binding finds anew."""
+    return [(at, functools.partial(_counted, n)) for at, n in enumerate(values) if isinstance(n, Count)]
+
+
+def _counted(count: Count, binding: _Binding) -> int:
+    return count.of(binding.tokens)
+
+
+def _address(number: int, binding: _Binding) -> int:
+    tensor = binding.kept[number]
+    assert tensor is not None, "read when it was recorded"
+    return tensor.data_ptr()
+
+
+def _part(part: _Arguments, binding: _Binding) -> tuple[Any, ...]:
+    return tuple(part.bound(binding).values)
 
 
 class _Launch(NamedTuple):
@@ -106,9 +154,10 @@ class _New(NamedTuple):
             size[:2], stride[:2] = size[1::-1], stride[1::-1]
         return self._replace(size=tuple(size), stride=tuple(stride))
 
-    @property
-    def make(self) -> Callable[[], Tensor]:
-        return functools.partial(torch.empty_strided, self.size, self.stride, dtype=self.dtype, device=self.device)
+    def make(self, tokens: Tokens) -> Callable[[], Tensor]:
+        """What allocates it where there are so many tokens."""
+        size, stride = (tuple([n.of(tokens) if isinstance(n, Count) else n for n in part]) for part in (self.size, self.stride))
+        return functools.partial(torch.empty_strided, size, stride, dtype=self.dtype, device=self.device)
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
@@ -118,7 +167,7 @@ def _defaults(function: Any, given: int) -> tuple[Any, ...]:
 
 _UNWATCHED: Final = (None, None, None)
 """What a launcher takes for those who watch it."""
-_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Size, Strides))
+_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Strides))
 
 
 class _UnknownTensor(Exception):
@@ -128,7 +177,7 @@ class _UnknownTensor(Exception):
 class _Maps:
     """The copy engine's maps of tiles by the address of what they lie in: the same for as long as the geometry is."""
 
-    def __init__(self, tiles: Any, make: Callable[..., list[Any]], metadata: Any) -> None:
+    def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
         self.known: dict[int, Any] = {}
 
@@ -137,6 +186,11 @@ class _Maps:
             self.known.clear()
         found = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
         return found
+
+    def bound(self, binding: _Binding) -> _Maps:
+        """The maps of other tokens: these, where the number of tokens is no part of them."""
+        tiles = self._tiles.bound(binding)
+        return self if tiles is self._tiles else _Maps(tiles, self._make, self._metadata)
 
 
 _MAPS: Final = 256
@@ -170,7 +224,9 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch 
             values += [None, *made.rest["shape"], *made.rest["strides"]]
         else:
             values.append(value)
-    arguments = _Arguments(values, [(moved[at], role) for at, role in noted.places], tiles, [(moved[at], part) for at, part in noted.parts])
+    late = [*_counts(values), *((moved[at], find) for at, find in noted.late)]
+    places, parts = [(moved[at], role) for at, role in noted.places], [(moved[at], part) for at, part in noted.parts]
+    arguments = _Arguments(values, places, tiles, parts, late)
     settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
     return _Launch(bottom, arguments.after((*place, *settings, compiled.packed_metadata, *_UNWATCHED)))
 
@@ -190,20 +246,22 @@ class Recorder:
         self._stream = stream
         self._tensors: list[Tensor | None] = list(inputs)
         self._made: list[_New] = []
-        self._kept: dict[int, Tensor] = {}
+        self._kept: list[Tensor | None] = []
+        self._sources: list[Source | None] = []
         self._launches: list[_Launch] | None = None if stream is None else []
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """An uninitialised tensor on the device of `like`, allocated anew in each run."""
         new = _New(tuple(shape), tuple(strides), dtype, like.device)
-        made = new.make()
+        made = torch.empty_strided(tuple(map(int, shape)), tuple(map(int, strides)), dtype=dtype, device=like.device)
         self._made.append(new)
         self._tensors.append(made)
         return made
 
-    def keep(self, tensors: Inputs) -> None:
-        """Tensors that every run reads as they are now."""
-        self._kept |= {id(t): t for t in tensors if t is not None}
+    def keep(self, tensors: Inputs, source: Source | None = None) -> None:
+        """Tensors that every run reads as they are now; with a source, which finds them for other sequences."""
+        self._kept += tensors
+        self._sources.append(source)
 
     def forget(self) -> None:
         """What the pass does besides cannot be repeated: nothing is recorded."""
@@ -211,7 +269,7 @@ class Recorder:
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launches as Triton does, which compiles what it has to."""
-        compiled = function[grid](*args, **options)
+        compiled = function[tuple(map(int, grid))](*_plain(args), **options)
         if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
             return
@@ -225,22 +283,23 @@ class Recorder:
             direct(compiled, place, noted) or _Launch(compiled.run, noted.after((*place, compiled.packed_metadata, *_UNWATCHED)))
         )
 
-    def recording(self) -> Recording | None:
+    def template(self) -> Template | None:
         """What was noted, None if it cannot be run again."""
-        return None if not self._launches else Recording(self._launches, self._made, tuple(self._kept.values()))
+        return None if not self._launches else Template(self._launches, self._made, self._kept, self._sources)
 
     def _noted(self, args: tuple[Any, ...]) -> _Arguments:
-        noted = _Arguments(list(args), [], [], [])
+        noted = _Arguments(list(args), [], [], [], _counts(args))
         for at, arg in enumerate(args):
             if type(arg) in _NUMBERS_ALONE:
                 continue
             if isinstance(arg, Tensor):
-                if id(arg) in self._kept:
-                    noted.values[at] = arg.data_ptr()
-                else:
+                number = next((n for n, own in enumerate(self._kept) if own is arg), None)
+                if number is None:
                     noted.places.append((at, self._role(arg)))
-                    noted.values[at] = None  # kept alive by nobody
-            elif isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor":  # Gluon has one of its own
+                else:
+                    noted.late.append((at, functools.partial(_address, number)))
+                noted.values[at] = None  # kept alive by nobody
+            elif _is_descriptor(arg):
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
                 noted.tiles.append((at, self._role(arg.base), Tiles(type(arg), rest)))
                 noted.values[at] = None
@@ -249,6 +308,8 @@ class Recorder:
                 noted.values[at] = tuple(inner.values)
                 if inner.places or inner.parts:
                     noted.parts.append((at, inner))
+                elif inner.late:
+                    noted.late.append((at, functools.partial(_part, inner)))
         return noted
 
     def _role(self, tensor: Tensor) -> int:
@@ -258,21 +319,82 @@ class Recorder:
         raise _UnknownTensor
 
 
+def _is_descriptor(arg: Any) -> bool:
+    return isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor"  # Gluon has one of its own
+
+
+def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with numbers for `Count`s, which Triton does not know."""
+    return tuple(map(_plain_one, args))
+
+
+def _plain_one(arg: Any) -> Any:
+    if type(arg) in _NUMBERS_ALONE:
+        return arg
+    if isinstance(arg, Count):
+        return int(arg)
+    if isinstance(arg, tuple):
+        return type(arg)(*_plain(arg)) if hasattr(arg, "_fields") else _plain(arg)
+    if _is_descriptor(arg) and any(isinstance(n, Count) for n in arg.shape):
+        plain = copy.copy(arg)
+        plain.shape = list(map(int, arg.shape))
+        return plain
+    return arg
+
+
+class Template:
+    """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
+
+    __slots__ = ("_kept", "_sources", "launches", "made")
+
+    def __init__(self, launches: list[_Launch], made: Sequence[_New], kept: Inputs, sources: Sequence[Source | None]) -> None:
+        self.launches = launches
+        self.made = made
+        self._kept: Inputs = kept
+        self._sources = sources
+
+    def packed(self, count: int) -> Template:
+        """The same, whose first `count` tensors made come packed, as `foci.problem.Geometry` says."""
+        made = [new.packed if n < count else new for n, new in enumerate(self.made)]
+        return Template(self.launches, made, self._kept, self._sources)
+
+    def unbound(self) -> Template | None:
+        """The same, of any sequences; None where some of what it reads is of those alone that it was recorded with."""
+        return None if None in self._sources else Template(self.launches, self.made, (), self._sources)
+
+    def as_recorded(self, tokens: Tokens) -> Recording:
+        """Bound to the sequences that it was recorded with."""
+        return Recording(self, _Binding(tokens, self._kept))
+
+    def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> Recording:
+        """Bound to other sequences."""
+        kept = [t for source in self._sources if source is not None for t in source(sequences, tokens, captures)]
+        return Recording(self, _Binding(tokens, kept))
+
+
 class Recording:
-    """A pass that can be run again."""
+    """A pass that can be run again.
 
-    __slots__ = ("_kept", "_launches", "_made", "_makes")
+    Attributes:
+        template: what it is a binding of.
+        tokens: how many there are, where they are packed.
+    """
 
-    def __init__(self, launches: list[_Launch], made: Sequence[_New], kept: tuple[Tensor, ...]) -> None:
-        self._launches = launches
-        self._made = made
-        self._makes = [new.make for new in made]
-        self._kept = kept  # whose addresses the arguments hold
+    __slots__ = ("_binding", "_launches", "_makes", "template")
+
+    def __init__(self, template: Template, binding: _Binding) -> None:
+        self.template = template
+        self._binding = binding  # holds what the arguments hold the addresses of
+        self._launches = [(run, arguments.bound(binding)) for run, arguments in template.launches]
+        self._makes = [new.make(binding.tokens) for new in template.made]
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._binding.tokens
 
     def packed(self, count: int) -> Recording:
-        """The same, whose first `count` tensors made come packed, as `foci.problem.Geometry` says."""
-        made = [new.packed if n < count else new for n, new in enumerate(self._made)]
-        return Recording(self._launches, made, self._kept)
+        """The same with `Template.packed`."""
+        return Recording(self.template.packed(count), self._binding)
 
     def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
         """Launches with other tensors of the same geometry, alignment and stream, at these places if they are known; returns what the
@@ -287,7 +409,7 @@ class Recording:
 
 
 def _filled(arguments: _Arguments, tensors: list[Tensor | None], addresses: list[int | None]) -> list[Any]:
-    values, places, tiles, parts = arguments
+    values, places, tiles, parts, _ = arguments
     args = values.copy()
     for at, role in places:
         args[at] = addresses[role]

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
 from torch import Tensor
 
-from foci.backends.contract import Offsets
+from foci.backends.contract import Inputs, Offsets
 from foci.backends.triton.arguments import Size, Spans, Table, encode
 from foci.backends.triton.convexity import is_convex
-from foci.backends.triton.recording import Kept, Recording, stream_of
+from foci.backends.triton.counts import Count, Tokens
+from foci.backends.triton.recording import Kept, Recorder, Recording, Source, Template, free_stream, places_of, stream_of
 from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles
+from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.problem import Operands
 
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["ALL", "DENSE", "Sequences", "Visits", "known_sequences", "sequences_at", "sequences_of", "visits_of"]
+__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "visits_of"]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -31,12 +34,18 @@ ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """Tasks of a kernel and the tiles they visit."""
+    """Tasks of a kernel and the tiles they visit; `source` finds the same for other sequences, where their lengths alone say it."""
 
     tasks: int
     mode: str
     spans: Spans
     table: Table
+    source: Source | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What a kernel reads of them."""
+        return self.spans.tasks, self.table.counts, self.table.lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +68,17 @@ class Sequences:
     visits: Kept[Visits] = field(default_factory=lambda: Kept(32))
     recordings: Kept[Recording] = field(default_factory=lambda: Kept(256))
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Starts and lengths."""
+        return self.q_start, self.q_length, self.kv_start, self.kv_length
+
+    @functools.cached_property
+    def form(self) -> tuple[object, ...]:
+        """What a pass depends on but for where sequences lie: how many there are, and which tensors are one."""
+        length = self.q_length
+        return (length is not None and length.shape[0], self.q_start is self.kv_start, self.q_length is self.kv_length)
+
 
 def sequences_of(operands: Operands) -> Sequences:
     """`sequences_at` of operands."""
@@ -76,43 +96,54 @@ def sequences_at(query: Tensor, offsets: Offsets | None) -> Sequences:
     read = [t for t in offsets if t is not None]
     if _changes_unseen(query, read):
         return _sequences(offsets, stays=False)
-    found = known_sequences(query, offsets)
-    if found is not None:
-        return found
+    key = (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
+    found = _sets.get(key)
+    if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
+        return found[1]
     made = _sequences(offsets, stays=True)
-    _sets[_set_key(query, offsets)] = tuple(map(weakref.ref, read)), made
+    _sets[key] = tuple(map(weakref.ref, read)), made
     if len(_sets) > _SETS:
         _sets.popitem(last=False)
     return made
-
-
-def known_sequences(query: Tensor, offsets: Offsets | None) -> Sequences | None:
-    """`sequences_at` if these are known."""
-    if offsets is None:
-        return _WHOLE
-    read = [t for t in offsets if t is not None]
-    if any(t.is_inference() for t in read):
-        return None
-    found = _sets.get(_set_key(query, offsets))
-    if found is None or not all(ref() is t for ref, t in zip(found[0], read, strict=True)):
-        return None
-    return found[1]
-
-
-def _set_key(query: Tensor, offsets: Offsets) -> tuple[object, ...]:
-    return (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
 
 
 def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
     cu_q, cu_kv, q_lengths, kv_lengths = offsets
     assert cu_q is not None
     assert cu_kv is not None
-    q = cu_q.to(torch.int32)
-    kv = q if cu_kv is cu_q else cu_kv.to(torch.int32)
-    q_length = q.diff() if q_lengths is None else q_lengths.to(torch.int32)
-    shared = kv is q and kv_lengths is q_lengths
-    kv_length = q_length if shared else kv.diff() if kv_lengths is None else kv_lengths.to(torch.int32)
-    return Sequences(q[:-1].contiguous(), q_length.contiguous(), kv[:-1].contiguous(), kv_length.contiguous(), stays)
+    q = _placed(cu_q, q_lengths)
+    kv = q if cu_kv is cu_q and kv_lengths is q_lengths else _placed(cu_kv, kv_lengths)
+    return Sequences(*q, *kv, stays)
+
+
+def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Starts and lengths, int32."""
+    given = (ends.contiguous(), None if lengths is None else lengths.contiguous())
+    count = ends.shape[0] - 1
+    key = ("places", count, ends.dtype, None if lengths is None else lengths.dtype)
+
+    def place(recorder: Recorder) -> list[Tensor]:
+        start, length = (recorder.empty((count,), (1,), torch.int32, ends) for _ in range(2))
+        recorder.launch(place_sequences, (triton.cdiv(count, 256),), *given, start, length, encode(count), 256)
+        return [start, length]
+
+    start, length = _repeated(key, given, (0, 0), place)
+    return start, length
+
+
+def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[Recorder], list[Tensor]]) -> list[Tensor]:
+    """What a way makes of the inputs, known from the second time on whatever the tokens."""
+    first = inputs[0]
+    assert first is not None
+    stream, places = free_stream(first), places_of(inputs)
+    key = (*what, first.device, stream, any((place or 0) & 15 for place in places))
+    known = None if stream is None else _ways.find(key)
+    if known is not None:
+        return known.as_recorded(tokens).run(inputs, places)
+    recorder = Recorder(inputs, stream)
+    made = way(recorder)
+    _ways.add(key, (), recorder.template())
+    return made
 
 
 def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
@@ -124,6 +155,8 @@ _WHOLE: Final = Sequences(visits=Kept(256), recordings=Kept(1024))
 """Of every dense call."""
 _sets: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
 _SETS: Final = 8
+_ways: Final[Kept[Template]] = Kept(256)
+"""What is made of lengths, whatever they are."""
 
 
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
@@ -136,14 +169,16 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
     if not call.sequences.stays or operands.blocks is not None or _changes_unseen(operands.query, read):
         return _make(kernel, call, schedule, side)
-    key = (
-        kernel.variant.mask, operands.query.shape[:3], operands.key.shape[1:3], operands.max_q, operands.max_kv, operands.ints,
-        operands.floats, operands.query.device, stream_of(operands.query), schedule, side, *((id(t), t._version) for t in read),
+    query, key = operands.query, operands.key
+    what = (
+        kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
+        operands.floats, query.device, stream_of(query), schedule, side, *((id(t), t._version) for t in read),
     )  # fmt: skip
-    found = call.sequences.visits.find(key)
+    known = (what, int(call.rows), int(call.columns))
+    found = call.sequences.visits.find(known)
     if found is None:
         found = _make(kernel, call, schedule, side)
-        call.sequences.visits.add(key, read, found)
+        call.sequences.visits.add(known, read, found)
     return found
 
 
@@ -157,90 +192,125 @@ class _Tasks:
     is_by_query: bool
     heads: int
     batch: int
+    tile: int
+
+    def at(self, sequences: Sequences, tokens: Tokens) -> Tensor:
+        """Those of other sequences, in the order that they are taken."""
+        count = self.count.of(tokens) if isinstance(self.count, Count) else self.count
+        return _assigned(sequences, self.tile, count, is_by_query=self.is_by_query)
+
+    @property
+    def source(self) -> Source | None:
+        """Of the tensors of `Visits` that visit every tile."""
+        return (lambda sequences, tokens, _: (self.at(sequences, tokens), None, None)) if isinstance(self.count, Count) else None
+
+    @property
+    def with_places(self) -> Source:
+        """Of what a search for tiles reads."""
+        return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
 
 
 def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
     operands, mask = call.operands, kernel.variant.mask
     tasks = _tasks(kernel, call, schedule, side)
     if mask.op == "const" and mask.value is True and operands.blocks is None:
-        return Visits(tasks.count, "all", tasks.spans, ALL)
+        return Visits(tasks.count, "all", tasks.spans, ALL, tasks.source)
     is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
     visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
-    return _list(kernel, call, schedule, tasks, _classify(kernel, call, schedule, tasks, visits), visits)
+    recorder = Recorder(operands.captures, free_stream(operands.query))
+    recorder.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
+    found = _list(kernel, call, schedule, tasks, _classify(kernel, call, schedule, tasks, visits, recorder), visits, recorder)
+    template = None if kernel.mask_slots or tasks.source is None else recorder.template()
+    return found if template is None else replace(found, source=functools.partial(_listed, tasks, template))
+
+
+def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
+    """A `Source` of what `_list` finds."""
+    bound = template.bound(sequences, tokens, captures)
+    _, counts, *lists = bound.run(captures)
+    return tasks.at(sequences, tokens), counts, lists[0] if lists else None
 
 
 def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _Tasks:
     operands = call.operands
     is_by_query = side == "queries"
     tile, other = (schedule.tile_q, schedule.tile_kv) if is_by_query else (schedule.tile_kv, schedule.tile_q)
-    mine, theirs = (operands.query, operands.key) if is_by_query else (operands.key, operands.query)
-    count, spans, width = triton.cdiv(mine.shape[2], tile), DENSE, triton.cdiv(theirs.shape[2], other)
+    mine, theirs = (call.rows, call.columns) if is_by_query else (call.columns, call.rows)
+    count, spans, width = (mine + tile - 1) // tile, DENSE, triton.cdiv(int(theirs), other)
     reads = kernel.variant.mask.variables()
     blocks = operands.blocks
     heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1
     batch = operands.query.shape[0] if "b" in reads or (blocks is not None and blocks.shape[0] > 1) else 1
     if operands.cu_q is not None:
         count += operands.cu_q.shape[0] - 1
-        spans = _assign(call, tile, count, is_by_query=is_by_query)
+        table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query)
+        spans = Spans(table, *call.sequences.tensors, encode(operands.cu_q.shape[0] - 1))
         width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
     if operands.page_table is not None:
         spans = DENSE._replace(kv_length=call.sequences.kv_length)
         width, batch = triton.cdiv(operands.max_kv, other), operands.query.shape[0]
-    return _Tasks(count, width, spans, is_by_query, heads, batch)
+    return _Tasks(count, width, spans, is_by_query, heads, batch, tile)
 
 
-def _assign(call: Pass, tile: int, count: int, *, is_by_query: bool) -> Spans:
-    s = call.sequences
-    length = s.q_length if is_by_query else s.kv_length
+def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool) -> Tensor:
+    """Tasks of `count` tiles of queries, or of keys, found once for a set of sequences."""
+    known = (tile, count, is_by_query)
+    table = sequences.tables.get(known)
+    if table is not None:
+        return table
+    length = sequences.q_length if is_by_query else sequences.kv_length
     assert length is not None
-    table = s.tables.get((tile, count, is_by_query))
-    if table is None:
-        table = s.tables[tile, count, is_by_query] = torch.empty((count, 2), dtype=torch.int32, device=length.device)
-        block = 32
-        assign_tasks[(triton.cdiv(length.shape[0], block),)](table, length, encode(length.shape[0]), encode(count), tile, block, 128)
-    return Spans(table, s.q_start, s.q_length, s.kv_start, s.kv_length, encode(length.shape[0]))
+
+    def assign(recorder: Recorder) -> list[Tensor]:
+        rows = Count(count, operator.itemgetter(0))
+        made = recorder.empty((rows, 2), (2, 1), torch.int32, length)
+        sizes = (encode(length.shape[0]), encode(rows))
+        recorder.launch(assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, *sizes, tile, 32, 128)
+        return [made]
+
+    (table,) = _repeated(("tasks", tile, length.shape[0]), (length,), (count, 0), assign)
+    sequences.tables[known] = table
+    return table
 
 
 def _size(call: Pass, tasks: _Tasks) -> Size:
-    query, key = call.operands.query, call.operands.key
-    return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, query.shape[2], key.shape[2])))
+    return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, call.rows, call.columns)))
 
 
-def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, visits: Visits) -> Tensor:
+def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, visits: Visits, recorder: Recorder) -> Tensor:
     """int8 [batch, heads, tasks, width]."""
     blocks, size = call.operands.blocks, kernel.problem.formula.block_size
-    classes = torch.empty((tasks.batch, tasks.heads, tasks.count, tasks.width), dtype=torch.int8, device=call.operands.query.device)
+    line = tasks.count * tasks.width
+    strides = (tasks.heads * line, line, tasks.width, 1)
+    classes = recorder.empty((tasks.batch, tasks.heads, tasks.count, tasks.width), strides, torch.int8, call.operands.query)
     given = (0, 0, 1, 1, 1)
     if blocks is not None and size is not None:
         blocks = blocks.contiguous()
+        recorder.forget()
         b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
         given = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
     shape = tuple(map(encode, (tasks.heads, tasks.width, *given)))
     if classes.numel():
-        classify_tiles[(classes.numel(),)](
+        recorder.launch(
+            classify_tiles, (tasks.batch * tasks.heads * line,),
             classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
             kernel.config(call, schedule, visits), call.functions.mask, tasks.is_by_query, num_warps=4,
         )  # fmt: skip
     return classes
 
 
-def _list(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, classes: Tensor, visits: Visits) -> Visits:
-    rows, device = tasks.batch * tasks.heads * tasks.count, classes.device
-    counts = torch.empty((rows, 4), dtype=torch.int32, device=device)
-    lists = None if visits.mode == "ranges" else torch.empty((rows, tasks.width + 1), dtype=torch.int32, device=device)
-    shape = tuple(map(encode, (tasks.heads, tasks.width, tasks.width + 1)))
-    list_tiles[(rows,)](
-        classes,
-        counts,
-        lists,
-        _size(call, tasks),
-        tasks.spans,
-        shape,
-        kernel.config(call, schedule, visits),
-        tasks.is_by_query,
-        128,
+def _list(
+    kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, classes: Tensor, visits: Visits, recorder: Recorder
+) -> Visits:
+    rows, width = tasks.batch * tasks.heads * tasks.count, tasks.width + 1
+    counts = recorder.empty((rows, 4), (4, 1), torch.int32, classes)
+    lists = None if visits.mode == "ranges" else recorder.empty((rows, width), (width, 1), torch.int32, classes)
+    shape = tuple(map(encode, (tasks.heads, tasks.width, width)))
+    recorder.launch(
+        list_tiles, (rows,),
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, 128,
         num_warps=1,
-    )
+    )  # fmt: skip
     b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
     h_stride = 0 if tasks.heads == 1 else tasks.count
-    return Visits(tasks.count, visits.mode, tasks.spans, Table(counts, lists, *map(encode, (b_stride, h_stride, tasks.width + 1))))
+    return replace(visits, table=Table(counts, lists, *map(encode, (b_stride, h_stride, width))))

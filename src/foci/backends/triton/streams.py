@@ -41,11 +41,12 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(strides, is_aligned, is_describable, max(strides[2:]) * 512 >= 2**31)
 
 
-def streamed(config: Config, rows: int, tensor: Tensor) -> Tensor | TensorDescriptor:
-    """What a kernel streams: the tensor, or a descriptor of tiles of so many rows."""
+def streamed(config: Config, rows: int, length: int, tensor: Tensor) -> Tensor | TensorDescriptor:
+    """What a kernel streams: the tensor, [B, H, length, D], or a descriptor of tiles of so many rows."""
     if not config.DESCRIPTORS.value:
         return tensor
     # a dimension of length 1 may have any stride; a descriptor wants a multiple of 16 bytes
     step = 16 // tensor.element_size()
     strides = [stride if n > 1 else step for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, padded(tensor.shape[-1])])
+    batch, heads, _, width = tensor.shape
+    return TensorDescriptor(tensor, [batch, heads, length, width], [*strides, 1], [1, 1, rows, padded(width)])

@@ -124,6 +124,21 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
 
 
 @triton.jit
+def place_sequences(ends, given, starts, lengths, sequences, BLOCK: tl.constexpr):
+    """Where packed sequences begin and how long they are, int32: by cumulative lengths, and by lengths that were `given`, or None."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < number(sequences)
+    start = tl.load(ends + i, mask=inside, other=0).to(tl.int32)
+    length = start
+    if given is not None:
+        length = tl.load(given + i, mask=inside, other=0).to(tl.int32)
+    else:
+        length = tl.load(ends + i + 1, mask=inside, other=0).to(tl.int32) - start
+    tl.store(starts + i, start, mask=inside)
+    tl.store(lengths + i, length, mask=inside)
+
+
+@triton.jit
 def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Tasks of a jagged call, tiles of the longest sequences first; (sequence, tile), or (-1, n) for the n-th spare one.
 
