@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -60,13 +59,13 @@ def results_of(formula: Formula, outputs: Sequence[Tensor]) -> Results:
 
 
 def outputs_of(results: Results) -> Flat:
-    none = functools.partial(results.out.new_empty, (0,))
+    none = results.out.new_empty
     return (
         results.out,
         results.lse.contiguous(),
-        none() if results.row_max is None else results.row_max.contiguous(),
-        none() if results.column_sums is None else results.column_sums.contiguous(),
-        none() if results.weights is None else results.weights.contiguous(),
+        none(0) if results.row_max is None else results.row_max.contiguous(),
+        none(0) if results.column_sums is None else results.column_sums.contiguous(),
+        none(0) if results.weights is None else results.weights.contiguous(),
     )
 
 

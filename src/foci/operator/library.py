@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.context import allowed_backends
-from foci.execution import Allowed, Needs, run_backward, run_forward
-from foci.operator.arguments import NO_NEEDS, OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, outputs_of, unflatten
-from foci.problem import Cotangents, Formula, Layout, Operands, Results, accumulation_dtype, empty_out
+from foci.execution import Allowed, Needs
+from foci.operator import dispatched
+from foci.operator.arguments import OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, unflatten
+from foci.problem import Formula, Layout, Operands, Results, accumulation_dtype
 
 _OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
 """Where the optional tensors are among the arguments of the operator."""
@@ -23,40 +23,30 @@ _BEHIND: Final = slice(11, 11 + len(OPTIONAL))
 """The same for the backward operator."""
 
 
-@torch.library.custom_op("foci::attention", mutates_args=())
-def _attention_op(
-    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, page_table: Tensor | None, ints: Sequence[int],
-    floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    args = list(locals().values())
-    plan_formula, operands, names = unflatten(args)
-    # What nobody restricted while the graph was made, `use` around its run may.
-    allowed_now = allowed_backends() if names is None else names
-    return _own(run_forward(plan_formula, operands, (*NO_NEEDS, (False,) * len(captures)), allowed_now))
+_OPERANDS: Final = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor? seed, Tensor? blocks, Tensor? cu_q, Tensor? cu_kv, "
+    "Tensor? q_lengths, Tensor? kv_lengths, Tensor? page_table, SymInt[] ints, float[] floats, float scale, float dropout_p, "
+    "SymInt max_q, SymInt max_kv, str formula, str allowed"
+)
+_GIVEN: Final = "Tensor grad_out, Tensor? grad_lse, Tensor? grad_columns, Tensor? grad_weights, Tensor out, Tensor lse, str needs"
+_SCHEMAS: Final = {
+    "attention": f"({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward": f"({_GIVEN}, {_OPERANDS}) -> Tensor[]",
+}
 
 
-def _own(results: Results) -> Flat:
-    """Flat with the strides the fake promises."""
-    outputs = outputs_of(results)
-    out = outputs[0]
-    if not out.transpose(1, 2).is_contiguous():
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return (out, *outputs[1:])
-
-
-@_attention_op.register_fake
 def _attention_fake(*args: Any) -> Flat:
     formula, operands, _ = unflatten(args)
     query, key = operands.query, operands.key
     rows, asked, acc = query.shape[:3], formula.outputs, accumulation_dtype(query.dtype)
+    width = operands.value.shape[3]
     kv_len = key.shape[2] if formula.layout is not Layout.PAGED else operands.max_kv
 
     def maybe(wanted: bool, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return query.new_empty(tuple(shape) if wanted else (0,), dtype=dtype if wanted else query.dtype)
 
     return (
-        empty_out(query, operands.value),
+        query.new_empty_strided((*rows, width), dispatched.result_strides(query.shape, width)),
         query.new_empty(tuple(rows), dtype=acc),
         maybe(asked.row_max, rows, acc),
         maybe(asked.column_sums, (query.shape[0], query.shape[1], kv_len), acc),
@@ -94,29 +84,19 @@ def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
     return (*[None] * len(OPTIONAL), *([] if isinstance(n, (list, tuple)) and not n else None for n in numbers))
 
 
-_attention_op.register_autograd(_backward, setup_context=_setup)
-
-
-@torch.library.custom_op("foci::attention_backward", mutates_args=())
-def _backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
-    needs: str, query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], seed: Tensor | None, blocks: Tensor | None,
-    cu_q: Tensor | None, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None, page_table: Tensor | None,
-    ints: Sequence[int], floats: Sequence[float], scale: float, dropout_p: float, max_q: int, max_kv: int, formula: str, allowed: str,
-) -> list[Tensor]:  # fmt: skip
-    args = list(locals().values())[7:]
-    plan_formula, operands, names = unflatten(args)
-    wanted = [flag == "1" for flag in needs]
-    cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
-    needed: Needs = (wanted[0], wanted[1], wanted[2], tuple(wanted[3:]))
-    gradients = run_backward(plan_formula, operands, Results(out, lse), cotangents, needed, names)
-    return [g.contiguous() for g in (gradients.query, gradients.key, gradients.value, *gradients.captures) if g is not None]
-
-
-@_backward_op.register_fake
 def _backward_fake(*args: Any) -> list[Tensor]:
-    tensors = (*args[7:10], *args[10])
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(args[6], tensors, strict=True) if flag == "1"]
+    needs, tensors, captures = args[6], args[7:10], args[10]
+    strides = [dispatched.gradient_strides(t.shape, heads_in_rows=_heads_lie_in_rows(t)) for t in tensors]
+    made = [t.new_empty_strided(t.shape, s) for flag, t, s in zip(needs, tensors, strides, strict=False) if flag == "1"]
+    made += [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(needs[3:], captures, strict=True) if flag == "1"]
+    return made
+
+
+def _heads_lie_in_rows(tensor: Tensor) -> bool:
+    """Where sizes are symbols, a dim of unknown size is taken for longer than one."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(tensor.stride(1) < tensor.stride(2)))
 
 
 def _setup_double(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -173,9 +153,6 @@ def _leaf(tensor: Tensor, create_graph: bool) -> Tensor:
     return tensor.view_as(tensor) if create_graph and tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-_backward_op.register_autograd(_double_backward, setup_context=_setup_double)
-
-
 def _unbatched(args: Sequence[Any], in_dims: Sequence[Any], n: int) -> list[Any]:
     """Entry `n` of every batched tensor."""
 
@@ -212,7 +189,6 @@ def _stacked(op: Callable[..., Any], info: Any, in_dims: Sequence[Any], args: Se
     return outputs, [0] * len(outputs)
 
 
-@_attention_op.register_vmap
 def _attention_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     folded = _fold(args, in_dims, info.batch_size) if info.batch_size else None
     if folded is not None:
@@ -221,6 +197,24 @@ def _attention_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any,
     return tuple(outputs), tuple(dims)
 
 
-@_backward_op.register_vmap
 def _backward_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     return _stacked(torch.ops.foci.attention_backward, info, in_dims, args)
+
+
+# as they were when the graph was made: what runs was chosen for those strides
+_TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library: Final = torch.library.Library("foci", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], derivative: tuple[Any, Any], vmap: Callable[..., Any]) -> None:
+    """Not by `torch.library.custom_op`, whose checks of each call cost more than finding the kernel."""
+    _library.define(name + _SCHEMAS[name], tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    whole, (backward, setup) = f"foci::{name}", derivative
+    torch.library.register_fake(whole, fake, lib=_library)
+    torch.library.register_autograd(whole, backward, setup_context=setup, lib=_library)
+    torch.library.register_vmap(whole, vmap, lib=_library)
+
+
+_register("attention", dispatched.results, _attention_fake, (_backward, _setup), _attention_vmap)
+_register("attention_backward", dispatched.gradients, _backward_fake, (_double_backward, _setup_double), _backward_vmap)

@@ -1,0 +1,153 @@
+"""What the operators run: calls through the dispatcher, as compiled code makes them.
+
+Such code calls with one formula, one set of numbers and one geometry again and again. What was decided for it once is found by one
+look; a kernel that is `Repeating` then gets its tensors alone, as in eager calls.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci import backends
+from foci.backends.contract import Given
+from foci.context import allowed_backends, is_tuning
+from foci.execution import Allowed, Needs, backward_again, backward_of, choose_kernel
+from foci.operator.arguments import NO_NEEDS, Flat, outputs_of, unflatten
+from foci.operator.eager import Outline, forward_now
+from foci.problem import Cotangents, Geometry, Results
+
+__all__ = ["gradient_strides", "gradients", "result_strides", "results"]
+
+_CAPACITY: Final = 1024
+Strides: TypeAlias = tuple[int, ...]
+
+
+class _Known(NamedTuple):
+    """A call but for its tensors, and the strides that the operator's outputs are promised to have."""
+
+    outline: Outline
+    strides: tuple[Strides, ...]
+
+
+_known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
+"""By what determines a pass; backward passes besides by the gradients they want."""
+
+
+def results(*args: Any) -> Flat:
+    """Attention of the flat arguments of the operator.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    # What nobody restricted while the graph was made, `use` around its run may.
+    allowed = allowed_backends() if args[-1] == "*" else _names(args[-1])
+    signature = _signature(args, allowed)
+    known = _known.get(signature)
+    if known is None:
+        known = _keep(signature, _forward_known(args, allowed))
+    out, *others = outputs_of(forward_now(known.outline, (*args[:3], *args[3]), args[4:11]))
+    return (_lying(out, known.strides[0]), *others)  # type: ignore[return-value]
+
+
+def gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
+    needs: str, *args: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Those gradients of query, key, value and captured tensors whose letter in `needs` is 1.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    allowed = None if args[-1] == "*" else _names(args[-1])
+    signature = (needs, *_signature(args, allowed))
+    known = _known.get(signature)
+    if known is None:
+        known = _keep(signature, _backward_known(args, allowed, needs))
+    outline, strides = known
+    tensors = (*args[:3], *args[3])
+    made: Sequence[Tensor | None] | None = None
+    if outline.geometry is not None and grad_columns is None and grad_weights is None:
+        offsets = None if args[6] is None else args[6:10]
+        made = backward_again(outline.chosen, outline.geometry, (*tensors, args[4]), offsets, Given(out, lse, grad_out, grad_lse))
+    if made is None:
+        cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
+        found = backward_of(outline.chosen, outline.operands(tensors, args[4:11]), Results(out, lse), cotangents)
+        made = (found.query, found.key, found.value, *found.captures)
+    return [_lying(t, s) for t, s in zip((t for t in made if t is not None), strides, strict=True)]
+
+
+def _names(allowed: str) -> tuple[str, ...]:
+    return tuple([name for name in allowed.split(",") if name])
+
+
+def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
+    """All that a pass is determined by, but for what tensors hold and the surroundings that recordings know of."""
+    query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
+    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    captured = None
+    if captures:
+        captured = tuple([(t.shape, t.stride(), t.dtype) for t in captures])
+        for t in captures:
+            address |= t.data_ptr()
+    spans = None if lengths[0] is None else tuple([None if t is None else (t.shape, t.dtype) for t in lengths])
+    return (
+        line, allowed, query.shape, query.stride(), query.dtype, query.device, key.shape, key.stride(), key.dtype, value.shape,
+        value.stride(), value.dtype, address & 15, query is key, key is value, query is value, captured, seed is None, blocks is None,
+        spans, page_table is None, (*ints,), (*floats,), scale, dropout_p, max_q, max_kv,
+        backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
+    )  # fmt: skip
+
+
+def result_strides(shape: Sequence[int], width: int) -> Strides:
+    """Of the output of a query [B, H, S, D] whose values have `width` elements: [B, S, H, Dv] in memory."""
+    _, h, s, _ = shape
+    return (s * h * width, width, h * width, 1)
+
+
+def gradient_strides(shape: Sequence[int], *, heads_in_rows: bool) -> Strides:
+    """Of the gradient of a [B, H, S, D] tensor: without gaps, heads within rows or rows within heads as in the tensor, so that what
+    comes before takes it as it is."""
+    _, h, s, d = shape
+    return (h * s * d, d, h * d, 1) if heads_in_rows else (h * s * d, s * d, d, 1)
+
+
+def _keep(signature: tuple[Any, ...], known: _Known) -> _Known:
+    _known[signature] = known
+    if len(_known) > _CAPACITY:
+        _known.popitem(last=False)
+    return known
+
+
+def _forward_known(args: Sequence[Any], allowed: Allowed) -> _Known:
+    outline = _outline(args, allowed, (*NO_NEEDS, (False,) * len(args[3])))
+    return _Known(outline, (result_strides(args[0].shape, args[2].shape[-1]),))
+
+
+def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str) -> _Known:
+    wanted = [flag == "1" for flag in needs]
+    outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])))
+    strides = [gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2)) for t in args[:3]]
+    strides += [torch.empty(t.shape, device="meta").stride() for t in args[3]]
+    return _Known(outline, tuple(s for s, on in zip(strides, wanted, strict=True) if on))
+
+
+def _outline(args: Sequence[Any], allowed: Allowed, needs: Needs) -> Outline:
+    formula, operands, _ = unflatten(args)
+    chosen = choose_kernel(formula, operands, needs, allowed)
+    # block masks and pages are looked up by value
+    geometry = Geometry() if operands.blocks is None and operands.page_table is None else None
+    o = operands
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed=False, geometry=geometry, learns=False)
+
+
+def _lying(tensor: Tensor, strides: Strides) -> Tensor:
+    """The tensor, or a copy with these strides."""
+    found = tensor.stride()
+    if found == strides or all(a == b or n == 1 for a, b, n in zip(found, strides, tensor.shape, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,109 @@
+"""Calls through the dispatcher, as compiled code makes them: known from before, laid out as promised."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import foci
+from foci.operator import dispatched
+
+ATTENTION = torch.ops.foci.attention.default
+BACKWARD = torch.ops.foci.attention_backward.default
+
+
+class Passed(TorchDispatchMode):
+    """Arguments of the operators that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (ATTENTION, BACKWARD):
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def fused(batch=2, length=6, heads=2, width=4):
+    """Query, key and value as views of one product, as models make them."""
+    whole = torch.randn(batch, length, 3, heads, width)
+    return [t.transpose(1, 2) for t in whole.unbind(2)]
+
+
+def calls_of(*tensors, **options):
+    leaves = [t.requires_grad_() for t in tensors]
+    with Passed() as passed:
+        out = foci.attention(*leaves, **options)
+        out.backward(torch.randn_like(out))
+    return passed.calls
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """How often a kernel was chosen."""
+    counted = []
+    choose = dispatched.choose_kernel
+    monkeypatch.setattr(dispatched, "choose_kernel", lambda *args: counted.append(args) or choose(*args))
+    dispatched._known.clear()
+    return counted
+
+
+def changed(args, at, value):
+    return (*args[:at], value, *args[at + 1 :])
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": foci.masks.causal()}, {"dropout_p": 0.5}], ids=["plain", "causal", "dropout"])
+def test_a_call_is_planned_once(planned, options):
+    (_, forward), (_, backward) = calls_of(*fused(), **options)
+    planned.clear()
+    with torch.no_grad():
+        wanted = ATTENTION(*forward)[0]
+        for _ in range(2):
+            query, key, value = (t.clone() if t.is_contiguous() else t.detach() for t in forward[:3])
+            torch.testing.assert_close(ATTENTION(query, key, value, *forward[3:])[0], wanted, rtol=0, atol=0)
+            BACKWARD(*backward)
+    assert not planned
+
+
+@pytest.mark.parametrize(
+    "at, value", [(13, 0.7), (0, torch.randn(2, 2, 6, 4)), (1, torch.randn(2, 2, 9, 4))], ids=["scale", "strides", "length"]
+)
+def test_another_call_is_planned_anew(planned, at, value):
+    (_, forward), _ = calls_of(*fused())
+    planned.clear()
+    args = changed(forward, at, value)
+    if at == 1:
+        args = changed(args, 2, torch.randn(2, 2, 9, 4))
+    with torch.no_grad():
+        found = ATTENTION(*args)[0]
+    q, k, v = (t.double() for t in args[:3])
+    wanted = torch.softmax(q @ k.mT * args[13], -1) @ v
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert len(planned) == 1
+
+
+def test_use_around_the_run_chooses_the_backend():
+    (_, forward), _ = calls_of(*fused())
+    for name in ("reference", "blocked", "reference"):
+        with foci.use(name), foci.observe() as log, torch.no_grad():
+            ATTENTION(*forward)
+        assert [call.backend for call in log.calls] == [name]
+
+
+@pytest.mark.parametrize("heads_in_rows", [True, False])
+def test_gradients_lie_as_the_tensors_do(heads_in_rows):
+    tensors = fused() if heads_in_rows else [t.contiguous() for t in fused()]
+    _, (_, backward) = calls_of(*tensors)
+    wanted = (48, 4, 8, 1) if heads_in_rows else (48, 24, 4, 1)
+    assert [g.stride() for g in BACKWARD(*backward)] == [wanted] * 3
+    torch.library.opcheck(BACKWARD, tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in backward))
+
+
+def test_a_gradient_laid_out_otherwise_is_copied():
+    tensor = torch.randn(2, 3, 4, 5)
+    moved = dispatched._lying(tensor, (60, 5, 15, 1))
+    assert moved.stride() == (60, 5, 15, 1)
+    assert torch.equal(moved, tensor)
+    assert dispatched._lying(tensor, tensor.stride()) is tensor
+    one = torch.randn(1, 3, 4, 5)
+    assert dispatched._lying(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
