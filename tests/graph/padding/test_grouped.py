@@ -4,8 +4,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from foci.graph.padding.grouped import groups_of, mm_by_rows
+from foci.graph.padding import Machine, find_table, pad
+from foci.graph.padding.grouped import groups_of, mm_by_rows, mm_into_rows
+from foci.graph.padding.growing import grow_dims
 
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 
@@ -47,3 +51,53 @@ def test_what_is_not_finite_stays_in_its_row(column):
 def test_rows_that_make_no_groups():
     with pytest.raises(ValueError, match="groups of equal misalignment"):
         mm_by_rows(torch.randn(7, 1023), torch.randn(1023, 8))
+    with pytest.raises(ValueError, match="groups of equal misalignment"):
+        mm_into_rows(torch.randn(7, 8), torch.randn(8, 1023))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(70, 600), st.booleans(), DTYPES)
+def test_a_result_of_misaligned_rows_equals_the_product(blocks, k, n, biased, dtype):
+    torch.manual_seed(0)
+    a, b, bias = torch.randn(8 * blocks, k).to(dtype), torch.randn(n, k).to(dtype).t(), torch.randn(n).to(dtype) if biased else None
+    if groups_of(8 * blocks, n, dtype.itemsize) is None:
+        assert n < 16 * 8 + 7 * 8
+        return
+    out = mm_into_rows(a, b, bias)
+    assert out.is_contiguous()
+    expected = a.double() @ b.double() + (0 if bias is None else bias.double())
+    scale = float(a.double().abs().matmul(b.double().abs()).max()) + (0 if bias is None else float(bias.abs().max()))
+    assert (out.double() - expected).abs().max() <= 4 * torch.finfo(dtype).eps * scale
+
+
+def test_infinities_of_factors_and_bias_stay_in_their_rows_and_columns():
+    a, b, bias = torch.randn(64, 8), torch.randn(1022, 8).t(), torch.randn(1022)
+    a[9, 3], bias[1021], bias[2] = float("inf"), float("nan"), float("-inf")
+    finite = mm_into_rows(a, b, bias).isfinite()
+    assert [row for row in range(64) if not finite[row].any()] == [9]
+    assert [column for column in range(1022) if not finite[0, column]] == [2, 1021]
+
+
+def logits(x, w, bias):
+    return torch.nn.functional.linear(x, w, bias)
+
+
+def largest(x, w, bias):
+    return torch.nn.functional.linear(x, w, bias).amax(-1)
+
+
+@pytest.mark.parametrize(("rows", "function", "by_rows"), [(8192, logits, True), (4, logits, False), (8192, largest, False)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_result_that_leaves_the_graph_is_written_where_it_lies(rows, function, by_rows, biased):
+    with FakeTensorMode():
+        x, w, bias = (torch.empty(sizes, dtype=torch.bfloat16, device="cuda") for sizes in ((rows, 768), (30523, 768), (30523,)))
+        graph = make_fx(function)(x, w, bias if biased else None)
+        on = Machine("NVIDIA H200", 16, True, find_table("NVIDIA H200", "sm_90"))
+        grown = grow_dims(graph.graph, on)
+        done = pad(graph, (), on)
+    targets = [node.target for node in graph.graph.nodes]
+    assert (torch.ops.foci.mm_into_rows.default in targets) is by_rows
+    assert ("by rows" in {padding.how for padding in done.paddings}) is by_rows
+    assert ("copied" in {padding.how for padding in grown}) is not by_rows
+    (out,) = (node.args[0].meta["val"] for node in graph.graph.nodes if node.op == "output")
+    assert out.is_contiguous()

@@ -160,3 +160,15 @@ def test_by_rows_on_a_gpu():
         out = torch.compile(torch.mm, options=options(machine(odd=3.0, bandwidth=1e12)))(a, b)
     assert "by rows" in {padding.how for padding in log.paddings}
     torch.testing.assert_close(out, a @ b, rtol=2e-3, atol=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+def test_into_rows_on_a_gpu(biased):
+    x, w = torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16), torch.randn(2047, 64, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(2047, device="cuda", dtype=torch.bfloat16) if biased else None
+    with foci.observe() as log:
+        out = torch.compile(F.linear, options=options(machine(1000.0, odd=1000.0)))(x, w, bias)
+    assert "by rows" in {padding.how for padding in log.paddings}
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, F.linear(x, w, bias), rtol=2e-2, atol=0.2)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+import torch
 from torch import fx
 
 from foci.graph.padding.legal import Fix, Illegal, is_legal_to_pad, rows_fix
@@ -13,10 +15,27 @@ from foci.graph.padding.model import Machine, is_profitable_to_pad, seconds
 from foci.graph.padding.reading import Matrix, Product, hints, value_of
 from foci.graph.padding.strides import padding_bytes
 
-__all__ = ["BY_ROWS", "Choice", "Verdict", "decide"]
+__all__ = ["Choice", "Verdict", "decide", "seconds_by_rows"]
 
-BY_ROWS = 1.1
+_BY_ROWS: Final = 1.1
 """Of a product by groups of rows: the same product of aligned rows takes this much less."""
+
+_LAUNCHES: Final = 8
+"""Of the small operations around it, for the columns at the edges."""
+
+
+def seconds_by_rows(product: Product, aligned: float, machine: Machine) -> float:
+    """Of a product by groups of rows, all told.
+
+    Args:
+        product: whose one misaligned matrix is read or written so.
+        aligned: seconds of the same product of aligned rows.
+        machine: that it will run on.
+    """
+    assert machine.table is not None
+    shape, biased = product.shape, product.node.target is torch.ops.aten.addmm.default
+    copied = 2 * (shape.m + shape.n) * shape.k * product.dtype.itemsize if biased else 0  # a bias lengthens both factors
+    return aligned * _BY_ROWS + copied / machine.table.bandwidth + _LAUNCHES * machine.table.launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +161,7 @@ def _sum(choice: Choice, products: Mapping[Product, None], also: frozenset[fx.No
 
 
 def _by_rows_instead(choice: Choice, product: Product, gain: float) -> tuple[Fix, float] | None:
-    """Reading the left matrix by groups of rows, if nobody else is served by a copy of it and it gains more than one."""
+    """Reading the left matrix or writing the result by groups of rows, if no other product is served by a copy and it gains more."""
     misaligned = [m for m in product.matrices if m.alignment < choice.machine.load and m.base not in choice.taken]
     if len(misaligned) != 1 or misaligned[0].base is not misaligned[0].node:
         return None
@@ -153,7 +172,7 @@ def _by_rows_instead(choice: Choice, product: Product, gain: float) -> tuple[Fix
     before, aligned = choice.time(product), choice.good(product)
     if fix is None or before is None or aligned is None:
         return None
-    after = aligned * BY_ROWS
+    after = seconds_by_rows(product, aligned, choice.machine)
     if before - after > gain and is_profitable_to_pad(before, after, 0.0):
         return fix, before - after
     return None

@@ -1,6 +1,6 @@
-"""A product with a matrix whose rows are misaligned, read where it lies.
+"""A product with a matrix whose rows are misaligned, read or written where it lies.
 
-Fast products read 16 bytes at a time, from aligned rows. If rows are `k` elements apart, and k is not a multiple of the g
+Fast products move 16 bytes at a time, of aligned rows. If rows are `k` elements apart, and k is not a multiple of the g
 elements of 16 bytes, every g-th row still starts at the same misalignment. So the rows fall into at most g groups, each of
 which is a matrix of aligned rows, once its first few columns are left off; and those are off by the same number of columns
 from one group to the next, so that all groups together are one batched product. The columns that were left off are
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foci.graph.padding.strides import round_up
 
-__all__ = ["Groups", "groups_of", "mm_by_rows"]
+__all__ = ["Groups", "groups_of", "mm_by_rows", "mm_into_rows"]
 
 LOAD = 16
 """Bytes."""
@@ -103,3 +103,45 @@ def _edges(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     left = torch.where(column < first, a[:, :width], 0)
     right = torch.where(column + (k - width) >= first + groups.width, a[:, k - width :], 0)
     return torch.cat((left, right), 1) @ torch.cat((b[:width], b[k - width :]), 0)
+
+
+def mm_into_rows(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias, into rows of a length that is misaligned.
+
+    Args:
+        a: [M, K], M a multiple of the number of groups.
+        b: [K, N]
+        bias: [N]; it becomes one more row of `b`, so that it is added before the result is rounded.
+
+    Returns:
+        [M, N], contiguous.
+
+    Raises:
+        ValueError: for a result that does not fall into groups.
+    """
+    m, n = a.shape[0], b.shape[1]
+    groups = groups_of(m, n, a.dtype.itemsize)
+    if groups is None:
+        raise ValueError(f"the result must have rows that fall into groups of equal misalignment: {(m, n)}")
+    if bias is not None:
+        a, b = _with_bias(a, b, bias)
+    k, count, skip, width = a.shape[1], groups.count, groups.skip, groups.width
+    out = a.new_empty((m, n))
+    edge = round_up(max(groups.edge, n - width), LOAD // a.dtype.itemsize)
+    ends = a @ torch.cat((b[:, :edge], b[:, n - edge :]), 1)
+    out[:, :edge], out[:, n - edge :] = ends[:, :edge], ends[:, edge:]
+    left = a.as_strided((count, m // count, k), (a.stride(0), count * a.stride(0), a.stride(1)), a.storage_offset())
+    right = b.as_strided((count, k, width), (skip * b.stride(1), b.stride(0), b.stride(1)), b.storage_offset())
+    into = out.as_strided((count, m // count, width), (n + skip, count * n, 1))
+    torch.baddbmm(into, left, right, beta=0, out=into)
+    return out
+
+
+def _with_bias(a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors whose product has the bias added; their rows stay aligned."""
+    load = LOAD // a.dtype.itemsize
+    ones = a.new_zeros((a.shape[0], load))
+    ones[:, 0] = 1
+    last = b.new_zeros((b.shape[1], load))
+    last[:, 0] = bias
+    return torch.cat((a, ones), 1), torch.cat((b.t(), last), 1).t()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from foci.graph.padding.decide import BY_ROWS
+from foci.graph.padding.decide import seconds_by_rows
 from foci.graph.padding.dims import closure, relations_of
 from foci.graph.padding.growth import Growth, grow, is_remade
 from foci.graph.padding.legal import rows_fix
@@ -60,7 +60,7 @@ def _growths(graph: fx.Graph, products: Sequence[Product], machine: Machine) -> 
             if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
                 growth, obstacle = _growth(matrix, machine)
                 done |= growth.lengths.keys()
-                yield growth, obstacle or _read_by_rows(graph, products, matrix, growth, machine)
+                yield growth, obstacle or _goes_by_rows(graph, products, matrix, growth, machine)
 
 
 def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
@@ -78,17 +78,26 @@ def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
     return growth, None
 
 
-def _read_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> str | None:
-    """A product's only bad matrix may be read where it lies, which may cost less than a copy of it."""
+def _goes_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> str | None:
+    """A product's only bad matrix may be read or written where it lies, which may cost less than a copy of it."""
     readers = [product for product in products if any(m.base is matrix.base for m in product.matrices)]
     bad = [m for m in readers[0].matrices if m.fault(machine.load) is not None]
-    written = origin_of(matrix.base) in (Origin.PRODUCT, Origin.CONSTANT) or matrix.base is not matrix.node
-    if len(readers) > 1 or len(bad) > 1 or written or rows_fix(readers[0], matrix) is None:
+    if len(readers) > 1 or len(bad) > 1 or rows_fix(readers[0], matrix) is None or not _has_one_home(products, matrix, growth):
         return None
-    before, after = _time(readers[0], None, machine), _time(readers[0], growth, machine)
-    if before is None or after is None or not is_profitable_to_pad(before, after * BY_ROWS, 0.0):
+    before, aligned = _time(readers[0], None, machine), _time(readers[0], growth, machine)
+    if before is None or aligned is None:
         return None
-    return "it is read by rows" if before - after * BY_ROWS > _net(graph, products, [growth], machine) else None
+    after = seconds_by_rows(readers[0], aligned, machine)
+    if not is_profitable_to_pad(before, after, 0.0) or before - after <= _net(graph, products, [growth], machine):
+        return None
+    return f"it is {'written' if matrix.role == 'out' else 'read'} by rows"
+
+
+def _has_one_home(products: Sequence[Product], matrix: Matrix, growth: Growth) -> bool:
+    """Whether a matrix that is read comes from outside or a loop; of one that is written, whether its dims are of no other product."""
+    if matrix.role == "out":
+        return sum(_touches(product, growth) for product in products) == 1
+    return origin_of(matrix.base) not in (Origin.PRODUCT, Origin.CONSTANT) and matrix.base is matrix.node
 
 
 def _chosen(legal: Sequence[Growth], graph: fx.Graph, products: Sequence[Product], machine: Machine) -> list[Growth]:

@@ -177,9 +177,9 @@ def _aligned(base: fx.Node, matrix: Matrix, sizes: Sequence[int], strides: Seque
 
 
 def rows_fix(product: Product, matrix: Matrix) -> Fix | None:
-    """Reading a misaligned left matrix by groups of rows, where nothing else about the product is misaligned."""
+    """Reading a misaligned left matrix, or writing a misaligned result, by groups of rows, where nothing else is misaligned."""
     value = value_of(matrix.node)
-    if matrix.role != "a" or value is None or product.node.target is not aten.mm.default or value.device.type != "cuda":
+    if value is None or value.device.type != "cuda" or not _goes_by_rows(product, matrix):
         return None
     if any(isinstance(size, torch.SymInt) for size in value.shape) or not value.is_contiguous():
         return None
@@ -187,3 +187,17 @@ def rows_fix(product: Product, matrix: Matrix) -> Fix | None:
     if groups_of(rows, columns, value.dtype.itemsize) is None:
         return None
     return Fix(matrix.node, How.BY_ROWS, hints(value.stride()), 0, 0, 0, only=product.node)
+
+
+def _goes_by_rows(product: Product, matrix: Matrix) -> bool:
+    roles, target = {other.role for other in product.matrices}, product.node.target
+    if matrix.role == "a":
+        return target is aten.mm.default
+    # columns of the right matrix are left off, which must be rows in memory
+    written = matrix.role == "out" and {"a", "bt"} <= roles
+    return written and (target is aten.mm.default or (target is aten.addmm.default and not product.node.kwargs and _is_bias(product.node)))
+
+
+def _is_bias(product: fx.Node) -> bool:
+    bias = value_of(product.args[0])
+    return bias is not None and bias.dim() == 1 and bias.shape[0] == product.meta["val"].shape[1]

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foci.graph.padding.grouped import mm_by_rows
+from foci.graph.padding.grouped import mm_by_rows, mm_into_rows
 from foci.graph.padding.strides import pad_strides
 
 __all__ = ["OPERATORS", "product_strides"]
@@ -27,6 +27,8 @@ _SCHEMAS: Final = (
     "padded_cat(Tensor[] tensors, int dim, int alignment, int smallest) -> Tensor",
     # a @ b of an `a` with misaligned rows, where it lies.
     "mm_by_rows(Tensor a, Tensor b) -> Tensor",
+    # a @ b + bias into misaligned rows.
+    "mm_into_rows(Tensor a, Tensor b, Tensor? bias) -> Tensor",
 )
 
 for _schema in _SCHEMAS:
@@ -78,7 +80,7 @@ def _empty_padded(x: Tensor, alignment: int, smallest: int) -> Tensor:
     return _empty(x.shape, x.stride(), x, alignment, smallest)
 
 
-def _empty_mm(a: Tensor, b: Tensor) -> Tensor:
+def _empty_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
@@ -88,6 +90,7 @@ _KERNELS: Final[Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]
     "padded_bmm": (_padded_bmm, _empty_product),
     "padded_cat": (_padded_cat, _empty_cat),
     "mm_by_rows": (mm_by_rows, _empty_mm),
+    "mm_into_rows": (mm_into_rows, _empty_mm),
 }
 
 for _name, (_kernel, _fake) in _KERNELS.items():

@@ -79,8 +79,8 @@ def pad(
     for verdict in verdicts:
         if verdict.fix is not None and verdict.fix.only is None:
             _REWRITES[verdict.fix.how](graph, verdict.fix, products, outputs)
-    for node in by_rows:
-        _swap(node, OPERATORS["mm_by_rows"], node.args)
+    for node, fix in by_rows.items():
+        _by_rows(node, fix)
     if any(verdict.fix for verdict in verdicts):
         graph.lint()
         graph_module.recompile()
@@ -140,6 +140,14 @@ def _swap(node: fx.Node, target: Any, arguments: Sequence[Any]) -> fx.Node:
     graph.erase_node(node)
     _refresh_views(made)
     return made
+
+
+def _by_rows(product: fx.Node, fix: Fix) -> None:
+    if fix.base is not product:
+        _swap(product, OPERATORS["mm_by_rows"], product.args)
+        return
+    *bias, a, b = product.args
+    _swap(product, OPERATORS["mm_into_rows"], (a, b, bias[0] if bias else None))
 
 
 def _describe(made: fx.Node, like: fx.Node) -> None:
