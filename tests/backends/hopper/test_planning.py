@@ -7,7 +7,9 @@ import torch
 
 import foci
 from foci import masks, scores
+from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS
+from foci.backends.hopper.rates import MEASURED, kind_of, rates_of
 from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Formula, Layout, Outputs, Problem, Target
@@ -83,18 +85,56 @@ def test_explain_says_which_kernel_and_why(given, name):
     assert "warpgroups" in line
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"mask": masks.window(1023), "head_dim": 64, "value_dim": 64},
-        {"score": foci.Score(lambda s, b, h, q, k: s + TABLE[q % 64, k % 64])},
-    ],
-    ids=["narrow window", "bias"],
-)
-def test_what_was_measured_faster_elsewhere_is_left_there(given):
-    decision = choose(problem(**given), H200)
+NARROW = {"head_dim": 64, "value_dim": 64}
+OWNERS = torch.zeros(8192)
+DOCUMENT = foci.Mask(lambda b, h, q, k: OWNERS[q] == OWNERS[k])
+TRAINED = {"query_grad": True, "key_grad": True, "value_grad": True}
+KINDS = {
+    "full": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(1023)},
+    "document": {"mask": DOCUMENT},
+    "score": {"mask": masks.causal(), "score": scores.alibi(16)},
+    "pair": {"score": foci.Score(lambda s, b, h, q, k: s + TABLE[q % 64, k % 64])},
+}
+
+
+@pytest.mark.parametrize(("kind", "given"), KINDS.items(), ids=KINDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained):
+    asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
+    assert kind_of(asked) == kind
+    rates = rates_of(asked)
+    assert rates == MEASURED.get((width, kind), MEASURED[128, kind])
+    times = {
+        "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
+        "triton": 1 / rates.forward.triton + (2.5 / rates.backward.triton if is_trained else 0),
+    }
+    decision = choose(asked, H200)
     assert decision.plan is not None
-    assert decision.plan.backend == "triton"
+    assert decision.plan.backend == min(times, key=times.__getitem__), decision.table()
+
+
+def test_explain_says_what_was_measured_and_where_the_backward_is_from():
+    def said(**given):
+        return BACKEND.note(problem(**given), H200)
+
+    assert "forward measured at 1.43 of triton's rate" in said()
+    assert "backward" not in said()
+    assert said(**TRAINED).endswith("backward measured at 1.22 of triton's rate")
+    assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.75 of triton's rate, so taken from triton")
+
+
+def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    came = []
+    monkeypatch.setattr(kernel.host.TritonKernel, "_backward", lambda *args: came.append("triton"))
+    monkeypatch.setattr(kernel.HopperGradients, "_backward", lambda *args: came.append("hopper"))
+    for given in ({}, NARROW, KINDS["score"], {**KINDS["score"], **NARROW}):
+        asked = problem(**given, **TRAINED)
+        kernel.HopperKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
+    assert came == ["hopper", "hopper", "hopper", "triton"]
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

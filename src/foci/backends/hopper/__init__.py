@@ -11,7 +11,8 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.schedules import forward_schedule, is_slow
+from foci.backends.hopper.rates import Pair, rates_of
+from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.triton import BACKEND as TRITON
 from foci.problem import Layout, Problem, Target
 
@@ -20,9 +21,10 @@ __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 VERSIONS: Final = ("3.6",)
 """Releases of Triton whose Gluon the kernels are written for."""
 
-_FLOPS: Final = 6e14
-_SLOW: Final = 3.5e14
+_TRITON: Final = 4.5e14
+"""The rate that the backend triton estimates its cost by; ours is estimated from it, by how the measured ones compare."""
 _LAUNCH: Final = 2e-5
+_BACKWARD: Final = 5e-5
 _PROCESSORS: Final = 132
 
 
@@ -64,25 +66,36 @@ class HopperBackend:
         return None
 
     def note(self, problem: Problem, target: Target, /) -> str:
-        """Which forward kernel, and why."""
-        schedule = forward_schedule(problem)
-        return f"{schedule.name}, {schedule.why}"
+        """Which kernels, and why."""
+        schedule, rates = forward_schedule(problem), rates_of(problem)
+        said = f"{schedule.name}, {schedule.why}; {_compared('forward', rates.forward)}"
+        if not problem.needs_backward:
+            return said
+        taken = "" if rates.backward.is_ahead else ", so taken from triton"
+        return f"{said}; {_compared('backward', rates.backward)}{taken}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """A launch, and so many turns of the device's multiprocessors: rows come in tiles, which few queries leave mostly empty."""
-        rows = forward_schedule(problem).tile_q
+        """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so."""
+        rows, rates = forward_schedule(problem).tile_q, rates_of(problem)
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
-        turns = max(1.0, tiles / _PROCESSORS)
-        rate = (_SLOW if is_slow(problem) else _FLOPS) / _PROCESSORS
-        seconds = turns * 2.0 * rows * problem.kv_len * (problem.head_dim + problem.value_dim) / rate
-        part = 0.5 if is_causal(problem.variant) else 1.0
-        return _LAUNCH + part * seconds * (3.5 if problem.needs_backward else 1.0)
+        flops = 2.0 * max(_PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
+        seconds = (0.5 if is_causal(problem.variant) else 1.0) * flops / _TRITON
+        forward = _LAUNCH + seconds * rates.forward.triton / rates.forward.hopper
+        if not problem.needs_backward:
+            return forward
+        return forward + _BACKWARD + 2.5 * seconds * rates.backward.triton / rates.backward.best
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
         from foci.backends.hopper.kernel import HopperKernel
 
         return HopperKernel(plan)
+
+
+def _compared(which: str, pair: Pair) -> str:
+    if not pair.hopper:
+        return f"{which} not measured"
+    return f"{which} measured at {pair.hopper / pair.triton:.2f} of triton's rate"
 
 
 BACKEND = HopperBackend()

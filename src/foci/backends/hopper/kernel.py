@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
+from torch import Tensor
 
-from foci.backends.contract import Plan
+from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.backward import HopperGradients
 from foci.backends.hopper.bounds import bounds_of
@@ -16,6 +17,7 @@ from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import fill_between
+from foci.backends.hopper.rates import rates_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule
 from foci.backends.triton import kernel as host
 from foci.backends.triton.functions import lies_of
@@ -67,6 +69,13 @@ class HopperKernel(HopperGradients):
             functions.pre, functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
+
+    def _backward(
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        if rates_of(self.problem).backward.is_ahead:
+            return super()._backward(operands, given, sequences, recorder, flow)
+        return host.TritonKernel._backward(self, operands, given, sequences, recorder, flow)
 
     def _visits(self, call: host.Pass, tiles: Tiles) -> Visits:
         """Which tiles of keys each task visits; by a mask's bounds it finds them by arithmetic."""

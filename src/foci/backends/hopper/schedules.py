@@ -9,7 +9,7 @@ from foci.backends.hopper.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Problem
 
-__all__ = ["C2", "N3", "WIDE", "Schedule", "forward_schedule", "is_slow"]
+__all__ = ["C2", "N3", "WIDE", "Schedule", "forward_schedule"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,3 @@ def forward_schedule(problem: Problem) -> Schedule:
         return N3 if not problem.formula.dropout else C2
     is_simple = bounds is not None and not bounds.is_low and not problem.formula.dropout
     return N3 if is_simple and not tile_bytes(problem.variant) else C2
-
-
-def is_slow(problem: Problem) -> bool:
-    """Whether smaller tiles than these were measured to be faster: scores that read memory for each pair of positions, and, with
-    narrow heads, masks of which whole tiles are a small part."""
-    if tile_bytes(problem.variant):
-        return True
-    bounds = bounds_of(problem.variant.mask)
-    return max(padded(problem.head_dim), padded(problem.value_dim)) <= 64 and (bounds is None or bounds.is_low)

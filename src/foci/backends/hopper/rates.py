@@ -1,0 +1,81 @@
+"""What is fast where: rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them.
+
+Measured on an H200, bfloat16, 8192 positions; `benchmarks/hopper_attention.py` measures them anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from foci.backends.causal import is_causal
+from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.schedules import padded, tile_bytes
+from foci.problem import Problem
+
+__all__ = ["MEASURED", "Pair", "Rates", "kind_of", "rates_of"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """TFLOP/s over the attended area by the kernels of `hopper` and of `triton`."""
+
+    hopper: float
+    triton: float
+
+    @property
+    def best(self) -> float:
+        return max(self.hopper, self.triton)
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.hopper >= self.triton
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a kind of problem, both passes."""
+
+    forward: Pair
+    backward: Pair
+
+
+MEASURED: Final[dict[tuple[int, str], Rates]] = {
+    # (the wider head dim, padded; kind)
+    (64, "full"): Rates(Pair(498, 451), Pair(441, 354)),
+    (64, "causal"): Rates(Pair(494, 412), Pair(382, 368)),
+    (64, "window"): Rates(Pair(312, 322), Pair(285, 282)),
+    (64, "document"): Rates(Pair(278, 247), Pair(290, 287)),
+    (64, "score"): Rates(Pair(380, 359), Pair(237, 316)),
+    (128, "full"): Rates(Pair(661, 461), Pair(484, 398)),
+    (128, "causal"): Rates(Pair(647, 508), Pair(464, 400)),
+    (128, "window"): Rates(Pair(463, 416), Pair(352, 327)),
+    (128, "document"): Rates(Pair(434, 345), Pair(380, 324)),
+    (128, "score"): Rates(Pair(573, 460), Pair(473, 368)),
+    (128, "pair"): Rates(Pair(360, 389), Pair(0, 300)),
+    (256, "full"): Rates(Pair(746, 503), Pair(373, 296)),
+    (256, "causal"): Rates(Pair(731, 513), Pair(355, 298)),
+}
+"""What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
+
+
+def kind_of(problem: Problem) -> str:
+    """What its rate depends on: "pair" for scores that read memory for each pair of positions, "score" for other score functions;
+    else by the mask, "full", "causal", "window" for one run of keys a row, "document" for the rest."""
+    variant = problem.variant
+    if tile_bytes(variant):
+        return "pair"
+    if variant.score.op != "var":
+        return "score"
+    bounds = bounds_of(variant.mask) if problem.formula.block_size is None else None
+    if bounds is None:
+        return "document"
+    if bounds.is_low:
+        return "window"
+    return "causal" if is_causal(variant) else "full"
+
+
+def rates_of(problem: Problem) -> Rates:
+    """As measured for the kind and the padded width nearest to a problem's."""
+    kind, width = kind_of(problem), max(64, padded(problem.head_dim), padded(problem.value_dim))
+    return MEASURED.get((width, kind)) or MEASURED[128, kind]
