@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.exponents import ONE, factored, gathered
 from foci.backends.triton.functions import float_early, jit_function
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
-from foci.ir.rewrite import free_axes, rewrite, substitute
+from foci.ir.rewrite import free_axes, substitute
 from foci.variant import Variant
 
 __all__ = ["Functions", "functions_of"]
@@ -35,7 +36,6 @@ __all__ = ["Functions", "functions_of"]
 _TAIL: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
 _SCORE: Final = variable("score")
 _SCALE: Final = node("var", (), DType.FLOAT, "scale")
-_ONE: Final = const(1.0)
 _SMALLEST: Final = 1e-6
 
 
@@ -78,10 +78,8 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
         divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
     """
     scaled = apply("mul", _SCORE, _SCALE)
-    score, slope = (
-        rewrite(substitute(float_early(e), {_SCORE: scaled}), _gather) for e in (variant.score, score_derivative(variant.score))
-    )
-    inner, outer = _divide(score) if divided else (score, _ONE)
+    score, slope = (gathered(substitute(float_early(e), {_SCORE: scaled})) for e in (variant.score, score_derivative(variant.score)))
+    inner, outer = _divide(score) if divided else (score, ONE)
     roots, kept = _hoist((inner, score, slope, variant.mask), resident)
     spelling = spelling_for(lies, half=half)
     emitted = emit((outer, *kept), spelling)
@@ -100,47 +98,17 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
     return Functions(**made, outer=outer, source="\n\n".join(sources.values()))
 
 
-def _is_fixed(e: Expr) -> bool:
-    """Whether it is one number for all of a tile."""
-    return e.dtype is DType.FLOAT and not e.variables() & {"score", "q_idx", "kv_idx"} and not free_axes(e)[e]
-
-
-def _gather(e: Expr) -> Expr | None:
-    """Factors that are one number for all of a tile are multiplied with each other first; dividing by one multiplies."""
-    if e.op == "div" and _is_fixed(e.args[1]) and not _is_fixed(e.args[0]):
-        product = apply("mul", e.args[0], apply("div", _ONE, e.args[1]))
-        return _gather(product) or product
-    if e.op == "mul":
-        inner, factor = _factored(e)
-        if inner.op == "mul" and not _is_fixed(inner):
-            deeper, other = _factored(inner)
-            if other is not _ONE and factor is not _ONE:
-                return apply("mul", deeper, apply("mul", other, factor))
-    return None
-
-
-def _factored(e: Expr) -> tuple[Expr, Expr]:
-    """(what varies, the fixed factor) of a product."""
-    if e.op == "mul":
-        left, right = e.args
-        if _is_fixed(right):
-            return left, right
-        if _is_fixed(left):
-            return right, left
-    return e, _ONE
-
-
 def _divide(score: Expr) -> tuple[Expr, Expr]:
     """(the score by its factor, the factor): a run-time number of a product, or the scale of score + fixed * something."""
-    inner, factor = _factored(score)
-    if factor is not _ONE and all(e is _SCALE or e.op in ("param", "const", "mul") for e in factor.walk()):
+    inner, factor = factored(score)
+    if factor is not ONE and all(e is _SCALE or e.op in ("param", "const", "mul") for e in factor.walk()):
         return inner, factor
     if score.op == "add":
         for scaled, other in (score.args, score.args[::-1]):
-            part, fixed = _factored(other)
-            if _factored(scaled) == (_SCORE, _SCALE) and fixed is not _ONE:
+            part, fixed = factored(other)
+            if factored(scaled) == (_SCORE, _SCALE) and fixed is not ONE:
                 return apply("add", _SCORE, apply("mul", part, apply("div", fixed, _SCALE))), _SCALE
-    return score, _ONE
+    return score, ONE
 
 
 def _hoist(roots: Sequence[Expr], resident: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:

@@ -61,7 +61,7 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
 
 @triton.jit
 def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """(weights, slope of the score function, kept) of a tile; `inside` says which of its places exist."""
+    """(weights, slope of the score function) of a tile of products."""
     b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     inside = (q_idx < q_len) & (kv_idx < kv_len)
     if EDGE:
@@ -71,8 +71,8 @@ def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.co
         slope = 1.0
         p = tl.exp2(qk * (numbers.scale * LOG2E) - lse2)
     else:
-        x, slope = both(qk * numbers.scale, b, h, q_idx, kv_idx, q_len, kv_len, env)
-        p = tl.exp2(x * LOG2E - lse2)
+        exponent, slope = both(qk, numbers.scale, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env)
+        p = tl.exp2(exponent)
     if MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
         if c.BLOCKS:
@@ -86,9 +86,9 @@ def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.co
 
 
 @triton.jit
-def score_gradient(p, dp, delta, slope, c, CLEAN: tl.constexpr):
-    """Gradient of the scaled product; CLEAN where a masked place may hold an infinite slope."""
-    ds = p * (dp - delta)
+def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
+    """Gradient of the scaled product from dp less delta; CLEAN where a masked place may hold an infinite slope."""
+    ds = p * dp
     if not c.PLAIN:
         ds = ds * slope
         if CLEAN:
@@ -134,7 +134,7 @@ def fold_query_gradient(
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
         dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
-        ds = score_gradient(p, dp, delta[:, None], slope, c, MASKED or EDGE)
+        ds = score_gradient(p, dp - delta[:, None], slope, c, MASKED or EDGE)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
 
@@ -213,6 +213,37 @@ def attention_query_gradient(
 
 
 @triton.jit
+def row_numbers(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
+    """(logsumexp in base 2, delta) of a tile of rows; +inf and 0 beyond the last. Those of row 0 are at `at`."""
+    if c.TILE_Q <= 64:
+        # fewer rows than threads: read as one tile each number is fetched once, apart every thread fetches all it needs
+        side = tl.arange(0, 2)[None, :]
+        apart = (delta.to(tl.int64) - lse2.to(tl.int64)) // 4
+        pair = lse2 + at + rows[:, None] + side * apart
+        if EDGE:
+            inside = (rows < q_len)[:, None]
+            both = tl.where(inside, tl.load(pair, mask=inside, other=0.0), tl.where(side == 0, float("inf"), 0.0))
+        else:
+            both = tl.load(pair)
+        return tl.split(both)
+    elif EDGE:
+        row_lse = tl.load(lse2 + at + rows, mask=rows < q_len, other=float("inf"))
+        return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
+    else:
+        return tl.load(lse2 + at + rows), tl.load(delta + at + rows)
+
+
+@triton.jit
+def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
+    """dp = a b^T less delta, which the product begins at, so that it need not be kept; with dropout dp alone."""
+    if c.DROPOUT:
+        return tl.dot(a, tl.trans(b), input_precision=c.PRECISION)
+    else:
+        seed = tl.zeros([a.shape[0], b.shape[0]], tl.float32) - tl.expand_dims(row_delta, AXIS)
+        return tl.dot(a, tl.trans(b), seed, input_precision=c.PRECISION)
+
+
+@triton.jit
 def turned(x, c):
     """A tile of scores as rows of queries, or turned, as rows of keys: see `Config.TURNED`."""
     if c.TURNED:
@@ -264,12 +295,7 @@ def fold_key_gradient(
         if c.NEGATIVE:
             qk = -qk
         rows = here + tl.arange(0, c.TILE_Q)
-        if EDGE:
-            row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
-            row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
-        else:
-            row_lse = tl.load(lse2 + head + rows)
-            row_delta = tl.load(delta + head + rows)
+        row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
         p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE)
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
@@ -282,14 +308,11 @@ def fold_key_gradient(
             dropped = dropped.to(douts.dtype)
             dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
         if KEY:
-            if c.TURNED:
-                dp = tl.dot(douts, tl.trans(v), input_precision=c.PRECISION)
-            else:
-                dp = tl.dot(v, tl.trans(douts), input_precision=c.PRECISION)
+            dp = value_product(douts if c.TURNED else v, v if c.TURNED else douts, row_delta, ROW_AXIS, c)
             if c.DROPOUT:
-                dp = tl.where(keep, dp * numbers.keep_factor, 0.0)
+                dp = tl.where(keep, dp * numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
             dp = with_flow(dp, numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
-            ds = score_gradient(p, dp, tl.expand_dims(row_delta, ROW_AXIS), slope, c, MASKED or EDGE).to(queries.dtype)
+            ds = score_gradient(p, dp, slope, c, MASKED or EDGE).to(queries.dtype)
             dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
     return dk, dv
 

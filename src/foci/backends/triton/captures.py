@@ -9,7 +9,7 @@ anew: nothing of size Sq x Skv is kept but the gradient itself.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.backward import weights_of
+from foci.backends.triton.backward import row_numbers, value_product, weights_of
 from foci.backends.triton.flow import with_flow
 from foci.backends.triton.tiles import FORCED, keep_tile, number, sequence, stream_tile
 from foci.backends.triton.visits import EMPTY, FULL, PARTIAL
@@ -50,16 +50,11 @@ def dscore(
     values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
     douts = stream_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
-    if EDGE:
-        row_lse = tl.load(lse2 + head + rows, mask=rows < q_len, other=float("inf"))
-        row_delta = tl.load(delta + head + rows, mask=rows < q_len, other=0.0)
-    else:
-        row_lse = tl.load(lse2 + head + rows)
-        row_delta = tl.load(delta + head + rows)
+    row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
     qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
     if c.NEGATIVE:
         qk = -qk
-    dp = tl.dot(douts, tl.trans(values), input_precision=c.PRECISION)
+    dp = value_product(douts, values, row_delta, 1, c)
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
     p, _ = weights_of(qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE)
@@ -69,9 +64,9 @@ def dscore(
         inner_q = tl.minimum(q_idx, q_len - 1)
         inner_kv = tl.minimum(kv_idx, kv_len - 1)
     if c.DROPOUT:
-        dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
+        dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0) - row_delta[:, None]
     dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
-    return tl.where(p != 0.0, p * (dp - row_delta[:, None]), 0.0), qk * numbers.scale, inner_q, inner_kv
+    return tl.where(p != 0.0, p * dp, 0.0), qk * numbers.scale, inner_q, inner_kv
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.triton import mathematics
+from foci.backends.triton.exponents import ARGUMENTS, exponent_of, slope_of
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
@@ -31,8 +32,9 @@ _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "a
 
 @dataclass(frozen=True)
 class Functions:
-    """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `both` gives (score, slope), `mask(b, ...)`: jit functions
-    of tiles that broadcast together. `source` is what they were made of."""
+    """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `mask(b, ...)`, and `both(raw, scale, lse2, b, ...)`, which gives the
+    exponent of a weight in base 2 and the slope of the score function (`foci.backends.triton.exponents`): jit functions of tiles
+    that broadcast together. `source` is what they were made of."""
 
     score: Any
     both: Any
@@ -57,9 +59,10 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Func
     """The jit functions of a variant. One object for each variant, so that Triton compiles kernels once."""
     spelling = spelling_for(lies, half=half)
     score = float_early(variant.score)
+    slope = float_early(score_derivative(variant.score))
     parts = {
         "score": (f"score, {_ARGUMENTS}", (score,)),
-        "both": (f"score, {_ARGUMENTS}", (score, float_early(score_derivative(variant.score)))),
+        "both": (f"{ARGUMENTS}, {_ARGUMENTS}", (exponent_of(score, half=half), slope_of(slope, half=half))),
         "mask": (_ARGUMENTS, (variant.mask,)),
     }
     sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
