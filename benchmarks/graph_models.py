@@ -6,6 +6,9 @@ The first step includes all compilation, from an empty cache of Inductor. Times 
 a step, of this process and its compilers for the first one, so that they are those of a machine that does nothing else.
 
     python benchmarks/graph_models.py --model gpt2 --size 4x2048
+
+Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
+adds, for a GPU, how long it was busy in a step, and lists its kernels: a step that is longer waits for the host.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import measure
@@ -76,13 +81,13 @@ def wait(device: str) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: str | None) -> Iterator[None]:
-    """While no other process is inside with the same file."""
+def held(lock: str | None, how: int) -> Iterator[None]:
+    """A lock of processes: many compile at once, one times."""
     if lock is None:
         yield
         return
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, how)
         yield
 
 
@@ -109,37 +114,50 @@ def timed(step: Callable[[], object], device: str, reps: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def peak_gb(step: Callable[[], object], model: Any, device: str) -> float:
-    """On a GPU all that is allocated, parameters too; on the CPU what the step, its gradients included, adds to the process."""
+def peak_gb(step: Callable[[], object], model: Any, device: str, before: float) -> float:
+    """What a step takes at its peak: on a GPU with its parameters, on the CPU what it adds to the process, its gradients included."""
     model.zero_grad(set_to_none=True)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         wait(device)
-        return torch.cuda.max_memory_allocated() / 1e9
+        return torch.cuda.max_memory_allocated() / 1e9 - before
     before = measure.reset_peak()
     step()
     return (measure.status("VmHWM") - before) / 1e3
 
 
-def row(
-    name: str, variant: str, mode: str, batch: int, length: int, layers: int, device: str, dtype: torch.dtype, reps: int, lock: str | None
-) -> dict[str, object]:
-    attention = "sdpa" if "sdpa" in variant else "eager"
+def kernels(step: Callable[[], object]) -> float:
+    """Milliseconds that the GPU is busy in a step; prints its kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            step()
+        wait("cuda")
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    for row in rows[:16]:
+        print(f"    {row.self_device_time_total / 3000:.4f} ms, {row.count // 3} times: {row.key[:100]}", flush=True)
+    return sum(row.self_device_time_total for row in rows) / 3000
+
+
+@dataclass
+class Compiled:
+    """A model whose first step is done, and what is known of it so far."""
+
+    step: Callable[[], object]
+    found: dict[str, object]
+
+
+def first_step(name: str, variant: str, mode: str, batch: int, length: int, layers: int, device: str) -> Compiled:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    before = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else 0.0
     tokens = torch.randint(0, 30000, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
-    plain = model_of(name, length, layers, attention, device, dtype).train(mode == "training")
-    model = compiled(variant, plain)
-    step = (training if mode == "training" else inference)(model, tokens)
+    plain = model_of(name, length, layers, "sdpa" if "sdpa" in variant else "eager", device, dtype).train(mode == "training")
+    step = (training if mode == "training" else inference)(compiled(variant, plain), tokens)
     with fresh_cache(), foci.observe() as log:
         begin = clock(device)
-        result = step()
+        result = float(step().float().mean())
         wait(device)
         first = clock(device) - begin
-    with alone(lock):
-        for _ in range(2):
-            step()
-        wait(device)
-        milliseconds = timed(step, device, reps)
     found = {
         "model": name,
         "variant": variant,
@@ -148,19 +166,26 @@ def row(
         "length": length,
         "layers": layers,
         "dtype": str(dtype).removeprefix("torch."),
-        "ms": round(milliseconds, 3),
-        "peak GB": round(peak_gb(step, plain, device), 3),
+        "peak GB": round(peak_gb(step, plain, device, before), 3),
         "first step s": round(first, 1),
-        "result": round(float(result.float().mean()), 6),
+        "result": round(result, 6),
         "sites": summary(log.fusions) if log.fusions else None,
         "backends": sorted({call.backend for call in (*log.calls, *log.backward_calls)}),
         **measure.facts(device),
         "transformers": transformers.__version__,
     }
-    del model, plain, step, result
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+    return Compiled(step, found)
+
+
+def row(made: Compiled, device: str, reps: int, *, profile: bool) -> dict[str, object]:
+    for _ in range(2):
+        made.step()
+    wait(device)
+    times = {"ms": round(timed(made.step, device, reps), 3)}
+    if profile:
+        print({name: made.found[name] for name in ("model", "variant", "mode", "batch", "length")})
+        times["GPU busy ms"] = round(kernels(made.step), 3)
+    return {**made.found, **times}
 
 
 def main() -> None:
@@ -171,25 +196,25 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, action="append")
     parser.add_argument("--size", action="append", help="batch x length, such as 4x2048")
     parser.add_argument("--layers", type=int, help="12 on a GPU, 2 on the CPU, if not given")
-    parser.add_argument("--lock", help="a file that is locked while timing, for runs side by side")
+    parser.add_argument("--lock", help="a file for processes side by side")
+    parser.add_argument("--profile", action="store_true", help="the kernels of a step, on a GPU")
     parser.add_argument("--name", default="graph_models", help="of the file of results")
     options = parser.parse_args()
-    if options.device == "cpu":
+    on_gpu = options.device == "cuda"
+    if not on_gpu:
         torch.set_num_threads(1)
         torch._inductor.config.compile_threads = 1  # compilers are this process's own children, whose time is counted
-    on_gpu = options.device == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = [tuple(map(int, size.split("x"))) for size in options.size or (("4x2048", "16x512") if on_gpu else ("1x512",))]
-    rows = []
-    for batch, length in sizes:
-        for name in options.model or ("gpt2", "bert"):
-            for mode in options.mode or ("training", "inference"):
-                for variant in options.variant or VARIANTS:
-                    layers = options.layers or (12 if on_gpu else 2)
-                    rows.append(
-                        row(name, variant, mode, batch, length, layers, options.device, dtype, reps=10 if on_gpu else 3, lock=options.lock)
-                    )
-                    measure.write(f"{options.name}-{options.device}", rows)
+    variants, models, modes = options.variant or VARIANTS, options.model or ("gpt2", "bert"), options.mode or ("training", "inference")
+    layers = options.layers or (12 if on_gpu else 2)
+    rows: list[dict[str, object]] = []
+    for (batch, length), name, mode, variant in itertools.product(sizes, models, modes, variants):
+        with held(options.lock, fcntl.LOCK_SH):
+            made = first_step(name, variant, mode, batch, length, layers, options.device)
+        with held(options.lock, fcntl.LOCK_EX):
+            rows.append(row(made, options.device, 10 if on_gpu else 3, profile=options.profile and on_gpu))
+        del made
+        measure.write(f"{options.name}-{options.device}", rows)
 
 
 if __name__ == "__main__":
