@@ -129,6 +129,27 @@ def test_under_autocast(backend):
             same(passes(backend, foci.attention, half, None), sought)
 
 
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+@pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"window_size": (9, 9)}, {"dropout_p": 0.2}], ids=str)
+def test_other_offsets_and_tokens(backend, options, separate):
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for turn in range(6):
+        lengths = [torch.randint(0, 200, (5,), generator=generator) for _ in range(2)]
+        lengths = lengths if separate else lengths[:1] * 2
+        ends = [torch.tensor([0, *n.tolist()], device="cuda").cumsum(0) for n in lengths]
+        offsets = ends if separate else ends[:1] * 2
+        counts = [int(n.sum()) + 3 * (turn % 3) for n in lengths]  # some rows belong to no sequence
+        q, k, v = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (counts[0], *counts[1:] * 2))
+        cotangent = torch.randn_like(q)
+        call = lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options)
+        calls.append((call, (q, k, v), cotangent, turn))
+        same(passes(backend, *calls[-1]), passes("reference", *calls[-1]))
+    assert len([1 for known in recall._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
+    for one in calls:  # and again, of offsets known from before
+        same(passes(backend, *one), passes("reference", *one))
+
+
 def test_offsets_and_masks_that_change_in_place(backend):
     offsets = torch.tensor([0, 56, 256], device="cuda")
     ids = torch.arange(256, device="cuda") // 50

@@ -32,7 +32,7 @@ LAUNCHED = {
         "attention_decode",
         "combine_splits",
     ),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
     capture_gradients: ("capture_gradient",),
     paged: ("attention_decode", "combine_splits"),
     auxiliary: ("weigh_columns", "weigh_rows"),

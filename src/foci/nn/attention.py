@@ -335,8 +335,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
             functions = masking.with_extra_keys(functions, count)
         mask, score = functions.mask, functions.score
+        q_longest = query.longest
+        if extra is None and score is None and mask in (None, masking.CAUSAL.mask) and not torch.compiler.is_compiling():
+            q_longest, longest = query.bound, key.bound  # nothing is captured that lengths are checked against
         extras = Extras(
-            _OUT, dropout_p=self.dropout if self.training else 0.0, cu_q=query.offsets, cu_kv=offsets, max_q=query.longest, max_kv=longest
+            _OUT, dropout_p=self.dropout if self.training else 0.0, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest
         )
         out = run_packed((q, k, v), None if score is None else score.function, None if mask is None else mask.function, extras).out
         return caller()(self.out_proj, out.flatten(1))

@@ -24,7 +24,7 @@ GRADIENTS = ("attention_key_gradient", "attention_query_gradient", "attention_gr
 LAUNCHED = {
     backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient"),
     kernel: ("prepare_rows",),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks"),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 
 

@@ -20,7 +20,7 @@ from foci.backends.hopper import kernel  # noqa: E402
 from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
-LAUNCHED = {kernel: ("attention_forward", "fill_between"), sparsity: ("classify_tiles", "list_tiles", "assign_tasks")}
+LAUNCHED = {kernel: ("attention_forward", "fill_between"), sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")}
 DOCUMENTS = torch.arange(2048) // 100
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {

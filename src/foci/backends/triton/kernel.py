@@ -120,7 +120,7 @@ class TritonKernel:
         sequences, asked = sequences_of(operands), self.problem.formula.outputs
         if asked.column_sums or asked.weights:
             return weighed(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
-        key = self._key(operands, inputs[:3], inputs[3:], sequences)
+        key = self._key(operands, inputs[:3], inputs[3:])
         tokens = tokens_of(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
@@ -218,12 +218,12 @@ class TritonKernel:
         read = self._read(captures)
         return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
 
-    def _key(self, operands: Operands, packed: Inputs, others: Inputs, sequences: Sequences) -> Key | None:
+    def _key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
         """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
         it must be worked out each time."""
         query, key, value = operands.query, operands.key, operands.value
         stream = free_stream(query)
-        if operands.blocks is not None or not sequences.stays or stream is None:
+        if operands.blocks is not None or stream is None:
             return None
         tensors = [t for t in (*packed, *others) if t is not None]
         # a tensor in two places of a recording would stand for both
@@ -284,7 +284,7 @@ class TritonKernel:
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        key = None if self.learns or flow is not None else self._key(operands, (*inputs[:3], *given), inputs[3:-4], sequences)
+        key = None if self.learns or flow is not None else self._key(operands, (*inputs[:3], *given), inputs[3:-4])
         tokens = tokens_of(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
