@@ -6,7 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foci.bench import CASES, Line, Sizes, draw, measure, table
+from foci.backends.cpu import build
+from foci.bench import CASES, Line, Sizes, compile_ahead, draw, measure, summary, table
+from foci.bench.ahead import shares
 from foci.bench.measure import Request
 from foci.bench.report import ratios
 from foci.cli.app import app
@@ -60,6 +62,27 @@ def test_ratios_and_table():
     assert [list(column.cells) for column in shown.columns][4] == ["1.50 / 0.50"]
 
 
+def test_summary_is_a_case_in_a_line():
+    failed = Line("dense", "1,2,3,4", "float32", "math", error="no memory")
+    assert summary([made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0), failed]) == "dense 1,2,3,4: 1 / 1, SDPA 1.50 / 0.50, math cannot"
+
+
+def test_every_case_is_compiled_ahead_once_for_each_who_compiles():
+    parts = shares(CASES, REQUEST, 5)
+    assert len(parts) == 5
+    assert sorted(unit for part in parts for unit in part) == sorted((case.name, who) for case in CASES for who in ("foci", "flex"))
+    alone = shares(CASES[:2], Request(REQUEST.device, REQUEST.dtype, 0.0, ("cuDNN",)), 3)
+    assert alone == [[("dense", "foci")], [("causal", "foci")], []]
+
+
+def test_compiling_ahead_fills_the_cache(tmp_path, monkeypatch):
+    if build.obstacle() is not None:
+        pytest.skip(build.obstacle())
+    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
+    compile_ahead([case for case in CASES if case.name == "dense"], SMALL, REQUEST, 1)
+    assert list(tmp_path.rglob("*.so"))
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_picture(suffix, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
@@ -76,7 +99,9 @@ def test_command(tmp_path):
     done = CliRunner().invoke(app, ["bench", "dense", "decode p", *options, "--out", str(out), "--peers", "SDPA"])
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["case"], line["who"]) for line in lines] == [("dense", "foci"), ("dense", "SDPA"), ("decode paged", "foci")]
+    measured = [(line["case"], line["who"]) for line in lines]
+    assert measured == [("dense", "foci"), ("dense", "SDPA"), ("decode paged", "foci"), ("decode paged many", "foci")]
+    assert "dense 1,4,64,16: " in done.output
     assert all({"device", "torch", "foci", "threads"} <= line.keys() for line in lines)
 
 

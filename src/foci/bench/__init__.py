@@ -1,7 +1,8 @@
 """Measurements of foci beside what a user would take instead, in one run on the machine at hand: `foci bench`."""
 
+from foci.bench.ahead import compile_ahead
 from foci.bench.cases import CASES, Case, Sizes
 from foci.bench.measure import Line, facts, measure
-from foci.bench.report import draw, table
+from foci.bench.report import draw, summary, table
 
-__all__ = ["CASES", "Case", "Line", "Sizes", "draw", "facts", "measure", "table"]
+__all__ = ["CASES", "Case", "Line", "Sizes", "compile_ahead", "draw", "facts", "measure", "summary", "table"]

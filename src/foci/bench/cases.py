@@ -152,6 +152,18 @@ def _decoding(s: Sizes) -> Sizes:
     return replace(_grouped(s), q_len=1, batch=4 * s.batch)
 
 
+def _decoding_many(s: Sizes) -> Sizes:
+    return replace(_decoding(s), batch=32 * s.batch)
+
+
+def _decoding_long(s: Sizes) -> Sizes:
+    return replace(_decoding(s), batch=2 * s.batch, kv_len=8 * s.kv_len)
+
+
+def _decoding_longest(s: Sizes) -> Sizes:
+    return replace(_decoding(s), batch=max(1, s.batch // 2), kv_len=16 * s.kv_len)
+
+
 def _sequences(s: Sizes) -> Sizes:
     return replace(s, batch=16 * s.batch)
 
@@ -165,9 +177,13 @@ CASES: Final = (
     Case("causal", _is_causal),
     *(Case(f"causal D {dim}", _is_causal, _head_dim(dim)) for dim in (64, 96, 192, 256)),
     Case("window", _window),
+    Case("window D 64", _window, _head_dim(64)),
     *(Case(f"documents {count}", _documents(count)) for count in (2, 8, 32)),
+    Case("documents 8 D 64", _documents(8), _head_dim(64)),
     Case("ALiBi causal", _alibi),
+    Case("ALiBi causal D 64", _alibi, _head_dim(64)),
     Case("softcap causal", _softcap),
+    Case("softcap causal D 64", _softcap, _head_dim(64)),
     Case("dropout", _dropout),
     Case("padding mask", _padding),
     Case("bool mask", _bool, _smaller),
@@ -177,6 +193,10 @@ CASES: Final = (
     Case("jagged", _plain, _sequences, "jagged"),
     Case("jagged causal", _is_causal, _sequences, "jagged"),
     Case("decode", _plain, _decoding, trains=False),
+    Case("decode many", _plain, _decoding_many, trains=False),
+    Case("decode long", _plain, _decoding_long, trains=False),
+    Case("decode longest", _plain, _decoding_longest, trains=False),
     Case("decode ALiBi", lambda s, device, dtype: replace(_alibi(s, device, dtype), mask=None), _decoding, trains=False),
     Case("decode paged", _plain, _decoding, "paged", trains=False),
+    Case("decode paged many", _plain, _decoding_many, "paged", trains=False),
 )

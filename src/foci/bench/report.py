@@ -9,7 +9,7 @@ from rich.table import Table
 
 from foci.bench.measure import Line
 
-__all__ = ["draw", "table"]
+__all__ = ["draw", "summary", "table"]
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
@@ -24,6 +24,14 @@ def table(lines: Sequence[Line], title: str) -> Table:
         backend = "" if ours is None or ours.backend is None else ours.backend
         shown.add_row(case, sizes, _rates(ours), backend, *(_times(row.get(name), ours) for name in others))
     return shown
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """The lines of one case as one line of text, in the words of `table`."""
+    ours = next((line for line in lines if line.who == "foci"), None)
+    backend = "" if ours is None or ours.backend is None else f" {ours.backend}"
+    peers = "".join(f", {line.who} {_times(line, ours)}" for line in lines if line.who != "foci")
+    return f"{lines[0].case} {lines[0].sizes}: {_rates(ours)}{backend}{peers}"
 
 
 def _rates(line: Line | None) -> str:

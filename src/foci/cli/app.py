@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -143,6 +144,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.0, help="Spent on each pass of each side, at least.")] = 0.3,
     peers: Annotated[str | None, typer.Option(help="Peers to measure, with commas: " + _PEERS + "; all that fit if not given.")] = None,
     backward: Annotated[bool, typer.Option(help="Whether backward passes are measured.")] = True,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Processes that compile ahead; 16 or the cores on a GPU, 0 elsewhere.")] = None,
     out: Annotated[Path | None, typer.Option(help="File that takes the lines, as JSON, with machine, versions and commit.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.")] = None,
 ) -> None:
@@ -155,7 +157,7 @@ def bench(
         question = Measuring(
             cases=tuple(cases or ()), device=where, dtype=dtype.value, batch=batch, heads=heads,
             length=length or (8192 if where.startswith("cuda") else 1024), dim=dim, seconds=seconds, peers=chosen, backward=backward,
-            out=out, plot=plot,
+            jobs=(min(16, os.cpu_count() or 1) if where.startswith("cuda") else 0) if jobs is None else jobs, out=out, plot=plot,
         )  # fmt: skip
         run_bench(question, Console())
 

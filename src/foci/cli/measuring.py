@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from foci.bench import CASES, Case, Line, Sizes, draw, facts, measure, table
+from foci.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts, measure, summary, table
 from foci.bench.calls import PEERS
 from foci.bench.measure import Request
 from foci.cli.language import Unknown
@@ -31,6 +31,7 @@ class Measuring:
     seconds: float
     peers: tuple[str, ...] | None
     backward: bool
+    jobs: int
     out: Path | None
     plot: Path | None
 
@@ -48,7 +49,7 @@ def chosen_cases(names: tuple[str, ...]) -> list[Case]:
 
 
 def run_bench(options: Measuring, console: Console) -> None:
-    """Measures, writes lines as they come, and shows a table.
+    """Measures, writes and shows lines as they come, and shows a table last.
 
     Raises:
         Unknown: for a case, a peer or a device that is not there.
@@ -61,15 +62,19 @@ def run_bench(options: Measuring, console: Console) -> None:
     about = facts(device)
     square = Sizes(options.batch, options.heads, options.heads, options.length, options.length, options.dim)
     request = Request(device, getattr(torch, options.dtype), options.seconds, options.peers, options.backward)
+    compile_ahead(cases, square, request, options.jobs)
     lines: list[Line] = []
     for case in cases:
+        found = []
         for line in measure(case, square, request):
-            lines.append(line)
+            found.append(line)
             if line.error is not None:
-                console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False)
+                console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False, soft_wrap=True)
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(json.dumps(line.as_json() | about) + "\n")
+        console.print(summary(found), markup=False, highlight=False, soft_wrap=True)
+        lines += found
     unit = next((line.unit for line in lines if line.unit.endswith("FLOP/s")), "bytes")
     units = f"{unit} of foci, forward / backward, and how many times faster it is than"
     console.print(table(lines, f"{about['device']}, torch {about['torch']}, {options.dtype}: {units}"))
