@@ -2,13 +2,14 @@
 
     python benchmarks/hopper_attention.py [group ...]                 # the forward
     python benchmarks/hopper_attention.py --backward [group ...]      # the backward
-    python benchmarks/hopper_attention.py --backward --compile [group ...]      # only fill the caches
+    python benchmarks/hopper_attention.py --compile [group ...]       # only fill the caches, both passes, in processes side by side
     python benchmarks/hopper_attention.py --list                      # rows and their groups; needs no GPU
 
 bfloat16; medians of CUDA events, the peers of a row taking turns, so that a slow moment of the card falls on all alike.
-TFLOP/s over the attended area, the backward counted as 2.5 forwards. Every peer runs in its default mode: FlashAttention-4's
-backward adds in any order, foci's has one. A peer that is not installed, or declines, is named and left out. Lines go to
-$OUT/hopper_forward.jsonl or $OUT/hopper_backward.jsonl where OUT is set.
+TFLOP/s over the attended area, the backward counted as 2.5 forwards. "foci" is the planner's own choice, "hopper" and "triton" are
+each backend's own kernels, chosen or not. Every peer runs in its default mode: FlashAttention-4's backward adds in any order, foci's
+has one. A peer that is not installed, or declines, is named and left out. Lines go to $OUT/hopper_forward.jsonl or
+$OUT/hopper_backward.jsonl where OUT is set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.binding import bind
-from foci.planner import target_of
+from foci.binding import Bound, bind
+from foci.planner import choose, target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 
 DEVICE = torch.device("cuda")
@@ -54,6 +55,7 @@ class Row:
     kv_heads: int = 0
 
 
+OURS = ("hopper", "triton", "foci")
 VARIANTS = ("window 1024", "document", "ALiBi causal", "softcap causal")
 
 
@@ -88,19 +90,36 @@ def passed(function: Callable[..., Any], tensors: list[Tensor], *, backward: boo
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
+def asked_of(tensors: list[Tensor], bound: Bound, jagged: dict[str, Any], *, backward: bool) -> Problem:
+    query, key, _ = tensors
+    batch, heads, rows, dim = query.shape
+    sizes = (len(jagged["cu_q"]) - 1, jagged["max_q"], jagged["max_q"]) if jagged else (batch, rows, key.shape[2])
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True))
+    wanted = (backward, backward, backward, tuple(False for _ in bound.captures))
+    return Problem(formula, query.dtype, dim, dim, heads, key.shape[1], *map(bucket, sizes), *wanted)
+
+
+def planned(name: str, asked: Problem) -> Any:
+    """A backend's kernel, or for "foci" that of the planner's choice; "hopper" takes its own backward whether it is ahead or not."""
+    target = target_of(DEVICE)
+    if name == "foci":
+        plan = choose(asked, target).plan
+        assert plan is not None
+        return load(plan.backend).compile(plan)
+    if (reason := load(name).reject(asked, target)) is not None:
+        raise NotImplementedError(reason)
+    kernel = load(name).compile(Plan(name, asked, target))
+    if name == "hopper":
+        kernel.takes_own = True
+    return kernel
+
+
 def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], *, backward: bool) -> Call:
     """A pass of one of foci's backends, without what is before it."""
     query, key, value = tensors
     bound = bind(score, mask, DEVICE)
     operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(query.shape[3]), **jagged)
-    batch, heads, rows, dim = query.shape
-    sizes = (len(jagged["cu_q"]) - 1, jagged["max_q"], jagged["max_q"]) if jagged else (batch, rows, key.shape[2])
-    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True))
-    wanted = (backward, backward, backward, tuple(False for _ in bound.captures))
-    asked = Problem(formula, query.dtype, dim, dim, heads, key.shape[1], *map(bucket, sizes), *wanted)
-    if (reason := load(name).reject(asked, target_of(DEVICE))) is not None:
-        raise NotImplementedError(reason)
-    kernel = load(name).compile(Plan(name, asked, target_of(DEVICE)))
+    kernel = planned(name, asked_of(tensors, bound, jagged, backward=backward))
     if not backward:
         return lambda: kernel.forward(operands)
     results = kernel.forward(operands)
@@ -109,11 +128,11 @@ def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[s
     return lambda: kernel.backward(operands, results, cotangents)
 
 
-def tensors_of(row: Row, lengths: list[int]) -> list[Tensor]:
+def tensors_of(row: Row, lengths: list[int], device: torch.device = DEVICE) -> list[Tensor]:
     batch, heads, length, dim = row.shape
     batch, length = (1, sum(lengths)) if lengths else (batch, length)
     kv_heads = row.kv_heads or heads
-    return [torch.randn(batch, n, length, dim, device=DEVICE, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(batch, n, length, dim, device=device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
 
 
 def lengths_of(row: Row) -> list[int]:
@@ -166,22 +185,33 @@ def flops(row: Row, *, backward: bool) -> float:
     return (10.0 if backward else 4.0) * row.shape[1] * row.shape[3] * area(row)
 
 
+def given_of(row: Row) -> tuple[Any, Any, dict[str, Any]]:
+    """Score, mask and offsets of a row, as foci takes them."""
+    lengths, (score, mask) = lengths_of(row), variant_of(row) if row.kind in VARIANTS else (None, None)
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    jagged = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)} if lengths else {}
+    return foci.Score(score) if score else None, foci.Mask(mask) if mask else masks.causal() if row.causal else None, jagged
+
+
+def choice_of(row: Row, *, backward: bool) -> str:
+    """The backend that the planner takes for a row."""
+    score, mask, jagged = given_of(row)
+    tensors = tensors_of(row, lengths_of(row), torch.device("meta"))
+    plan = choose(asked_of(tensors, bind(score, mask, DEVICE), jagged, backward=backward), target_of(DEVICE)).plan
+    return plan.backend if plan is not None else ""
+
+
 def peers_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Call]]:
     """What makes the call of each peer of a row, foci's backends first. Operands are the same for all."""
     lengths = lengths_of(row)
     tensors = tensors_of(row, lengths)
-    score, mask = variant_of(row) if row.kind in VARIANTS else (None, None)
-    given = (foci.Score(score) if score else None, foci.Mask(mask) if mask else masks.causal() if row.causal else None)
-    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-    jagged = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)} if lengths else {}
-    made: dict[str, Callable[[], Call]] = {
-        name: functools.partial(ours, name, tensors, *given, jagged, backward=backward) for name in ("hopper", "triton")
-    }
+    *given, jagged = given_of(row)
+    made: dict[str, Callable[[], Call]] = {name: functools.partial(ours, name, tensors, *given, jagged, backward=backward) for name in OURS}
     if row.kind in VARIANTS:
-        made["flex"] = functools.partial(flex, tensors, score, mask, row.shape[2], backward=backward)
+        made["flex"] = functools.partial(flex, tensors, *variant_of(row), row.shape[2], backward=backward)
     elif row.kind == "jagged":
         # tokens first, as both take them
-        packed = [t[0].transpose(0, 1).contiguous() for t in tensors]
+        packed, cu = [t[0].transpose(0, 1).contiguous() for t in tensors], jagged["cu_q"]
         made["fa4"] = functools.partial(flash_varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
         made["varlen"] = functools.partial(varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
     else:
@@ -227,7 +257,7 @@ def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward:
     return passed(lambda *given: compiled(*given, score_mod=score, block_mask=block), tensors, backward=backward)
 
 
-def timed(peers: dict[str, Callable[[], Call]], *, only_compile: bool, rounds: int = 7) -> dict[str, float]:
+def timed(peers: dict[str, Callable[[], Call]], rounds: int = 7) -> dict[str, float]:
     """Milliseconds of each peer that runs."""
     good: dict[str, Call] = {}
     for name, make in peers.items():
@@ -239,7 +269,7 @@ def timed(peers: dict[str, Callable[[], Call]], *, only_compile: bool, rounds: i
         except Exception as error:
             print(f"  {name}: {type(error).__name__} {str(error)[-200:]}", flush=True)
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in good}
-    for _ in range(0 if only_compile else rounds):
+    for _ in range(rounds):
         for name, call in good.items():
             call()
             for _ in range(3):
@@ -249,13 +279,24 @@ def timed(peers: dict[str, Callable[[], Call]], *, only_compile: bool, rounds: i
                 end.record()
                 marks[name].append((begin, end))
     torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items() if found}
+    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
 
 
-def measured(groups: list[str], *, backward: bool, only_compile: bool) -> Iterator[tuple[Row, dict[str, float]]]:
-    for group in groups:
-        for row in GROUPS[group]:
-            yield row, timed(peers_of(row, backward=backward), only_compile=only_compile)
+def fill(rows: list[Row], passes: tuple[bool, ...], processes: int) -> None:
+    """Compiles what the rows take, each peer in a process of its own, forked before CUDA starts."""
+    waiting = [(row, peer, backward) for backward in passes for row in rows for peer in ("hopper", "triton", "flex", "fa4")]
+    alive = 0
+    while waiting or alive:
+        if waiting and alive < processes:
+            row, peer, backward = waiting.pop(0)
+            alive += 1
+            if os.fork() == 0:
+                made = peers_of(row, backward=backward).get(peer)
+                timed({peer: made} if made is not None else {}, rounds=0)
+                os._exit(0)
+        else:
+            os.wait()
+            alive -= 1
 
 
 def about() -> dict[str, str]:
@@ -268,7 +309,7 @@ def about() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backward", action="store_true", help="time the backward pass, not the forward")
-    parser.add_argument("--compile", action="store_true", help="only fill the caches")
+    parser.add_argument("--compile", action="store_true", help="only fill the caches, for both passes")
     parser.add_argument("--list", action="store_true", help="print the rows and run nothing")
     parser.add_argument("groups", nargs="*", metavar="group", help=", ".join(GROUPS))
     options = parser.parse_args()
@@ -282,16 +323,21 @@ def main() -> None:
                     f"{group:15s} {row.name:15s} {','.join(map(str, row.shape)):16s} {flops(row, backward=options.backward) / 1e12:.3f} TFLOP"
                 )
         return
+    rows = [row for group in groups for row in GROUPS[group]]
+    if options.compile:
+        fill(rows, (True, False), max(2, (os.cpu_count() or 2) - 2))
+        return
     name, facts = "backward" if options.backward else "forward", about()
-    for row, found in measured(groups, backward=options.backward, only_compile=options.compile):
+    for row in rows:
+        found, choice = timed(peers_of(row, backward=options.backward)), choice_of(row, backward=options.backward)
         rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in found.items()}
         for who, ms in found.items():
-            line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who]} | facts
+            line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who], "choice": choice}
             if "OUT" in os.environ:
                 with (Path(os.environ["OUT"]) / f"hopper_{name}.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(line | facts) + "\n")
         shown = "  ".join(f"{who} {rate:.0f}" for who, rate in rates.items())
-        print(f"{row.name:15s} {','.join(map(str, row.shape)):16s} {shown}", flush=True)
+        print(f"{row.name:15s} {','.join(map(str, row.shape)):16s} {shown}  ({choice} chosen)", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ __all__ = ["HopperKernel"]
 
 
 class HopperKernel(HopperGradients):
-    """Forward and backward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
+    """Forward and backward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend.
+
+    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
+    """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -39,6 +42,7 @@ class HopperKernel(HopperGradients):
         bounds = bounds_of(self.variant.mask)
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
+        self.takes_own = rates_of(self.problem).backward.is_ahead
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
@@ -73,7 +77,7 @@ class HopperKernel(HopperGradients):
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        if rates_of(self.problem).backward.is_ahead:
+        if self.takes_own:
             return super()._backward(operands, given, sequences, recorder, flow)
         return host.TritonKernel._backward(self, operands, given, sequences, recorder, flow)
 
