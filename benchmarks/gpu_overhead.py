@@ -1,11 +1,13 @@
 """Host cost of one small call on the GPU at hand: microseconds of a loop of calls, of which the device waits for none.
 
+    python benchmarks/gpu_overhead.py --compile 0/16     # one of sixteen processes that fill the caches
     python benchmarks/gpu_overhead.py [--profile WORD] [--only WORD ...] [--out FILE]
 
 The floor is a Triton kernel that does nothing, launched by Triton, and for a backward pass an autograd function that only allocates;
 peers are torch's scaled_dot_product_attention, varlen_attn and FlexAttention compiled. Problems are of (1, 2, 64, 64) in bfloat16, or
-as many tokens of two sequences; one thread; medians of rounds that take turns. foci's rows are measured by each of its backends for
-GPUs, and a row of calls whose lengths are new each time says what a call costs that nothing is known of.
+as many tokens of two sequences; one thread; medians of rounds, in which each call takes turns with the empty launch. foci's rows are
+measured by each of its backends for GPUs, and a row of calls whose lengths are new each time says what a call costs that nothing is
+known of. A line comes as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -164,44 +166,63 @@ def microseconds(name: str, call: Callable[[], Any], calls: int = CALLS) -> floa
     return passed / calls * 1e6
 
 
+def facts() -> dict[str, str]:
+    """Machine, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+
+
+def measured(name: str, call: Callable[[], Any], floor: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of a call and of the floor, whose rounds alternate."""
+    calls = 10 if "new lengths" in name else CALLS
+    microseconds(name, call, 5)
+    pairs = [(microseconds(name, call, calls), microseconds("floor", floor)) for _ in range(ROUNDS)]
+    times, floors = zip(*pairs, strict=True)
+    found = {"us": statistics.median(times), "least_us": min(times), "floor_us": statistics.median(floors)}
+    return {key: round(value, 1) for key, value in found.items()}
+
+
+def show_profile(name: str, call: Callable[[], Any]) -> None:
+    """Where the host's time goes."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(3):
+        microseconds(name, call)
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", default="", help="i/n: only fill the caches, with every n-th call from the i-th")
     parser.add_argument("--profile", default="", help="also where the host's time goes in the calls whose names have this word")
     parser.add_argument("--only", nargs="*", default=[""], help="the calls whose names have one of these words alone")
     parser.add_argument("--out", type=Path, help="a file to add a line to for each row")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    calls = {
-        (name, way): call for name, ways in cases().items() if any(word in name for word in options.only) for way, call in ways.items()
-    }
-    for key in list(calls):
-        try:
-            microseconds(key[0], calls[key], 5)
-        except Exception as error:
-            print(*key, type(error).__name__, str(error)[-300:], flush=True)
-            del calls[key]
-    rounds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            rounds[key].append(microseconds(key[0], call, 10 if "new lengths" in key[0] else CALLS))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+    part, parts = map(int, (options.compile or "0/1").split("/"))
+    named = [(name, ways) for name, ways in cases().items() if any(word in name for word in options.only)]
+    x, about = torch.zeros(1, device=DEVICE), facts()
     out = options.out or (Path(os.environ["OUT"]) / "gpu_overhead.jsonl" if "OUT" in os.environ else None)
-    for (name, way), times in rounds.items():
-        line = {"call": name, "direction": way, "us": round(statistics.median(times), 1), "least_us": round(min(times), 1)}
-        print(f"{name:50s} {way:17s} {line['us']:7.1f} us, least {line['least_us']:7.1f}", flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(line | about) + "\n")
-    for key in calls:
-        if options.profile and options.profile in key[0]:
-            profile = cProfile.Profile()
-            profile.enable()
-            for _ in range(3):
-                microseconds(key[0], calls[key])
-            profile.disable()
-            print(*key)
-            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+    for name, ways in named[part::parts]:
+        for way, call in ways.items():
+            try:
+                if options.compile:
+                    microseconds(name, call, 1)
+                    continue
+                line = {"call": name, "direction": way, **measured(name, call, lambda: nothing[(1,)](x))}
+            except Exception as error:
+                print(name, way, type(error).__name__, str(error)[-300:], flush=True)
+                continue
+            print(
+                f"{name:50s} {way:17s} {line['us']:7.1f} us, least {line['least_us']:7.1f}, an empty launch {line['floor_us']:5.1f}",
+                flush=True,
+            )
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(line | about) + "\n")
+            if options.profile and options.profile in name:
+                show_profile(name, call)
 
 
 if __name__ == "__main__":
