@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from foci.execution import Allowed, Needs
 from foci.operator import dispatched
@@ -206,13 +207,36 @@ _TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library: Final = torch.library.Library("foci", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+_KERNELS: Final = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_BELOW: Final = torch._C._after_ADInplaceOrView_keyset
+
+
+def _autograd(op: Any, run: Callable[..., Any], derivative: tuple[Any, Any]) -> Callable[..., Any]:
+    """`torch.library.register_autograd`, but that a call without gradients and modes, as compiled code makes, is run where it is: another
+    turn of the dispatcher costs as much as what it would find.
+    """
+    whole = make_autograd_impl(op, Info(*derivative))
+    plain: dict[int, bool] = {}
+
+    def call(keyset: Any, *args: Any) -> Any:
+        keys = keyset.raw_repr()
+        is_plain = plain.get(keys)
+        if is_plain is None:
+            is_plain = plain[keys] = (keyset & _BELOW).highestPriorityTypeId() in _KERNELS
+        if is_plain and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return run(*args)
+        return whole(keyset, *args)
+
+    return call
+
+
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], derivative: tuple[Any, Any], vmap: Callable[..., Any]) -> None:
     """Not by `torch.library.custom_op`, whose checks of each call cost more than finding the kernel."""
     _library.define(name + _SCHEMAS[name], tags=_TAGS)  # type: ignore[no-untyped-call]
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    whole, (backward, setup) = f"foci::{name}", derivative
+    whole = f"foci::{name}"
     torch.library.register_fake(whole, fake, lib=_library)
-    torch.library.register_autograd(whole, backward, setup_context=setup, lib=_library)
+    _library.impl(name, _autograd(getattr(torch.ops.foci, name).default, run, derivative), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     torch.library.register_vmap(whole, vmap, lib=_library)
 
 
