@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 import torch
 from torch import fx
 
-from foci.graph import handover, report, verify
+from foci.graph import ahead, handover, report, verify
 from foci.graph.handover import Rest
 from foci.graph.recognise import fuse
 
@@ -77,7 +77,11 @@ class Compiler:
         fused = fuse(graph_module, example_inputs)
         if self.verify:
             verify.verify(graph_module, fused, example_inputs)
-        compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+        finish = ahead.begin(fused.graph_module)
+        try:
+            compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+        finally:
+            finish()
         report.tell(fused.sites)  # now: Dynamo may ask for a better graph by an exception from below, and call again
         return compiled
 

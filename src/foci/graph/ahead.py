@@ -1,0 +1,137 @@
+"""Kernels of a graph's attentions, compiled while the rest of the graph is.
+
+On a GPU the kernels of an attention take seconds to compile, and so does the rest of a model. So each attention of a fused graph
+runs once, on zeros of its sizes, in a thread beside the compiler, forward and backward; the first step then finds them compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from foci.context import allowed_backends, is_tuning
+from foci.execution import Needs, choose_kernel
+from foci.graph.reading import hint_of, needs_grad, tensor_of, value_of
+from foci.operator.arguments import NO_NEEDS, unflatten
+from foci.problem import Cotangents
+
+__all__ = ["Call", "begin", "calls_of"]
+
+_MOST_BYTES: Final = 1 << 30
+"""Of zeros: an attention that takes more runs so long that its compilation does not matter."""
+
+_begun: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the operator in a graph.
+
+    Attributes:
+        args: of the operator; for a tensor its sizes, strides, dtype and device.
+        needs: whose gradients are wanted.
+        lse_grad: whether a gradient of the logsumexp comes.
+    """
+
+    args: tuple[Any, ...]
+    needs: Needs
+    lse_grad: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(t.sizes) * t.dtype.itemsize for t in _geometries(self.args))
+
+    @property
+    def device(self) -> torch.device:
+        query: _Geometry = self.args[0]
+        return query.device
+
+    def rehearse(self) -> None:
+        """Runs it once, on zeros: what is read by index is there, whatever the index."""
+        formula, operands, allowed = unflatten(_made(self.args))
+        forward = choose_kernel(formula, operands, (*NO_NEEDS, (False,) * len(operands.captures)), allowed)
+        results = forward.kernel.forward(operands)
+        if any((*self.needs[:3], *self.needs[3])):
+            lse = torch.zeros_like(results.lse) if self.lse_grad else None
+            cotangents = Cotangents(torch.zeros_like(results.out), lse, None, None)
+            choose_kernel(formula, operands, self.needs, allowed).kernel.backward(operands, results, cotangents)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """A tensor without its values."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def begin(graph_module: fx.GraphModule) -> Callable[[], None]:
+    """Starts to compile the kernels of a graph's attentions on GPUs.
+
+    Returns:
+        What waits for the end. Until then nobody may record what the device does.
+    """
+    if allowed_backends() is not None or is_tuning():
+        return lambda: None
+    calls = {str(call): call for call in calls_of(graph_module.graph) if call.device.type == "cuda" and call.bytes <= _MOST_BYTES}
+    new = [call for text, call in calls.items() if text not in _begun]
+    _begun.update(calls)
+    if not new:
+        return lambda: None
+    thread = threading.Thread(target=_rehearse_all, args=(new,), name="foci-ahead", daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _rehearse_all(calls: Sequence[Call]) -> None:
+    with torch.no_grad():
+        for call in calls:
+            # what goes wrong here goes wrong in the first step, where somebody sees it
+            with contextlib.suppress(Exception), torch.cuda.device(call.device):
+                call.rehearse()
+
+
+def calls_of(graph: fx.Graph) -> Iterator[Call]:
+    """The graph's calls of the operator, symbolic sizes at their hints."""
+    for node in graph.nodes:
+        if node.target is not torch.ops.foci.attention.default:
+            continue
+        query, key, value, captures = node.args[:4]
+        wanted = [needs_grad(n) for n in (query, key, value)]
+        needs = (wanted[0], wanted[1], wanted[2], tuple(needs_grad(n) for n in captures))
+        parts = (part for part in node.users if part.target is operator.getitem and part.args[1] == 1)
+        yield Call(tuple(map(_described, node.args)), needs, any(needs_grad(reader) for part in parts for reader in part.users))
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_described, arg))
+    tensor = tensor_of(arg)
+    if tensor is not None:
+        return _Geometry(tuple(map(hint_of, tensor.shape)), tuple(map(hint_of, tensor.stride())), tensor.dtype, tensor.device)
+    value = value_of(arg)
+    return hint_of(value) if isinstance(value, torch.SymInt) else value
+
+
+def _made(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_made, arg))
+    return torch.empty_strided(arg.sizes, arg.strides, dtype=arg.dtype, device=arg.device).zero_() if isinstance(arg, _Geometry) else arg
+
+
+def _geometries(arg: Any) -> Iterator[_Geometry]:
+    if isinstance(arg, tuple):
+        for part in arg:
+            yield from _geometries(part)
+    elif isinstance(arg, _Geometry):
+        yield arg

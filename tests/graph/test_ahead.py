@@ -1,0 +1,84 @@
+"""Kernels compiled while the rest of a graph is."""
+
+import threading
+
+import pytest
+import torch
+
+import foci
+from foci.execution import choose_kernel
+from foci.graph import fuse
+from foci.graph.ahead import begin, calls_of
+
+
+def attend(q, k, v, keep):
+    scores = (q @ k.mT * 0.125).masked_fill(keep == 0, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def fused_graph(function, *inputs):
+    found = []
+
+    def backend(graph_module, example_inputs):
+        found.append(fuse(graph_module, example_inputs).graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, dynamic=False)(*inputs)
+    return found[0]
+
+
+def inputs(device="cpu", dtype=torch.float32):
+    q, k, v = (torch.randn(2, 3, 48, 64, device=device, dtype=dtype, requires_grad=n < 2) for n in range(3))
+    return q, k, v, torch.ones(2, 1, 1, 48, device=device)
+
+
+def test_a_call_is_rehearsed_as_it_will_be_made(monkeypatch):
+    chosen = []
+
+    def choose(formula, operands, needs, allowed):
+        chosen.append((needs, operands.query.shape, operands.query.stride()))
+        return choose_kernel(formula, operands, needs, allowed)
+
+    monkeypatch.setattr("foci.graph.ahead.choose_kernel", choose)
+    (call,) = calls_of(fused_graph(attend, *inputs()).graph)
+    with foci.observe() as log, torch.no_grad():
+        call.rehearse()
+    assert not log.calls
+    shape, strides = (2, 3, 48, 64), (9216, 3072, 64, 1)
+    assert chosen == [((False, False, False, (False,)), shape, strides), ((True, True, False, (False,)), shape, strides)]
+    assert call.bytes == 4 * (3 * 2 * 3 * 48 * 64 + 2 * 48)
+
+
+@pytest.mark.parametrize(("read", "wanted"), [(False, False), (True, True)])
+def test_whether_a_gradient_of_the_logsumexp_comes(read, wanted):
+    def with_sink(q, k, v, sink):
+        scores = torch.cat([q @ k.mT, sink.expand(2, 3, 48, 1)], -1) if read else q @ k.mT + sink
+        return torch.softmax(scores, -1)[..., :48] @ v
+
+    sink = torch.zeros(1, requires_grad=True)
+    (call,) = calls_of(fused_graph(with_sink, *inputs()[:3], sink).graph)
+    assert call.lse_grad is wanted
+
+
+def test_nothing_is_begun_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    begin(fused_graph(attend, *inputs()))()
+
+
+@pytest.mark.gpu
+def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
+    import triton
+
+    threads = []
+
+    def compiled(**_):
+        threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", compiled)
+    q, k, v, keep = inputs("cuda", torch.bfloat16)
+    torch._dynamo.reset()
+    out = foci.compile(attend, rest="eager", dynamic=False)(q, k, v, keep)
+    assert threads, "nothing was compiled: another test has had the same kernels"
+    out.float().square().sum().backward()
+    assert set(threads) == {"foci-ahead"}
