@@ -70,6 +70,10 @@ def test_nothing_is_begun_without_a_gpu(monkeypatch):
 def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
     import triton
 
+    def softened(q, k, v, keep):  # a formula that no other test has
+        scores = torch.tanh(q @ k.mT / 9) * 11 + torch.cos(keep)
+        return torch.softmax(scores, -1) @ v
+
     threads = []
 
     def compiled(**_):
@@ -78,7 +82,7 @@ def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", compiled)
     q, k, v, keep = inputs("cuda", torch.bfloat16)
     torch._dynamo.reset()
-    out = foci.compile(attend, rest="eager", dynamic=False)(q, k, v, keep)
-    assert threads, "nothing was compiled: another test has had the same kernels"
+    out = foci.compile(softened, rest="eager", dynamic=False)(q, k, v, keep)
+    assert threads
     out.float().square().sum().backward()
     assert set(threads) == {"foci-ahead"}
