@@ -10,13 +10,13 @@ from torch import Tensor
 
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
-from foci.operator import as_batch, attend, attend_outlined, packed_rows
+from foci.operator import Optional, Outline, as_batch, attend, attend_outlined, packed_rows
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Results
 from foci.recall import find_site, remember
 
-__all__ = ["Function", "Tensors", "allowed_for", "decision", "run_now", "run_packed_now"]
+__all__ = ["Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
 
 Function = Callable[..., Any] | None
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -37,17 +37,30 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
 
 def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
     """`run_now` of packed tensors [T, H, D]; out is [T, Hq, Dv], and lse, the only other output it may be asked for, [Hq, T]."""
-    site = find_site(tensors, score, mask, extras, allowed)
-    if site is None:
+    found = packed_call(tensors, score, mask, extras, allowed)
+    if found is None:
         results = run_now(_batches(tensors), score, mask, extras, allowed)
         return Results(packed_rows(results.out), results.lse.squeeze(0))
+    return attend_outlined(*found)
+
+
+def packed_call(
+    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, *, learns: bool = False
+) -> tuple[Outline, tuple[Tensor, ...], Optional] | None:
+    """A call of packed tensors as `foci.operator` takes it; None for one that must be prepared each time.
+
+    `learns`: it is asked for gradients of query, key and value, whatever they say.
+    """
+    site = find_site(tensors, score, mask, extras, allowed, learns=learns)
+    if site is None:
+        return None
     found = site.recalled(extras)
     if found is not None:
-        return attend_outlined(*found)
+        return found
     with torch.no_grad():  # autograd takes the tensors as they are
         batches = _batches(tensors)
     formula, operands = prepare(batches, score, mask, extras)
-    return attend_outlined(*remember(site, batches, formula, operands, allowed, packed=True))
+    return remember(site, batches, formula, operands, allowed, packed=True, learns=learns)
 
 
 def _batches(tensors: Tensors) -> Tensors:

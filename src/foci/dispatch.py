@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.core import Function, Tensors, allowed_for, run_now, run_packed_now
+from foci.core import Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
+from foci.operator import Optional, Outline, attend_outlined, backward_now, forward_now
 from foci.prepare import Extras, prepare
 from foci.problem import Results
 from foci.transposed import column_sums
 
-__all__ = ["run", "run_packed"]
+__all__ = ["PackedCall", "run", "run_packed"]
 
 
 def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
@@ -46,6 +48,34 @@ def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
     results = run((query, key, value), score, mask, extras)
     return Results(results.out.squeeze(0).transpose(0, 1), results.lse.squeeze(0))
+
+
+class PackedCall(NamedTuple):
+    """A call of packed tensors [T, H, D] outside of autograd, for those that are a node of it themselves."""
+
+    outline: Outline
+    captures: tuple[Tensor, ...]
+    optional: Optional
+
+    @staticmethod
+    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> PackedCall | None:
+        """The call with gradients of query, key and value; None where there is something to work out each time."""
+        found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=True)
+        return None if found is None else PackedCall(found[0], found[1][3:], found[2])
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """out [T, Hq, Dv] and lse [Hq, T]."""
+        results = forward_now(self.outline, (*tensors, *self.captures), self.optional)
+        return results.out, results.lse.contiguous()
+
+    def backward(self, tensors: Tensors, found: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value, by what `forward` found and the gradient of out."""
+        made = backward_now(self.outline, (*tensors, *self.captures), self.optional, found, (gradient,))
+        return tuple(t for t in made[:3] if t is not None)
+
+    def differentiable(self, tensors: Tensors) -> Tensor:
+        """out, as autograd knows it."""
+        return attend_outlined(self.outline, (*tensors, *self.captures), self.optional).out
 
 
 def _with_sink(results: Results, sink: Tensor) -> Results:

@@ -64,8 +64,13 @@ class Known:
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 
 
-def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, extras: Extras, allowed: Allowed) -> Site | None:
-    """What a call is known by; None for one that cannot be: casts by autocast, block masks, pages, modes, functions that read more."""
+def find_site(
+    tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, extras: Extras, allowed: Allowed, *, learns: bool = False
+) -> Site | None:
+    """What a call is known by; None for one that cannot be: casts by autocast, block masks, pages, modes, functions that read more.
+
+    `learns`: gradients of query, key and value, and of these alone, are wanted whatever the tensors say.
+    """
     query, key, value = tensors
     e, scale, dropout_p = extras, extras.scale, extras.dropout_p
     if e.blocks is not None or e.page_table is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
@@ -95,6 +100,8 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
             shapes = (min(counts) > 1 or counts, counts[1] == counts[2], query.shape[1:], key.shape[1:], value.shape[1:])
     o = e.outputs
     wanted = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
+    if learns:
+        wanted = (True, True, True, *[False for _ in closed])
     signature = (
         shapes, query.stride(), dtype, device, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device, address & 15,
         query is key, key is value, query is value,
@@ -106,8 +113,15 @@ def find_site(tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, ext
 
 
 def remember(
-    site: Site, given: tuple[Tensor, ...], formula: Formula, operands: Operands, allowed: Allowed, *, packed: bool = False
-) -> tuple[Outline, tuple[Tensor, ...], Optional]:
+    site: Site,
+    given: tuple[Tensor, ...],
+    formula: Formula,
+    operands: Operands,
+    allowed: Allowed,
+    *,
+    packed: bool = False,
+    learns: bool = False,
+) -> tuple[Outline, tuple[Tensor, ...], Optional]:  # fmt: skip
     """Chooses the kernel for a call prepared from the tensors `given`, and keeps the choice if its key says all it depends on.
 
     Returns:
@@ -116,7 +130,8 @@ def remember(
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    chosen = choose_kernel(formula, operands, needs_of((*site.tensors, *operands.captures)), allowed)
+    needs = (True, True, True, (False,) * len(operands.captures)) if learns else needs_of((*site.tensors, *operands.captures))
+    chosen = choose_kernel(formula, operands, needs, allowed)
     spots = {id(t): n for n, t in enumerate(site.closed)}
     as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
     stays = as_given and is_kept(*site.functions, operands.query.device) and all(id(t) in spots for t in operands.captures)

@@ -16,7 +16,8 @@ from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
 from foci.nn.masking import Functions
-from foci.nn.packing import Packing, Pair, pack_nested, pack_whole
+from foci.nn.node import Heads
+from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
 from foci.nn.rotary import RotaryEmbedding
 from foci.prepare import Extras
 from foci.problem import Outputs
@@ -318,6 +319,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         rotary: Any = self.rotary
         if rotary is not None:
             q, k = (rotary(t.transpose(0, 1)[None], p.positions(t.shape[0]))[0].transpose(0, 1) for t, p in ((q, query), (k, key)))
+        functions = self._of_packed(query, key, attn_mask, is_causal=is_causal)
+        offsets, longest, extra = key.offsets, key.longest, self._extra_keys()
+        if extra is not None:
+            count = extra[0].shape[0]
+            k, v = (appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
+            offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
+            functions = masking.with_extra_keys(functions, count)
+        mask, score = functions.mask, functions.score
+        extras = self._extras(query, offsets, longest, functions)
+        out = run_packed((q, k, v), None if score is None else score.function, None if mask is None else mask.function, extras).out
+        return caller()(self.out_proj, out.flatten(1))
+
+    def _of_packed(self, query: Packing, key: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Functions:
+        """Mask and score of indices within packed sequences."""
         functions = self._own()
         if attn_mask is not None and not is_causal:
             lengths = (query.shape[1], key.shape[1])
@@ -327,22 +342,26 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         functions = masking.placed(functions, masking.packed_place(query), masking.packed_place(key))
         if is_causal and query is key:  # packing keeps the order
             functions = functions.and_(masking.CAUSAL)
-        functions = functions.and_(masking.packed_bias(key))
-        offsets, longest, extra = key.offsets, key.longest, self._extra_keys()
-        if extra is not None:
-            count = extra[0].shape[0]
-            k, v = (_appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
-            offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
-            functions = masking.with_extra_keys(functions, count)
-        mask, score = functions.mask, functions.score
+        return functions.and_(masking.packed_bias(key))
+
+    def _extras(self, query: Packing, offsets: Tensor, longest: int, functions: Functions) -> Extras:
         q_longest = query.longest
-        if extra is None and score is None and mask in (None, masking.CAUSAL.mask) and not torch.compiler.is_compiling():
-            q_longest, longest = query.bound, key.bound  # nothing is captured that lengths are checked against
-        extras = Extras(
-            _OUT, dropout_p=self.dropout if self.training else 0.0, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest
-        )
-        out = run_packed((q, k, v), None if score is None else score.function, None if mask is None else mask.function, extras).out
-        return caller()(self.out_proj, out.flatten(1))
+        if functions.score is None and functions.mask in (None, masking.CAUSAL.mask) and not torch.compiler.is_compiling():
+            q_longest, longest = bounded(q_longest), bounded(longest)  # nothing is captured that lengths are checked against
+        dropout_p = self.dropout if self.training else 0.0
+        return Extras(_OUT, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
+
+    def packed_heads(self, packing: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Heads | None:
+        """What it computes of packed tokens, if queries, keys and values are one product of them and nothing is done to these."""
+        own: Any = self
+        is_apart = parameter(self, "in_proj_weight") is None or self.bias_k is not None or self.add_zero_attn
+        if is_apart or own.rotary is not None or (is_causal and attn_mask is None):
+            return None
+        functions = self._of_packed(packing, packing, attn_mask, is_causal=is_causal)
+        extras = self._extras(packing, packing.offsets, packing.longest, functions)
+        mask, score = functions.mask, functions.score
+        names = (None if mask is None else mask.function, None if score is None else score.function)
+        return Heads(self.num_heads, own.num_kv_heads, *names, extras)
 
     def _nested(
         self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool
@@ -475,16 +494,3 @@ def _same_sequences(query: Tensor, key: Tensor) -> bool:
         return True
     jagged = query.is_nested and key.is_nested and query.layout == key.layout == torch.jagged
     return jagged and query.offsets() is key.offsets()  # type: ignore[attr-defined]
-
-
-def _appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
-    """[T, H, D] with the same [n, H, D] behind each sequence."""
-    count, total = extra.shape[0], tokens.shape[0]
-    places = torch.arange(total, device=tokens.device) + count * packing.sequence_ids(total)
-    ends = packing.offsets[1:, None] + count * torch.arange(packing.batch, device=tokens.device)[:, None]
-    behind = (ends + torch.arange(count, device=tokens.device)).flatten()
-    both = torch.cat((tokens, extra.repeat(packing.batch, 1, 1)))
-    order = torch.empty_like(torch.cat((places, behind))).scatter_(
-        0, torch.cat((places, behind)), torch.arange(both.shape[0], device=both.device)
-    )
-    return both.index_select(0, order)

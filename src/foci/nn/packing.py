@@ -13,6 +13,8 @@ from torch.nested._internal.nested_tensor import NestedTensor
 __all__ = [
     "Packing",
     "Pair",
+    "appended",
+    "bounded",
     "cleared",
     "entered",
     "entered_pair",
@@ -131,12 +133,6 @@ class Packing:
     def batch(self) -> int:
         """Number of sequences."""
         return self.shape[0]
-
-    @functools.cached_property
-    def bound(self) -> int:
-        """`longest`, or somewhat more: batches whose longest sequences differ by little have one, and so one known call."""
-        step = max(64, 1 << max(0, self.longest - 1).bit_length() >> 4)
-        return -(-self.longest // step) * step
 
     @functools.cached_property
     def lengths(self) -> Tensor:
@@ -392,3 +388,22 @@ def entered_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batc
         return packing.pack(x), packing
 
     return (target, whole(memory[0])) if packed[0] else (whole(target[0]), memory)
+
+
+def bounded(longest: int) -> int:
+    """A length, or somewhat more: batches whose longest sequences differ by little have one bound, and so one known call."""
+    step = max(64, 1 << max(0, longest - 1).bit_length() >> 4)
+    return -(-longest // step) * step
+
+
+def appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
+    """[T, H, D] with the same [n, H, D] behind each sequence."""
+    count, total = extra.shape[0], tokens.shape[0]
+    places = torch.arange(total, device=tokens.device) + count * packing.sequence_ids(total)
+    ends = packing.offsets[1:, None] + count * torch.arange(packing.batch, device=tokens.device)[:, None]
+    behind = (ends + torch.arange(count, device=tokens.device)).flatten()
+    both = torch.cat((tokens, extra.repeat(packing.batch, 1, 1)))
+    order = torch.empty_like(torch.cat((places, behind))).scatter_(
+        0, torch.cat((places, behind)), torch.arange(both.shape[0], device=both.device)
+    )
+    return both.index_select(0, order)

@@ -14,7 +14,7 @@ from foci.execution import Chosen, Needs, backward_again, backward_of, forward_a
 from foci.operator.arguments import call_backward, cotangents_of, formula_kernel, gradients_of
 from foci.problem import Formula, Geometry, Gradients, Operands, Results
 
-__all__ = ["NOTHING", "EagerAttention", "Optional", "Outline", "as_batch", "forward_now", "packed_rows"]
+__all__ = ["NOTHING", "EagerAttention", "Optional", "Outline", "as_batch", "backward_now", "forward_now", "packed_rows"]
 
 Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
 Optional: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -109,25 +109,36 @@ class EagerAttention(torch.autograd.Function):
         if present is not None:
             rest = iter(saved[count + 2 :])
             optional = tuple([next(rest) if p else None for p in present])
-        grads = (*grads, None, None, None, None)[:5]
-        is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
-        if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
-            made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
-            if made is not None:
-                return made
-        results = Results(out, lse)
-        if outline.packed:
-            results = Results(as_batch(out), lse.unsqueeze(0))
-            grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
-        g = _gradients(outline, outline.operands(tensors, optional), results, grads, is_batched=is_batched, is_recorded=is_recorded)
-        found: tuple[Tensor | None, ...] = (g.query, g.key, g.value)
-        if outline.packed:
-            found = tuple(None if t is None else packed_rows(t) for t in found)
-        return (None, None, None, *found, *g.captures)
+        return (None, None, None, *backward_now(outline, tensors, optional, (out, lse), grads))
 
 
-def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Optional, given: Given) -> tuple[Any, ...] | None:
-    """What `EagerAttention.backward` returns, of a pass that is known."""
+def backward_now(
+    outline: Outline, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and captured tensors, of what `forward_now` found, its out and logsumexp, and of gradients
+    of its results."""
+    out, lse = found
+    grads = (*grads, None, None, None, None)[:5]
+    is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
+    if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
+        made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
+        if made is not None:
+            return made
+    results = Results(out, lse)
+    if outline.packed:
+        results = Results(as_batch(out), lse.unsqueeze(0))
+        grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
+    g = _gradients(outline, outline.operands(tensors, optional), results, grads, is_batched=is_batched, is_recorded=is_recorded)
+    made = (g.query, g.key, g.value)
+    return (*(map(_packed_or_none, made) if outline.packed else made), *g.captures)
+
+
+def _packed_or_none(batch: Tensor | None) -> Tensor | None:
+    return None if batch is None else packed_rows(batch)
+
+
+def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Optional, given: Given) -> tuple[Tensor | None, ...] | None:
+    """Those of a pass that is known."""
     assert outline.geometry is not None
     chosen = outline.chosen
     made = backward_again(chosen, outline.geometry, (*tensors, optional[0]), _offsets(optional), given)
@@ -136,9 +147,9 @@ def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Opti
     q, k, v, captures = chosen.needs
     nothing = (None,) * len(captures)
     if q and k and v:
-        return (None, None, None, *made, *nothing)
+        return (*made, *nothing)
     rest = iter(made)
-    return (None, None, None, *[next(rest) if on else None for on in (q, k, v)], *nothing)
+    return (*[next(rest) if on else None for on in (q, k, v)], *nothing)
 
 
 def _gradients(
