@@ -1,6 +1,8 @@
 """The Triton backend without a GPU: what it declines, its table of schedules, its generated functions, its kernels compiled."""
 
 import importlib.util
+import math
+import operator
 import os
 import subprocess
 import sys
@@ -12,9 +14,12 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.triton import BACKEND
-from foci.backends.triton.convexity import is_convex
-from foci.backends.triton.schedules import LIMITS, SCHEDULES, padded, schedule_for, shared_bytes
+from foci.backends.triton.convexity import begins_late, is_convex
+from foci.backends.triton.exponents import exponent_of, slope_of
+from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded, rows_of, schedule_for, shared_bytes
 from foci.binding import bind
+from foci.ir.derivative import score_derivative
+from foci.ir.expr import DType
 from foci.problem import Formula, Layout, Outputs, Problem, Target
 
 CPU = torch.device("cpu")
@@ -86,6 +91,57 @@ def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsi
         assert shared_bytes(kind, found, wide, itemsize, scratch=scratch) <= LIMITS[arch]
 
 
+@pytest.mark.parametrize("family", ["hopper", "ampere"])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_half_precision_is_never_left_to_the_smallest_tiles(family, width):
+    apart = {"key_gradient_alone", "value_gradient_alone", "captures", "decode", "key_gradient", "key_gradient_scored"}
+    for kind in set(KINDS) - apart:
+        assert rows_of(family, kind, 2, width), kind
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        scores.softcap(20.0),
+        scores.alibi(4),
+        scores.softcap(5.0) >> scores.alibi(4),
+        scores.alibi(4) >> scores.softcap(5.0),
+        foci.Score(lambda s, b, h, q, k: (s - 0.25 * (q - k)) / 3.0 + (q * 0.5 - s)),
+        foci.Score(lambda s, b, h, q, k: 2.0 - (s * s) / 7.0),
+        foci.Score(lambda s, b, h, q, k: s * 0.0 + 1.5),
+    ],
+)
+@pytest.mark.parametrize("half", [True, False])
+def test_exponents_and_slopes_are_those_of_the_score(score, half):
+    bound = bind(score, None, CPU)
+    raw, lse2, scale = torch.randn(4, 6, 6, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64), 0.37
+    places = {"b": 0, "h": torch.arange(4)[:, None, None], "q_idx": torch.arange(6)[:, None], "kv_idx": torch.arange(6)}
+    values = places | {"raw": raw, "scale": scale, "lse2": lse2, "score": raw * scale, "q_len": 6, "kv_len": 6}
+    natural = (raw * scale).requires_grad_()
+    wanted = torch.broadcast_to(evaluated(bound.variant.score, values | {"score": natural}, bound), raw.shape)
+    found = evaluated(exponent_of(bound.variant.score, half=half), values, bound)
+    torch.testing.assert_close(torch.broadcast_to(found, raw.shape), wanted.detach() / math.log(2) - lse2)
+    (slope,) = torch.autograd.grad(wanted.sum(), natural)
+    found = evaluated(slope_of(score_derivative(bound.variant.score), half=half), values, bound)
+    torch.testing.assert_close(torch.broadcast_to(torch.as_tensor(found, dtype=torch.float64), raw.shape), slope)
+
+
+def evaluated(e, values, bound):
+    """An expression's value by torch, in float64."""
+    if e.op == "var":
+        return values[e.value]
+    if e.op == "const":
+        return e.value
+    if e.op == "param":
+        return (bound.floats if e.dtype is DType.FLOAT else bound.ints)[e.value]
+    args = [evaluated(arg, values, bound) for arg in e.args]
+    if e.op == "cast":
+        return torch.as_tensor(args[0]).double() if e.dtype is DType.FLOAT else args[0]
+    functions = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg}
+    unary = {"tanh": torch.tanh, "exp2": lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float64))}
+    return (functions | unary)[e.op](*args)
+
+
 @pytest.mark.parametrize(
     ("mask", "convex"),
     [
@@ -104,6 +160,9 @@ def test_only_what_is_proved_an_interval_is_called_one(mask, convex):
     kept = torch.as_tensor(mask(0, 0, q, k)).expand(32, 32).int()
     starts = (kept.diff(prepend=torch.zeros(32, 1, dtype=torch.int32), dim=1) == 1).sum(1)
     assert not is_convex(expr, "kv_idx") or int(starts.max()) <= 1
+    # a first key behind the first of all, for some query that has keys at all
+    begins = bool((kept.any(1) & (kept[:, 0] == 0)).any())
+    assert not is_convex(expr, "kv_idx") or begins_late(expr) == begins
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

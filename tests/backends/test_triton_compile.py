@@ -39,7 +39,7 @@ LAUNCHED = {
 }
 KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),
-    "attention_query_gradient": ("query_gradient",),
+    "attention_query_gradient": ("query_gradient", "query_gradient_sparse"),
     "capture_gradient": ("captures",),
     "attention_decode": ("decode",),
 }

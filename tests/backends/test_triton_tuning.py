@@ -15,7 +15,16 @@ from foci.backends.triton.tuning import Store, TunedKernel, candidates, key_of
 from foci.binding import bind
 from foci.problem import Cotangents, Formula, Operands, Problem, Results, Target
 
-KINDS = ("forward", "forward_sparse", "query_gradient", "key_gradient", "key_gradient_scored", "captures", "decode")
+KINDS = (
+    "forward",
+    "forward_sparse",
+    "query_gradient",
+    "query_gradient_sparse",
+    "key_gradient",
+    "key_gradient_scored",
+    "captures",
+    "decode",
+)
 TABLE = torch.zeros(512, 512, dtype=torch.bfloat16)
 
 

@@ -66,7 +66,14 @@ class TritonBackend:
         dims = (padded(problem.head_dim), padded(problem.value_dim))
         kinds = ["forward", "forward_sparse", "forward_listed", "decode"]
         if problem.needs_backward:
-            kinds += ["query_gradient", "key_gradient", "key_gradient_scored", "key_gradient_alone", "value_gradient_alone"]
+            kinds += [
+                "query_gradient",
+                "query_gradient_sparse",
+                "key_gradient",
+                "key_gradient_scored",
+                "key_gradient_alone",
+                "value_gradient_alone",
+            ]
         outputs = problem.formula.outputs
         if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
             kinds.append("captures")

@@ -1,4 +1,4 @@
-"""Whether a mask attends to an interval: of keys for each query, and of queries for each key."""
+"""Whether a mask attends to an interval: of keys for each query, and of queries for each key; and where it may begin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 from foci.ir.expr import DType, Expr
 
-__all__ = ["is_convex"]
+__all__ = ["begins_late", "is_convex"]
 
 _FLAT, _RISING, _FALLING = 0, 1, -1
 
@@ -30,6 +30,23 @@ def is_convex(mask: Expr, name: str) -> bool:
         return False
     low, high = (_trend(arg, name) for arg in mask.args)
     return low is not None and high is not None and not (low == high != _FLAT)
+
+
+@functools.lru_cache(maxsize=512)
+def begins_late(mask: Expr) -> bool:
+    """Whether a convex mask bounds the keys of a query from below as well, as a window does, so that a query may have few.
+
+    >>> from foci.ir.expr import variable
+    >>> from foci.ir.ops import apply
+    >>> begins_late(apply("le", variable("kv_idx"), variable("q_idx"))), begins_late(apply("le", variable("q_idx"), variable("kv_idx")))
+    (False, True)
+    """
+    if mask.op == "and":
+        return any(map(begins_late, mask.args))
+    if mask.op not in ("lt", "le"):
+        return False
+    low, high = (_trend(arg, "kv_idx") for arg in mask.args)
+    return low == _FALLING or high == _RISING
 
 
 def _trend(expr: Expr, name: str) -> int | None:

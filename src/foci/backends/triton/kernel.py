@@ -18,7 +18,7 @@ from foci.backends.triton.arguments import Config, Environment, Numbers, Size, S
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import capture_gradients
-from foci.backends.triton.convexity import is_convex
+from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
@@ -41,6 +41,7 @@ from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequenc
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
+from foci.ir.derivative import score_derivative
 from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Problem, Results
 
 __all__ = ["Kernel", "Pass", "TritonKernel", "result_tensors"]
@@ -93,6 +94,11 @@ class TritonKernel:
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
         self.forward_kind = "forward" if self.is_dense or self.reads_tiles else "forward_listed" if is_listed else "forward_sparse"
+        # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
+        is_sloped = score_derivative(self.variant.score).op != "const"
+        is_short = is_listed or begins_late(self.variant.mask)
+        self.query_kind = "query_gradient_sparse" if is_sloped or is_short else "query_gradient"
+        self.key_kind = "key_gradient_scored" if is_sloped or self.reads_tiles or formula.dropout else "key_gradient"
         self.is_half = is_half(self.problem.dtype)
         self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
@@ -333,7 +339,7 @@ class TritonKernel:
         )  # fmt: skip
 
     def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
-        schedule, operands = self.schedule("query_gradient"), call.operands
+        schedule, operands = self.schedule(self.query_kind), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
@@ -348,10 +354,9 @@ class TritonKernel:
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
         """dk and dv in one kernel, or in two where their accumulators would not fit the registers together."""
         together = self.plan.target.arch == 0 or max(self.dims) < 256
-        name = "key_gradient" if self.variant.score.op == "var" and not self.problem.formula.dropout else "key_gradient_scored"
         if dk is not None and dv is not None and together:
-            return ((name, (dk, dv)),)
-        names = (name, name) if together else ("key_gradient_alone", "value_gradient_alone")
+            return ((self.key_kind, (dk, dv)),)
+        names = (self.key_kind, self.key_kind) if together else ("key_gradient_alone", "value_gradient_alone")
         return tuple(
             (name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None
         )

@@ -13,11 +13,25 @@ from typing import Final
 from foci.problem import Problem
 from foci.variant import Variant
 
-__all__ = ["KINDS", "LIMITS", "SCHEDULES", "Schedule", "family_of", "padded", "schedule_for", "scratch_of", "shared_bytes", "tile_bytes"]
+__all__ = [
+    "KINDS",
+    "LIKE",
+    "LIMITS",
+    "SCHEDULES",
+    "Schedule",
+    "family_of",
+    "padded",
+    "rows_of",
+    "schedule_for",
+    "scratch_of",
+    "shared_bytes",
+    "tile_bytes",
+]
 
 KINDS: Final = (
     "forward",
     "query_gradient",
+    "query_gradient_sparse",
     "forward_sparse",
     "forward_listed",
     "key_gradient",
@@ -52,21 +66,21 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
     ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 64): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_listed", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_sparse", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
-    ("hopper", "forward_sparse", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
     ("hopper", "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2, True)),
+    ("hopper", "query_gradient_sparse", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
     ("hopper", "query_gradient", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 1)),
     ("hopper", "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
     ("hopper", "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
     ("hopper", "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
     ("hopper", "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
@@ -79,13 +93,9 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
     ("hopper", "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
-    ("ampere", "forward_sparse", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
-    ("ampere", "forward_sparse", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
     ("ampere", "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
-    ("ampere", "forward_sparse", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
     ("ampere", "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
-    ("ampere", "forward_sparse", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
     ("ampere", "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
     ("ampere", "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
     ("ampere", "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
@@ -99,6 +109,9 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("ampere", "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
     ("ampere", "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
 }
+
+LIKE: Final = {"forward_sparse": "forward", "forward_listed": "forward", "query_gradient_sparse": "query_gradient"}
+"""Kernels that take the rows of another where the table has none of their own."""
 
 
 def family_of(arch: int) -> str:
@@ -144,10 +157,16 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
         return rows + buffers * schedule.tile_kv * wide + spare + 64  # and what masks of 128 x 128 reduce through it
     if kind == "captures":
         return (schedule.tile_q + schedule.tile_kv) * wide + scores * 4 + spare
-    if kind == "query_gradient":
+    if kind.startswith("query_gradient"):
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
     stationary = wide if kind != "value_gradient_alone" else wide * dims[0] // sum(dims)
     return schedule.tile_kv * stationary + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
+
+
+def rows_of(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
+    """The rows of the table for a kernel, best first; none for a width or type that it says nothing of."""
+    found = SCHEDULES.get((family, kind, itemsize, width))
+    return SCHEDULES.get((family, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
 
 
 def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0) -> Schedule | None:
@@ -158,7 +177,7 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     if arch == 0:
         return Schedule(16, 16, 4, 1)
     width = max(64, *dims)
-    rows = SCHEDULES.get((family_of(arch), kind, itemsize, width), ())
+    rows = rows_of(family_of(arch), kind, itemsize, width)
     limit = LIMITS.get(arch, 101376)
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
         if shared_bytes(kind, row, dims, itemsize, scratch=scratch) <= limit:

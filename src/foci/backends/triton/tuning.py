@@ -20,7 +20,7 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan
-from foci.backends.triton.schedules import LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, scratch_of, shared_bytes
+from foci.backends.triton.schedules import LIKE, LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, scratch_of, shared_bytes
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 __all__ = ["Scheduled", "Store", "TunedKernel", "candidates", "fitted", "key_of"]
@@ -59,7 +59,7 @@ def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     own = schedule_for(kind, arch, dims, itemsize, scratch=scratch)
     if own is None or arch == 0:
         return () if own is None else (fitted(own, p.formula.block_size),)
-    names = (kind, "forward") if kind.startswith("forward") else (kind,)
+    names = (kind, LIKE.get(kind, kind))
     rows = [row for (family, name, size, _), row in SCHEDULES.items() if (family, size) == (family_of(arch), itemsize) and name in names]
     seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
     near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
