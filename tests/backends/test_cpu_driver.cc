@@ -103,7 +103,28 @@ template <int HEAD, int VALUE, bool DROPS = false> void check(int heads, int kv_
   free(p), free(dk), free(dv), free(lse), free(kept);
 }
 
+static void check_pool() {
+  const int64_t size = 3 << 20;
+  char *first, *second;
+  {
+    const Buffer a(size), b(size);  // two at once are two
+    first = a.data, second = b.data;
+    if (first == second) ++failures;
+    a.data[0] = b.data[size - 1] = 1;
+  }
+  {
+    const Buffer again(size), small(size / 3);
+    if (again.data != first && again.data != second) ++failures;
+    if (small.data == first || small.data == second) ++failures;
+  }
+  for (int64_t part = 2; part < 6; ++part) Buffer(Pool::MOST / part);  // more than it may keep
+  int64_t total = 0;
+  for (int i = 0; i < pool.count; ++i) total += pool.blocks[i].bytes;
+  if (pool.count < 1 || pool.count > Pool::BLOCKS || total > Pool::MOST || pool.busy) ++failures;
+}
+
 int main() {
+  check_pool();
   check<16, 16>(2, 1, 1, 1, 1);
   check<40, 24>(4, 2, 70, 130, 1);
   check<17, 33>(2, 2, 130, 66, 2);

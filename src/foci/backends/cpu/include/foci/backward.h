@@ -77,6 +77,16 @@ template <class P> struct BackwardTile {
   Sequence s;
   int kv, keys;  // the tile's first key, and how many it has
   const float* grad_columns;
+  struct { const char* query; char* sums; } ahead;  // the tile of queries that comes next, and its dQ
+
+  // Asks for a share of what comes next, so that memory is busy while products run.
+  FOCI_INLINE void fetch_ahead() {
+    constexpr int BLOCKS = N / PANEL * (ROWS / MR);  // a call for each
+    constexpr int QUERY = ((int)sizeof(QueryTile<P>) / 64 + BLOCKS - 1) / BLOCKS, SUMS = P::GRAD_Q ? (ROWS * G::DQ_ROW / 16 + BLOCKS - 1) / BLOCKS : 0;
+    FOCI_UNROLL for (int i = 0; i < QUERY; ++i) __builtin_prefetch(ahead.query + 64 * i, 0, 2);
+    FOCI_UNROLL for (int i = 0; i < SUMS; ++i) __builtin_prefetch(ahead.sums + 64 * i, 1, 2);
+    ahead.query += 64 * QUERY, ahead.sums += 64 * SUMS;
+  }
 
   void begin(const Call& call, const Sequence& sequence, int hkv, int first) {
     typedef typename G::T T;
@@ -274,6 +284,7 @@ template <class P> struct BackwardTile {
         if (!finished)  // what is read after the products arrives meanwhile
           for (int r = b; r < b + MR; ++r) P::fetch_captures(t.row[r], kv + at);
         score_block(call, t, b, at, finished);
+        fetch_ahead();
       }
       if (!finished) finish_panel(call, t, rows, at, kind[i]);
       for (int b = 0; b < rows; b += MR) gradient_block(call, t, b, at);
@@ -350,6 +361,8 @@ template <class P> void backward_task(const Call& call, const Sequence& s, int h
     tile.begin(call, s, hkv, (int)kv);
     for (int64_t j = 0; j < group * count; ++j) {
       if (P::GRAD_Q && kv == first) clear_floats(mine + j * TILE, TILE);  // here, so that it is in the cache
+      const int64_t next = j + 1 < group * count ? j + 1 : 0;
+      tile.ahead = {(const char*)(query + next), (char*)(mine + next * TILE)};
       tile.meet(call, query[j], (int)(hkv * group + j / count), (int)(j % count) * ROWS, mine + j * TILE, sinks);
     }
     tile.finish(call, hkv);
