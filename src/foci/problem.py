@@ -208,11 +208,11 @@ class Target:
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """Stands for all of a call but what its tensors hold and where: calls of one geometry have one formula, one set of numbers and of
-    wanted gradients, and tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
+    wanted gradients, and tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes. In the jagged layout how many
+    tokens there are is no part of it.
 
     Attributes:
-        packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T]; how many
-            tokens T there are is no part of it.
+        packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
     """
 
     packed: bool = False

@@ -1,5 +1,7 @@
 """Calls through the dispatcher, as compiled code makes them: known from before, laid out as promised."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,3 +109,46 @@ def test_a_gradient_laid_out_otherwise_is_copied():
     assert dispatched._lying(tensor, tensor.stride()) is tensor
     one = torch.randn(1, 3, 4, 5)
     assert dispatched._lying(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
+
+
+def packed(*lengths):
+    """Query, key and value [1, H, T, D] as views of one product, and where sequences begin."""
+    whole = torch.randn(sum(lengths), 3, 2, 4)
+    return [t.transpose(0, 1).unsqueeze(0) for t in whole.unbind(1)], torch.tensor([0, *lengths]).cumsum(0)
+
+
+@pytest.mark.parametrize("lengths", [(4, 9), (1, 12), (13, 0)], ids=str)
+def test_packed_calls_are_planned_once_for_any_number_of_tokens(planned, lengths):
+    leaves = [t.requires_grad_() for t in torch.randn(3, 5, 2, 4).unbind(0)]
+    offsets = torch.tensor([0, 2, 5])
+    with Passed() as passed:
+        foci.varlen_attn(*leaves, offsets, offsets, 16, 16).sum().backward()
+    (_, forward), (_, backward) = passed.calls
+    tensors, starts = packed(*lengths)
+    tensors = [t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    args = (*tensors, *forward[3:6], starts, starts, *forward[8:])
+    planned.clear()
+    with torch.no_grad():
+        out, lse, *_ = ATTENTION(*args)
+        gradients = BACKWARD(torch.ones_like(out), None, None, None, out, lse, "111", *args)
+    assert not planned
+    q, k, v = (t.double().requires_grad_() for t in tensors)
+    parts = [[t[:, :, a:b] for t in (q, k, v)] for a, b in itertools.pairwise(starts.tolist())]
+    wanted = torch.cat([torch.softmax(q @ k.mT / 2, -1) @ v for q, k, v in parts], 2)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(gradients, torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
+        assert found.stride()[1:] == (4, 8, 1)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_packed_token_is_a_call_of_its_own(planned):
+    tensors, starts = packed(5)
+    flat = [t[0].transpose(0, 1) for t in tensors]
+    with Passed() as passed:
+        foci.varlen_attn(*flat, starts, starts, 16, 16)
+    ((_, args),) = passed.calls
+    one, begin = packed(1)
+    planned.clear()
+    out = ATTENTION(*one, *args[3:6], begin, begin, *args[8:])[0]
+    assert len(planned) == 1
+    torch.testing.assert_close(out, one[2].expand_as(out))

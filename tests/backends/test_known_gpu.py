@@ -1,7 +1,10 @@
 """Known calls on a GPU: the numbers of new ones, on every stream, in and around CUDA graphs, whatever hooks hand back."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
 from foci import masks, recall, scores
@@ -71,6 +74,28 @@ def test_known_calls_give_the_numbers_of_the_formula(backend, name, wanted):
         tensors = inputs(packed="packed" in name, wanted=wanted)
         cotangent = torch.randn_like(tensors[0])
         same(passes(backend, call, tensors, cotangent, turn), passes("reference", call, tensors, cotangent, turn))
+
+
+class Dispatched(TorchDispatchMode):
+    """Calls go through the operators, as compiled code's do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_through_the_dispatcher(backend, name):
+    for turn in range(5):
+        tensors, call = inputs(packed="packed" in name), calls()[name]
+        if name == "packed causal":
+            tokens = 256 - 16 * (turn // 2)  # what was noted of one number of tokens is known for any
+            offsets = torch.tensor((0, 56, 56, tokens), device="cuda")
+            tensors = [t.detach()[:tokens].requires_grad_() for t in tensors]
+            call = functools.partial(lambda at, q, k, v: foci.varlen_attn(q, k, v, at, at, 200, 200, window_size=(-1, 0)), offsets)
+        cotangent = torch.randn_like(tensors[0])
+        with Dispatched():
+            found = passes(backend, call, tensors, cotangent, turn)
+        same(found, passes("reference", call, tensors, cotangent, turn))
 
 
 def test_on_several_streams_at_once(backend):

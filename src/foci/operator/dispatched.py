@@ -28,10 +28,12 @@ Strides: TypeAlias = tuple[int, ...]
 
 
 class _Known(NamedTuple):
-    """A call but for its tensors, and the strides that the operator's outputs are promised to have."""
+    """A call but for its tensors, and the strides that the operator's outputs are promised to have; None where they depend on how many
+    tokens are packed.
+    """
 
     outline: Outline
-    strides: tuple[Strides, ...]
+    strides: list[Strides] | None
 
 
 _known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
@@ -50,8 +52,9 @@ def results(*args: Any) -> Flat:
     known = _known.get(signature)
     if known is None:
         known = _keep(signature, _forward_known(args, allowed))
+    strides = known.strides or _forward_strides(args)
     out, *others = outputs_of(forward_now(known.outline, (*args[:3], *args[3]), args[4:11]))
-    return (_lying(out, known.strides[0]), *others)  # type: ignore[return-value]
+    return (_lying(out, strides[0]), *others)  # type: ignore[return-value]
 
 
 def gradients(
@@ -78,7 +81,8 @@ def gradients(
         cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
         found = backward_of(outline.chosen, outline.operands(tensors, args[4:11]), Results(out, lse), cotangents)
         made = (found.query, found.key, found.value, *found.captures)
-    return [_lying(t, s) for t, s in zip((t for t in made if t is not None), strides, strict=True)]
+    strides = strides or _backward_strides(args, needs)
+    return [_lying(t, s) for t, s in zip([t for t in made if t is not None], strides, strict=True)]
 
 
 def _names(allowed: str) -> tuple[str, ...]:
@@ -94,12 +98,17 @@ def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
         captured = tuple([(t.shape, t.stride(), t.dtype) for t in captures])
         for t in captures:
             address |= t.data_ptr()
-    spans = None if lengths[0] is None else tuple([None if t is None else (t.shape, t.dtype) for t in lengths])
+    shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
+    strides, spans = (query.stride(), key.stride(), value.stride()), None
+    if lengths[0] is not None:  # [1, H, T, D]: however many tokens, but for one, whose strides say nothing
+        counts = query.shape[2], key.shape[2], value.shape[2]
+        shapes = (min(counts) > 1 or counts, counts[1] == counts[2], *[(t.shape[1], t.shape[3]) for t in (query, key, value)])
+        strides = strides[0][1:], strides[1][1:], strides[2][1:]
+        spans = tuple([None if t is None else (t.shape, t.dtype) for t in lengths])
     return (
-        line, allowed, query.shape, query.stride(), query.dtype, query.device, key.shape, key.stride(), key.dtype, value.shape,
-        value.stride(), value.dtype, address & 15, query is key, key is value, query is value, captured, seed is None, blocks is None,
-        spans, page_table is None, (*ints,), (*floats,), scale, dropout_p, max_q, max_kv,
-        backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
+        line, allowed, shapes, strides, query.dtype, query.device, key.dtype, value.dtype, address & 15, query is key, key is value,
+        query is value, captured, seed is None, blocks is None, spans, page_table is None, (*ints,), (*floats,), scale, dropout_p, max_q,
+        max_kv, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
     )  # fmt: skip
 
 
@@ -125,15 +134,23 @@ def _keep(signature: tuple[Any, ...], known: _Known) -> _Known:
 
 def _forward_known(args: Sequence[Any], allowed: Allowed) -> _Known:
     outline = _outline(args, allowed, (*NO_NEEDS, (False,) * len(args[3])))
-    return _Known(outline, (result_strides(args[0].shape, args[2].shape[-1]),))
+    return _Known(outline, None if args[6] is not None else _forward_strides(args))
 
 
 def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str) -> _Known:
     wanted = [flag == "1" for flag in needs]
     outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])))
+    return _Known(outline, None if args[6] is not None else _backward_strides(args, needs))
+
+
+def _forward_strides(args: Sequence[Any]) -> list[Strides]:
+    return [result_strides(args[0].shape, args[2].shape[3])]
+
+
+def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:
     strides = [gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2)) for t in args[:3]]
     strides += [torch.empty(t.shape, device="meta").stride() for t in args[3]]
-    return _Known(outline, tuple(s for s, on in zip(strides, wanted, strict=True) if on))
+    return [s for s, flag in zip(strides, needs, strict=True) if flag == "1"]
 
 
 def _outline(args: Sequence[Any], allowed: Allowed, needs: Needs) -> Outline:
