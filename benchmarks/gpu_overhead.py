@@ -6,8 +6,8 @@
 The floor is a Triton kernel that does nothing, launched by Triton, and for a backward pass an autograd function that only allocates;
 peers are torch's scaled_dot_product_attention, varlen_attn and FlexAttention compiled. Problems are of (1, 2, 64, 64) in bfloat16, or
 as many tokens of two sequences; one thread; medians of rounds, in which each call takes turns with the empty launch. foci's rows are
-measured by each of its backends for GPUs, and a row of calls whose lengths are new each time says what a call costs that nothing is
-known of. A line comes as soon as it is measured.
+measured by each of its backends for GPUs. A row of calls whose lengths are new each time says what a call costs that nothing is known
+of, and one of the operators alone what attention costs in a compiled graph. A line comes as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
 from foci import masks, scores
@@ -123,7 +124,38 @@ def foci_cases() -> dict[str, dict[str, Callable[[], Any]]]:
         "nested": {"forward": lambda: foci.attention(rows, rows, rows)},
         "new lengths": {"forward": new},
     }
-    return {f"foci {name}, {backend}": ways for backend in BACKENDS for name, ways in calls.items()}
+    found = {f"foci {name}, {backend}": ways for backend in BACKENDS for name, ways in calls.items()}
+    for backend in BACKENDS:
+        found[f"foci operators causal, {backend}"] = operators_of(dense, backend, mask=causal)
+        found[f"foci compiled causal, {backend}"] = ways_of(torch.compile(attention(mask=causal)), dense)
+    return found
+
+
+def operators_of(inputs: Inputs, backend: str, **options: Any) -> dict[str, Callable[[], Any]]:
+    """The operators that a compiled graph calls, called as it does: no gradients are recorded, tensors are new objects each time."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.foci.attention.default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Seen(), foci.use(backend):
+        foci.attention(*inputs.tensors, **options)
+    ((*tensors, captures, seed, blocks), rest) = seen[0][:6], seen[0][6:]
+
+    def forward() -> Any:
+        return torch.ops.foci.attention.default(*[t.detach() for t in tensors], captures, seed, blocks, *rest)
+
+    def both() -> None:
+        out, lse, *_ = forward()
+        again = [t.detach() for t in tensors]
+        torch.ops.foci.attention_backward.default(
+            inputs.cotangent, None, None, None, out, lse, "111", *again, captures, seed, blocks, *rest
+        )
+
+    return {"forward": forward, "forward+backward": both}
 
 
 def _new_lengths() -> Iterator[int]:
