@@ -20,7 +20,10 @@ from foci.backends.hopper import kernel  # noqa: E402
 from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
-LAUNCHED = {kernel: ("attention_forward", "fill_between"), sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")}
+LAUNCHED = {
+    kernel: ("attention_forward", "fill_between", "pack_masks"),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
+}
 DOCUMENTS = torch.arange(2048) // 100
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
@@ -36,6 +39,7 @@ CASES = {
     "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 64},
     "window": {"mask": masks.window(100)},
+    "persistent": {"mask": masks.window(100), "dim": 64},
     "jagged": {"jagged": True, "stack": 16},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
     "blocks": {"mask": masks.causal(), "blocks": True},
@@ -57,6 +61,18 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
     if forward.stack is not None:
         assert forward.stack <= case.get("stack", 0)
         assert forward.sass.count("HGMMA") >= 12
+
+
+@pytest.mark.slow
+def test_masks_of_any_kind_are_read_as_bits(stand_in):
+    """The loop over partial tiles reads two words a thread, and not what the mask reads for each pair."""
+    found = stand_in(LAUNCHED, 90)
+    owners = torch.arange(2048) // 90
+    launch({"mask": foci.Mask(lambda b, h, q, k: owners[q] == owners[k])})
+    assert [one.name for one in found].count("pack_masks") == 1
+    forward = next(one for one in found if one.name == "attention_forward")
+    if forward.sass:
+        assert forward.sass.count("LDG") < 40
 
 
 def launch(case):

@@ -35,6 +35,9 @@ CASES = {
     "causal alibi": {"mask": masks.causal(), "score": scores.alibi(4)},
     "softcap": {"score": scores.softcap(2.0)},
     "window": {"mask": masks.window(100)},
+    "wide window": {"mask": masks.window(400)},
+    "window to both sides": {"mask": masks.window(30, 60)},
+    "jagged window": {"lengths": [100, 1, 700, 0, 128, 333], "mask": masks.window(150)},
     "document": {"mask": foci.Mask(lambda b, h, q, k: DOCUMENTS.cuda()[q] == DOCUMENTS.cuda()[k])},
     "dropout": {"dropout": 0.2},
     "negative scale": {"scale": -0.1},
@@ -44,14 +47,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["C2", "N3"])
+@pytest.mark.parametrize("schedule", ["C2", "N3", "SHORT"])
 @pytest.mark.parametrize("name", CASES)
-def test_both_schedules_solve_every_problem(name, schedule, monkeypatch):
+def test_every_schedule_solves_every_problem(name, schedule, monkeypatch):
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
-    asked, operands = posed(**CASES[name])
+    monkeypatch.setattr(host, "_processors", lambda device: 5)  # programs of several tasks
+    given = CASES[name]
+    asked, operands = posed(**given if schedule != "SHORT" or "dim" in given else {**given, "dim": 64})
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))

@@ -75,6 +75,7 @@ def test_what_it_cannot_take_is_declined_in_words(given, target, said):
         ({}, "N3"),
         ({"mask": masks.causal(), "score": scores.alibi(16)}, "N3"),
         ({"mask": masks.window(1023)}, "C2"),
+        ({"mask": masks.window(1023), "head_dim": 64, "value_dim": 64}, "N3"),
         ({"head_dim": 256, "value_dim": 256}, "C2"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,  # a set's text differs between processes

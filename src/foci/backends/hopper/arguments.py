@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Config"]
+__all__ = ["Config", "Marked"]
 
 
 class Config(NamedTuple):
@@ -15,7 +15,8 @@ class Config(NamedTuple):
     same, padded to a power of two. MODE: which tiles are visited: those within the rows' "bounds", or "all", "ranges" or
     "lists" (see `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the
     scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
-    attended to whatever the mask says. LOW: a row's first key need not be 0.
+    attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
+    PERSISTENT: a program takes one task after another.
     """
 
     CONSUMERS: Any
@@ -33,3 +34,16 @@ class Config(NamedTuple):
     DROPOUT: Any
     BLOCKS: Any
     LOW: Any = None
+    WORDS: Any = None
+    PERSISTENT: Any = None
+
+
+class Marked(NamedTuple):
+    """A `foci.backends.triton.arguments.Table`, and the words of its partial tiles (`foci.backends.hopper.words`)."""
+
+    counts: Any
+    lists: Any
+    b_stride: int
+    h_stride: int
+    width: int
+    words: Any

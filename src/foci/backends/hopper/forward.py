@@ -7,6 +7,9 @@ one for "free".
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
 the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).
+
+A program has one task, a tile of queries of a head. Where tasks are short and alike, persistent programs take one after another,
+every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys.
 """
 
 import triton.language as tl
@@ -21,34 +24,9 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import operand, product, shared
+from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, marks_of, scores_of
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out, run_of, step, tiles_within
-from foci.backends.triton.tiles import FORCED, LN2, LOG2E, find, number, sequence, start_of
-
-ROWS = gl.constexpr(64)
-
-
-@gluon.jit
-def scores_of(raw, tile, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
-    """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high = at
-    x = raw
-    column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
-    kv_idx = column
-    if MASKED:
-        kv_idx = gl.minimum(column, kv_len - 1)
-    if not c.PLAIN:
-        x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-    if MASKED and c.MODE == "bounds":
-        keep = column <= high
-        if c.LOW:
-            keep = keep & (column >= low)
-        x = gl.where(keep, x, float("-inf"))
-    elif MASKED:
-        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-        if c.BLOCKS:
-            keep = keep | (tile >= FORCED)
-        x = gl.where(keep & (column < kv_len), x, float("-inf"))
-    return x
+from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
 
 
 @gluon.jit
@@ -75,7 +53,7 @@ def fold_softmax(x, most, total, factor):
 @gluon.jit
 def kept(tile, at, numbers, c):
     """Which weights dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high = at
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
     column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
@@ -114,16 +92,17 @@ def fold_in_turn(
     acc, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
 ):
     """Folds the tiles low .. high, one step after the other."""
-    keys, values, k_full, k_free, v_full, v_free = bars
+    keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
-        stage = i % c.STAGES
-        phase = (i // c.STAGES) & 1
+        stage = (base + i) % c.STAGES
+        phase = ((base + i) // c.STAGES) & 1
         tile = step(table, run, i, c)
+        marks = marks_of(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), phase)
         raw = multiply_keys(q, keys, stage, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        x = scores_of(raw, tile, at, numbers, env, c, score, mask, MASKED)
+        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = acc * by_row(alpha, c.DV_PAD)
         mbarrier.wait(v_full.index(stage), phase)
@@ -138,18 +117,19 @@ def fold_overlapped(
     acc, p, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
 ):
     """Folds the tiles low .. high, each one's scores before the values of the tile before it, whose weights are `p`."""
-    keys, values, k_full, k_free, v_full, v_free = bars
+    keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
-        stage = i % c.STAGES
-        before = (i - 1) % c.STAGES
+        stage = (base + i) % c.STAGES
+        before = (base + i - 1) % c.STAGES
         tile = step(table, run, i, c)
-        mbarrier.wait(k_full.index(stage), (i // c.STAGES) & 1)
+        marks = marks_of(table, run, i, at, c, MASKED)
+        mbarrier.wait(k_full.index(stage), ((base + i) // c.STAGES) & 1)
         raw = multiply_keys(q, keys, stage, c)
-        mbarrier.wait(v_full.index(before), ((i - 1) // c.STAGES) & 1)
+        mbarrier.wait(v_full.index(before), ((base + i - 1) // c.STAGES) & 1)
         acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        x = scores_of(raw, tile, at, numbers, env, c, score, mask, MASKED)
+        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         weights, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(before), count=1)
@@ -161,10 +141,10 @@ def fold_overlapped(
 @gluon.jit
 def pass_over(bars, low, high, c):
     """Lets tiles go by that no row of this consumer attends to."""
-    keys, values, k_full, k_free, v_full, v_free = bars
+    keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
-        stage = i % c.STAGES
-        phase = (i // c.STAGES) & 1
+        stage = (base + i) % c.STAGES
+        phase = ((base + i) // c.STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_free.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
@@ -174,37 +154,40 @@ def pass_over(bars, low, high, c):
 @gluon.jit
 def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
-    start, first, second, end, count = cuts
+    start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
     if not c.OVERLAPPED:
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, start, first, table, numbers, env, c, score, mask, True)
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, first, second, table, numbers, env, c, score, mask, False)
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, start, first, table, numbers, env, c, score, mask, UPPER)
+        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, first, second, table, numbers, env, c, score, mask, WHOLE)
         if c.LOW:
-            acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, second, end, table, numbers, env, c, score, mask, True)
+            acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, second, end, table, numbers, env, c, score, mask, LOWER)
     elif end > start:
-        keys, values, k_full, k_free, v_full, v_free = bars
+        keys, values, k_full, k_free, v_full, v_free, base = bars
         tile = step(table, run, start, c)
-        stage = start % c.STAGES
-        mbarrier.wait(k_full.index(stage), (start // c.STAGES) & 1)
+        marks = marks_of(table, run, start, at, c, BOTH)
+        stage = (base + start) % c.STAGES
+        mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
         raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, c)])
         mbarrier.arrive(k_free.index(stage), count=1)
         # a full tile may be treated as a partial one
-        x = scores_of(raw, tile, at, numbers, env, c, score, mask, True)
+        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, BOTH)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         p = as_factor(p, tile, at, numbers, keys.dtype, c)
         next = start + 1
-        acc, p, most, total = fold_overlapped(acc, p, most, total, q, bars, at, run, next, first, table, numbers, env, c, score, mask, True)
+        acc, p, most, total = fold_overlapped(
+            acc, p, most, total, q, bars, at, run, next, first, table, numbers, env, c, score, mask, UPPER
+        )
         low = gl.maximum(first, next)
         acc, p, most, total = fold_overlapped(
-            acc, p, most, total, q, bars, at, run, low, second, table, numbers, env, c, score, mask, False
+            acc, p, most, total, q, bars, at, run, low, second, table, numbers, env, c, score, mask, WHOLE
         )
         if c.LOW:
             low = gl.maximum(second, next)
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, low, end, table, numbers, env, c, score, mask, True
+                acc, p, most, total, q, bars, at, run, low, end, table, numbers, env, c, score, mask, LOWER
             )
-        stage = (end - 1) % c.STAGES
-        mbarrier.wait(v_full.index(stage), ((end - 1) // c.STAGES) & 1)
+        stage = (base + end - 1) % c.STAGES
+        mbarrier.wait(v_full.index(stage), ((base + end - 1) // c.STAGES) & 1)
         acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
@@ -214,8 +197,8 @@ def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score
 
 @gluon.jit
 def consume(
-    ME: gl.constexpr, cuts, q_tiles, q_full, bars, place, run, spans, out, out_buffers, lse, row_max, size, table, numbers, env, c,
-    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
+    ME: gl.constexpr, turn, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, out_buffers, lse, row_max, size, table,
+    numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer: 64 rows of the program's tile."""
     b, memory_b, h, task, block = place
@@ -226,12 +209,17 @@ def consume(
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
     factor = gl.to_tensor(LOG2E * (numbers.scale if c.PLAIN else aux[0]))
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
-    at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high)
+    low, high = gl.max(low, 1), gl.max(high, 1)
+    at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, cuts[5])
     acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
     total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
-    mbarrier.wait(q_full.index(ME), 0)
+    # without keys no queries come
+    if cuts[4] > 0:
+        mbarrier.wait(q_full.index(ME), turn & 1)
     acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
+    if cuts[4] > 0:
+        mbarrier.arrive(q_free.index(ME), count=1)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
@@ -242,70 +230,131 @@ def consume(
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
     buffer = out_buffers.index(ME)
+    if c.PERSISTENT:
+        # until the rows of the task before have left
+        tma.store_wait(0)
+        gl.thread_barrier()
     buffer.store((acc * by_row(weight, c.DV_PAD)).to(out.dtype))
     fence_async_shared()
     copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
-    tma.store_wait(0)
+    if not c.PERSISTENT:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def produce(q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c):
-    """The producer: the rows of all consumers, then keys and values tile by tile."""
+def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
+    """The rows of all consumers."""
     b, memory_b, h, task, tile = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    keys, values, k_full, k_free, v_full, v_free = bars
     first = tile * c.TILE_Q
     for n in gl.static_range(c.CONSUMERS):
+        mbarrier.wait(q_free.index(n), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
         copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_tiles.index(n), c.JAGGED)
+
+
+@gluon.jit
+def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c):
+    """The producer: keys and values tile by tile, and the queries with the first of them."""
+    b, memory_b, h, task, tile = place
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    keys, values, k_full, k_free, v_full, v_free, base = bars
     kv_h = h // number(size.group)
     for i in range(run[2] + run[6]):
         here = start_of(step(table, run, i, c), c, c.TILE_KV)
-        stage = i % c.STAGES
-        phase = ((i // c.STAGES) & 1) ^ 1
+        stage = (base + i) % c.STAGES
+        phase = (((base + i) // c.STAGES) & 1) ^ 1
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
         copy_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), keys.index(stage), c.JAGGED)
+        if i == 0:
+            bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c)
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
         copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), values.index(stage), c.JAGGED)
 
 
 @gluon.jit
-def plan(place, spans, size, table, env, c, bounds: gl.constexpr):
+def plan(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
     b, memory_b, h, task, block = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     if c.MODE == "bounds":
         first = block * c.TILE_Q
-        start0, whole0, ending0, end0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds)
-        start1, whole1, ending1, end1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds)
-        start2, whole2, ending2, end2 = start1, whole1, ending1, end1
+        start0, whole0, ending0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start1, whole1, ending1, end1, narrow1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start2, whole2, ending2, end2, narrow2 = start1, whole1, ending1, end1, narrow1
         if c.CONSUMERS == 3:
-            start2, whole2, ending2, end2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds)
+            start2, whole2, ending2, end2, narrow2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
         start = gl.minimum(gl.minimum(start0, start1), start2)
         top = gl.maximum(gl.maximum(end0, end1), end2)
         count = gl.maximum(top - start, 0)
         zero = count * 0
         run = (top, zero, zero, zero, zero, zero, count)
-        cuts0 = cut(top, start0, whole0, ending0, end0, count)
-        cuts1 = cut(top, start1, whole1, ending1, end1, count)
-        cuts2 = cut(top, start2, whole2, ending2, end2, count)
+        cuts0 = cut(top, start0, whole0, ending0, end0, count, narrow0)
+        cuts1 = cut(top, start1, whole1, ending1, end1, count, narrow1)
+        cuts2 = cut(top, start2, whole2, ending2, end2, count, narrow2)
         return run, (cuts0, cuts1, cuts2)
     else:
         run = run_of(table, b, h, task, kv_len, c)
         count = run[2] + run[6]
-        cuts = (count * 0, run[6], count, count, count)
+        cuts = (count * 0, run[6], count, count, count, count * 0)
         return run, (cuts, cuts, cuts)
 
 
 @gluon.jit
-def cut(top, start, whole, ending, end, count):
+def cut(top, start, whole, ending, end, count, narrow):
     """Of tiles from the last to the first: where a consumer's begin, whole ones begin and end, all end; and their number."""
     there = end > start
     begin = gl.where(there, top - end, count)
     stop = gl.where(there, top - start, count)
-    return begin, gl.where(there, top - ending, count), gl.where(there, top - whole, count), stop, count
+    return begin, gl.where(there, top - ending, count), gl.where(there, top - whole, count), stop, count, narrow
+
+
+@gluon.jit
+def produce_all(q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds: gl.constexpr):
+    """The producer of a program that takes task after task: it copies for the next one while consumers finish the one before."""
+    keys, values, k_full, k_free, v_full, v_free = rings
+    task = gl.program_id(0)
+    turn = 0
+    base = 0
+    tasks = number(size.batch) * number(size.heads) * number(size.tasks)
+    while task < tasks:
+        place = find_nth(task, size, spans, c, True)
+        if place[0] >= 0:
+            run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
+            bars = (keys, values, k_full, k_free, v_full, v_free, base)
+            produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)
+            count = run[2] + run[6]
+            base += count
+            turn += gl.minimum(count, 1)
+        task += gl.num_programs(0)
+
+
+@gluon.jit
+def consume_all(
+    ME: gl.constexpr, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
+):  # fmt: skip
+    """One consumer of such a program."""
+    keys, values, k_full, k_free, v_full, v_free = rings
+    task = gl.program_id(0)
+    turn = 0
+    base = 0
+    tasks = number(size.batch) * number(size.heads) * number(size.tasks)
+    while task < tasks:
+        place = find_nth(task, size, spans, c, True)
+        if place[0] >= 0:
+            run, cuts = plan(place, spans, size, table, env, c, bounds, 4)
+            bars = (keys, values, k_full, k_free, v_full, v_free, base)
+            consume(
+                ME, turn, cuts[ME], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env,
+                c, pre, score, mask, bounds,
+            )  # fmt: skip
+            count = run[2] + run[6]
+            base += count
+            turn += gl.minimum(count, 1)
+        task += gl.num_programs(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -314,33 +363,62 @@ def attention_forward(
     pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
-    place = find(size, spans, c, True)
-    if place[0] < 0:
-        return
-    run, cuts = plan(place, spans, size, table, env, c, bounds)
+    if not c.PERSISTENT:
+        place = find(size, spans, c, True)
+        if place[0] < 0:
+            return
+        run, cuts = plan(place, spans, size, table, env, c, bounds, 4)
     q_tiles = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
     keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
     values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
-    # a consumer writes its rows of the result where its queries were
+    # a consumer writes its rows of the result where its queries were, unless the next ones come while it does
     outs = q_tiles
-    if c.DV_PAD != c.D_PAD:
+    if c.PERSISTENT or c.DV_PAD != c.D_PAD:
         outs = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
     q_full = barriers(c.CONSUMERS, 1)
+    q_free = barriers(c.CONSUMERS, 1)
     k_full = barriers(c.STAGES, 1)
     k_free = barriers(c.STAGES, c.CONSUMERS)
     v_full = barriers(c.STAGES, 1)
     v_free = barriers(c.STAGES, c.CONSUMERS)
-    bars = (keys, values, k_full, k_free, v_full, v_free)
+    rings = (keys, values, k_full, k_free, v_full, v_free)
+    bars = (keys, values, k_full, k_free, v_full, v_free, 0)
     fence_async_shared()
     # fmt: off
-    if c.CONSUMERS == 2:
+    if c.PERSISTENT and c.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, cuts[0], q_tiles, q_full, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                           pre, score, mask, bounds)),
-                (consume, (1, cuts[1], q_tiles, q_full, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                           pre, score, mask, bounds)),
-                (produce, (q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c)),
+                (consume_all, (0, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+                               pre, score, mask, bounds)),
+                (consume_all, (1, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+                               pre, score, mask, bounds)),
+                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    elif c.PERSISTENT:
+        gl.warp_specialize(
+            [
+                (consume_all, (0, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+                               pre, score, mask, bounds)),
+                (consume_all, (1, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+                               pre, score, mask, bounds)),
+                (consume_all, (2, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+                               pre, score, mask, bounds)),
+                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    elif c.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (1, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
             ],
             [4, 1],
             [240, 24],
@@ -348,13 +426,13 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, cuts[0], q_tiles, q_full, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                           pre, score, mask, bounds)),
-                (consume, (1, cuts[1], q_tiles, q_full, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                           pre, score, mask, bounds)),
-                (consume, (2, cuts[2], q_tiles, q_full, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                           pre, score, mask, bounds)),
-                (produce, (q, k, v, q_tiles, q_full, bars, place, run, spans, size, table, c)),
+                (consume, (0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (1, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (2, 0, cuts[2], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
             ],
             [4, 4, 1],
             [160, 160, 24],

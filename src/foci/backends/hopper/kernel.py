@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Plan
-from foci.backends.hopper.arguments import Config
+from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward import HopperGradients
 from foci.backends.hopper.bounds import bounds_of
 from foci.backends.hopper.descriptors import describe
@@ -19,7 +21,9 @@ from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import fill_between
 from foci.backends.hopper.rates import rates_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule
+from foci.backends.hopper.words import pack_masks
 from foci.backends.triton import kernel as host
+from foci.backends.triton.arguments import encode
 from foci.backends.triton.functions import lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -28,6 +32,11 @@ from foci.ir.expr import const
 from foci.problem import Operands, Results
 
 __all__ = ["HopperKernel"]
+
+WORDS_AT_MOST: Final = 1 << 26
+"""Bytes of the words of a mask's partial tiles; where there are more, the forward computes the mask."""
+_words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
+"""Kept as long as the visits are that they belong to."""
 
 
 class HopperKernel(HopperGradients):
@@ -64,12 +73,14 @@ class HopperKernel(HopperGradients):
         functions = functions_of(self.variant, lies, half=True, resident="q_idx", divided=True)
         if not functions.takes(operands.scale, operands.floats):
             functions = functions_of(self.variant, lies, half=True, resident="q_idx")
+        words, count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
         rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
         sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
         recorder.launch(
-            attention_forward, (query.shape[0] * query.shape[1] * visits.tasks,),
-            *sources, lse, row_max, size, visits.spans, visits.table, call.numbers._replace(scale=operands.scale), call.environment,
-            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain),
+            attention_forward, (min(count, _processors(query.device)) if schedule.persistent else count,),
+            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words),
+            call.numbers._replace(scale=operands.scale), call.environment,
+            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, has_words=words is not None),
             functions.pre, functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
@@ -87,14 +98,30 @@ class HopperKernel(HopperGradients):
             return self.visits(call, tiles, "queries")
         return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
 
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool) -> Config:
+    def _words(self, call: host.Pass, tiles: Tiles, visits: Visits) -> Tensor | None:
+        """Words of the partial tiles of lists, which are found once: not where the pass is to be known for other sequences."""
+        lists = visits.table.lists
+        if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
+            return None
+        words = _words.get(visits)
+        if words is None:
+            words = _words[visits] = torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device)
+            heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
+            pack_masks[(lists.shape[0] * (tiles.tile_q // 64), 8)](
+                words, visits.table, self.size(call, heads, visits.tasks), visits.spans, call.environment, encode(heads),
+                self.config(call, tiles, visits), call.functions.mask, 8, num_warps=4,
+            )  # fmt: skip
+        call.recorder.keep((words,))
+        return words
+
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, has_words: bool) -> Config:
         """What a launch is compiled for."""
         p = self.problem
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
-                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
+                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
             )
         )  # fmt: skip
 
@@ -108,3 +135,9 @@ def _without_mask(plan: Plan) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
+
+
+@functools.lru_cache(maxsize=64)
+def _processors(device: torch.device) -> int:
+    """Programs that a device runs at a time, one to a multiprocessor; as an H200 has them where none is asked."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

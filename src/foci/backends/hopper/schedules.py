@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.hopper.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
-from foci.problem import Problem
+from foci.problem import Layout, Problem
 
-__all__ = ["C2", "N3", "WIDE", "Schedule", "forward_schedule"]
+__all__ = ["C2", "N3", "SHORT", "WIDE", "Schedule", "forward_schedule"]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
-    what `explain` says of it."""
+    what `explain` says of it. `persistent` programs take task after task."""
 
     name: str
     consumers: int
@@ -23,6 +23,7 @@ class Schedule:
     tile_kv: int
     stages: int
     why: str
+    persistent: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -31,6 +32,7 @@ class Schedule:
 
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
+SHORT: Final = replace(N3, why="three warpgroups in turn, which take tile after tile, as windows are short", persistent=True)
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
 
 
@@ -43,6 +45,8 @@ def forward_schedule(problem: Problem) -> Schedule:
         return C2
     bounds = bounds_of(problem.variant.mask)
     if width <= 64:
-        return N3 if not problem.formula.dropout else C2
+        if problem.formula.dropout:
+            return C2
+        return SHORT if bounds is not None and bounds.is_low and problem.formula.layout is Layout.DENSE else N3
     is_simple = bounds is not None and not bounds.is_low and not problem.formula.dropout
     return N3 if is_simple and not tile_bytes(problem.variant) else C2

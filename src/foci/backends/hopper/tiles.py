@@ -41,10 +41,11 @@ def copy_out(target, b, h, row, start, length, buffer, JAGGED: gl.constexpr):
 
 
 @gluon.jit
-def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr):
-    """Tiles of keys that rows from `first` attend to: (first partial, first whole, behind the last whole, behind the last)."""
+def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
+    """Tiles of keys that rows from `first` attend to: (first partial, first whole, behind the last whole, behind the last), and
+    whether a tile may hold both a row's first key and a row's last."""
     # each warp holds all rows, so that none waits for another
-    q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [4], [0])), q_len - 1)
+    q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [WARPS], [0])), q_len - 1)
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     least = gl.min(low, 0)
     most = gl.max(high, 0)
@@ -52,8 +53,9 @@ def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds:
     start = gl.where(there, least // c.TILE_KV, 1 << 24)
     end = gl.where(there, most // c.TILE_KV + 1, 0)
     whole = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
-    ending = gl.minimum(gl.maximum((gl.min(high, 0) + 1) // c.TILE_KV, whole), end)
-    return start, whole, ending, end
+    last = (gl.min(high, 0) + 1) // c.TILE_KV
+    ending = gl.minimum(gl.maximum(last, whole), end)
+    return start, whole, ending, end, gl.where(last < whole, 1, 0)
 
 
 @gluon.jit

@@ -38,11 +38,17 @@ def place(n, size, LONGEST_FIRST: tl.constexpr):
 
 @triton.jit
 def find(size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """(b that functions are told, batch entry in memory, head, task, tile) of this program; b < 0 for the tile-th spare one.
+    """`find_nth` of this program."""
+    return find_nth(tl.program_id(0), size, spans, c, LONGEST_FIRST)
+
+
+@triton.jit
+def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
+    """(b that functions are told, batch entry in memory, head, task, tile) of the n-th program; b < 0 for the tile-th spare one.
 
     Tasks of packed sequences are in their order already.
     """
-    memory_b, h, task = place(tl.program_id(0), size, LONGEST_FIRST and not c.JAGGED)
+    memory_b, h, task = place(n, size, LONGEST_FIRST and not c.JAGGED)
     b = memory_b
     tile = task
     if c.JAGGED:

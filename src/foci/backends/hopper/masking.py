@@ -1,0 +1,108 @@
+# mypy: ignore-errors
+"""Scores of a tile, -inf where masked.
+
+By a row's first and last key, or by the words of a partial tile (`foci.backends.hopper.words`), columns are constants to a
+thread: a score costs a comparison and a choice. Masks that have neither are computed.
+"""
+
+from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.layouts import product
+from foci.backends.triton.tiles import FORCED, number, start_of
+
+__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "marks_of", "scores_of"]
+
+ROWS = gl.constexpr(64)
+# what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
+WHOLE = gl.constexpr(0)
+UPPER = gl.constexpr(1)
+LOWER = gl.constexpr(2)
+BOTH = gl.constexpr(3)
+
+
+@gluon.jit
+def by_column(x):
+    """(tile as [rows, n, 4, 2], 4 the lanes of a row; columns that one thread holds [1, n, 1, 2]; first column of a lane [1, 1, 4, 1])."""
+    y = x.reshape([ROWS, x.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = y.type.layout
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    eight = gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    return y, 8 * eight[None, :, None, None] + one[None, None, None, :], 2 * lane[None, None, :, None]
+
+
+@gluon.jit
+def by_rows(limit, y):
+    """A number a row, for a tile that `by_column` gave."""
+    LAYOUT: gl.constexpr = y.type.layout
+    return gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[:, None, None, None]
+
+
+@gluon.jit
+def up_to_last(x, limit):
+    """-inf behind the last key of a row, `limit` from the tile's first."""
+    y, column, lane = by_column(x)
+    y = gl.where(column <= by_rows(limit, y) - lane, y, float("-inf"))
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def from_first(x, limit):
+    """-inf before the first key of a row."""
+    y, column, lane = by_column(x)
+    y = gl.where(column >= by_rows(limit, y) - lane, y, float("-inf"))
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def marked(x, words):
+    """-inf where the words have no bit."""
+    y, column, lane = by_column(x)
+    bit = column // 8 * 2 + column % 2
+    y = gl.where(((gl.expand_dims(gl.expand_dims(words, 1), 3) >> bit) & 1) != 0, y, float("-inf"))
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
+    """Words [rows, 4] of the i-th tile that a program visits, where it has some; asked for while its product is not yet there."""
+    if c.WORDS and MASKED:
+        LAYOUT: gl.constexpr = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)).reshape([ROWS, c.TILE_KV // 8, 4, 2]).type.layout
+        WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+        row, full_first, full, part_first, before, gap, part = run
+        first = (row * number(table.width) + part_first + i) * (c.TILE_Q * 4) + at[5] % c.TILE_Q * 4
+        place = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
+        # a full tile, which has none, is attended to
+        return gl.load(table.words + first + place, mask=place < gl.where(i < part, ROWS * 4, 0), other=-1)
+    else:
+        return i
+
+
+@gluon.jit
+def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+    """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+    x = raw
+    here = start_of(tile, c, c.TILE_KV)
+    column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+    kv_idx = column
+    if MASKED:
+        kv_idx = gl.minimum(column, kv_len - 1)
+    if not c.PLAIN:
+        x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+    if MASKED and c.MODE == "bounds":
+        if c.LOW and MASKED != UPPER:
+            x = from_first(x, low - here)
+        if MASKED != LOWER:
+            x = up_to_last(x, high - here)
+        elif narrow > 0:
+            # the barrier keeps the branch: else both results are computed, and one chosen
+            gl.thread_barrier()
+            x = up_to_last(x, high - here)
+    elif MASKED and c.WORDS:
+        x = marked(x, marks)
+    elif MASKED:
+        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
+        x = gl.where(keep & (column < kv_len), x, float("-inf"))
+    return x

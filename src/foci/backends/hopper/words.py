@@ -1,0 +1,52 @@
+# mypy: ignore-errors
+"""Masks of partial tiles as bits, found once and read by every head and call that they serve.
+
+A thread of the forward holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says
+whether a column is attended to, so that a mask costs the forward the same whatever it reads.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import FORCED, number, sequence
+
+__all__ = ["pack_masks"]
+
+
+@triton.jit
+def pack_masks(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
+    """Words of the partial tiles of 64 rows of a task; each of SPLIT programs takes every SPLIT-th of them.
+
+    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4]. `heads`: those that the lists tell apart, encoded.
+    """
+    part = tl.program_id(0) % (c.TILE_Q // 64)
+    row = tl.program_id(0) // (c.TILE_Q // 64)
+    task = row % number(size.tasks)
+    line = row // number(size.tasks)
+    b = line // number(heads)
+    h = line - b * number(heads)
+    tile = task
+    if c.JAGGED:
+        b = tl.load(spans.tasks + 2 * task)
+        tile = tl.load(spans.tasks + 2 * task + 1)
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    counts = table.counts + row.to(tl.int64) * 4
+    full = tl.load(counts)
+    first = row.to(tl.int64) * number(table.width) + full
+    q_idx = tile * c.TILE_Q + part * 64 + tl.arange(0, 64)[:, None]
+    column = tl.arange(0, c.TILE_KV)[None, :]
+    at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    for i in range(tl.program_id(1), tl.load(counts + 1), SPLIT):
+        entry = tl.load(table.lists + first + i)
+        forced = entry < 0
+        if c.BLOCKS:
+            forced = entry >= FORCED
+            entry = entry & (FORCED - 1)
+        kv_idx = entry * c.TILE_KV + column
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        keep = (keep | forced) & (q_idx < q_len) & (kv_idx < kv_len)
+        bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
+        word = tl.sum(tl.sum(bits.reshape(64, c.TILE_KV // 8, 4, 2), 3), 1)
+        tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)

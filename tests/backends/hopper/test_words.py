@@ -1,0 +1,110 @@
+"""Masks of partial tiles as words: every bit, natively or in the interpreter (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci import masks
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
+
+kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+OWNERS = (torch.arange(500, device=DEVICE) % 7 == 0).cumsum(0) // 9
+REACH = torch.tensor([40, 150], device=DEVICE)
+BLOCKS = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 1], [1, 1, 1, 1], [2, 0, 0, 1]], dtype=torch.int8, device=DEVICE)[None, None]
+CASES = {
+    "document": {"mask": lambda b, h, q, k: OWNERS[q] == OWNERS[k]},
+    "by head": {"mask": lambda b, h, q, k: abs(q - k) * (OWNERS[q] + 1) < REACH[h]},
+    "blocks": {"mask": lambda b, h, q, k: q >= k, "blocks": BLOCKS},
+    "jagged": {"mask": lambda b, h, q, k: (OWNERS[q] * k) % 3 == 0, "lengths": [130, 1, 0, 369]},
+    "wide": {"mask": lambda b, h, q, k: OWNERS[q] == OWNERS[k], "dim": 256},
+}
+
+
+def listed(mask, blocks=None, lengths=None, dim=64):
+    """(table of the launch, its configuration, entry by entry what a mask keeps)."""
+    query = torch.zeros(1 if lengths else 2, 2, 500, dim, dtype=torch.float16, device=DEVICE)
+    bound, packed = bind(None, foci.Mask(mask), DEVICE), {}
+    if lengths:
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=DEVICE)
+        packed = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
+    operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.1, 0.0, None, blocks, **packed)
+    formula = Formula(
+        bound.variant, Layout.JAGGED if lengths else Layout.DENSE, Outputs(lse=True), False, (128, 128) if blocks is not None else None
+    )
+    grads = (False,) * len(bound.captures)
+    asked = Problem(formula, torch.float16, dim, dim, 2, 2, len(lengths or (0, 0)), 500, 500, capture_grads=grads)
+    return kernel.HopperKernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))), operands
+
+
+class Caught(Exception):
+    """What the forward would be launched with."""
+
+
+class Catching:
+    signature = kernel.attention_forward.signature
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise Caught(args)
+
+        return launch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_says_what_the_mask_does(name, monkeypatch):
+    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    case = CASES[name]
+    compiled, operands = listed(**case)
+    with pytest.raises(Caught) as caught:
+        compiled.forward(operands)
+    (args,) = caught.value.args
+    table = next(arg for arg in args if hasattr(arg, "words"))
+    spans = next(arg for arg in args if hasattr(arg, "q_start"))
+    tile_kv = 64 if case.get("dim") == 256 else 128
+    tile_q, tasks, width = table.words.shape[1], len(table.counts), table.width >> 2
+    tasks = tasks // 2 if table.h_stride != 3 else tasks
+    seen = 0
+    for row, (full, part) in enumerate(table.counts[:, :2].tolist()):
+        h, task, length = row // tasks, row % tasks, 500
+        if spans.tasks is not None:
+            b, task = spans.tasks[row].tolist()
+            if b < 0:  # a spare task
+                continue
+            length = int(spans.q_length[b])
+        for i in range(full, full + part):
+            entry = int(table.lists[row, i])
+            forced, entry = entry >= 1 << 30, entry & ((1 << 30) - 1)
+            q = task * tile_q + torch.arange(tile_q, device=DEVICE)[:, None]
+            k = entry * tile_kv + torch.arange(tile_kv, device=DEVICE)[None, :]
+            keep = case["mask"](0, h, q.clamp(max=length - 1), k.clamp(max=length - 1)) | forced
+            column = torch.arange(tile_kv, device=DEVICE)
+            word = table.words[row * width + i][:, column % 8 // 2]
+            bit = (word >> (column // 8 * 2 + column % 2)) & 1
+            assert torch.equal(bit.bool(), keep & (q < length) & (k < length))
+            seen += 1
+    assert seen > 3
+
+
+def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
+    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    monkeypatch.setattr(kernel, "WORDS_AT_MOST", 1000)
+    compiled, operands = listed(**CASES["document"])
+    with pytest.raises(Caught) as caught:
+        compiled.forward(operands)
+    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "words")).words is None
+
+
+def test_masks_of_one_run_of_keys_have_no_words(monkeypatch):
+    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    compiled, operands = listed(masks.window(100))
+    with pytest.raises(Caught) as caught:
+        compiled.forward(operands)
+    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "words")).words is None
