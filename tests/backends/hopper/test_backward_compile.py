@@ -1,4 +1,4 @@
-"""Both backward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
+"""The backward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
 
 import os
 
@@ -36,11 +36,11 @@ CASES = {
     "D 16": {"dim": 16},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64},
-    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "fused": True},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "stack": 400, "fused": True},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 560, "fused": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
-    "dropout": {"dropout": 0.1, "stack": 1100, "fused": True},
+    "dropout": {"dropout": 0.1, "stack": 1400, "fused": True},
 }
 
 
@@ -59,6 +59,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         assert one.shared <= LIMITS[90], one.name
         if one.name in GRADIENTS:
             assert "wgmma.mma_async" in one.ptx, one.name
+            assert ("cp.reduce.async.bulk" in one.ptx) == (one.name == "attention_gradients"), one.name
         if one.stack is not None:
             assert one.stack <= (case.get("stack", 320) if one.name in GRADIENTS else 32), one.name
 

@@ -28,6 +28,7 @@ CASES = {
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "rows": 700},
     "dropout": {"dropout": 0.2, "rows": 300},
     "jagged": {"lengths": LENGTHS},
+    "jagged, causal": {"lengths": LENGTHS, "mask": masks.causal()},
     "jagged, causal, D 64": {"lengths": LENGTHS, "mask": masks.causal(), "dim": 64},
     "negative scale": {"scale": -0.1, "mask": masks.causal()},
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "rows": 900},
@@ -54,7 +55,7 @@ def test_gradients_are_those_of_float64(name, apart):
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged, causal, D 64"])
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64"])
 def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)

@@ -21,9 +21,11 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
+from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
+from foci.backends.hopper.reduction import HAS_ADD
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import Spans, encode
 from foci.backends.triton.capture_gradients import capture_gradients
@@ -55,8 +57,13 @@ QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 
 """By the wider of the padded head dims."""
 KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
 FUSED: Final = {(64, 64): Cut(128, 128, 2), (128, 128): Cut(64, 128, 2)}
-"""By padded head dims."""
+"""By padded head dims, where one kernel computes all."""
+SUMS: Final = 2
+"""Float32 sums of dq, to which the tiles of keys add in turn: with more of them fewer wait for each other."""
+CACHED: Final = 32 << 20
+"""Bytes of sums of the heads whose tiles of keys come together, so that they stay in the cache."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+_SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class _Streams(NamedTuple):
@@ -86,9 +93,9 @@ class HopperGradients(host.TritonKernel):
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
-        self.can_fuse = self.is_prefix and self.dims in FUSED
-        # at 128 one kernel is as fast as two, and takes the memory of two float32 dq besides
-        self.is_fused = self.can_fuse and self.dims == (64, 64)
+        self.can_fuse = self.is_prefix and self.dims in FUSED and HAS_ADD
+        is_plain = self.variant.score.op == "var" and not formula.dropout
+        self.is_fused = self.can_fuse and is_plain  # else what a score needs does not fit the registers besides
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -177,23 +184,26 @@ class HopperGradients(host.TritonKernel):
         cut = FUSED[self.dims]
         by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
         # a sequence begins anew in a tile
-        slots = length // cut.tile_q + call.operands.cu_q.shape[0] if call.operands.cu_q is not None else by_query.tasks
-        count = batch * heads * slots
-        turns = recorder.empty((1 + 2 * count,), (1,), torch.int32, streams.query)
-        sums = recorder.empty((2 * count * cut.tile_q * self.dims[0],), (1,), torch.float32, streams.query)
+        slots = length // cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
+        count = slots * (SUMS * batch * heads)
+        turns = recorder.empty((count + 1,), (1,), torch.int32, streams.query)
+        sums = recorder.empty((count * 32, 256), (256, 1), torch.float32, streams.query)
+        longest = length if operands.cu_q is None else max(1, operands.max_q)
+        together = max(1, CACHED // (SUMS * heads // kv_heads * longest * self.dims[0] * 4))
+        order = Order(turns, encode(slots), encode(together), tl.constexpr(SUMS))
         config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
-        recorder.launch(clear_turns, ((2 * count + 1024) // 1024,), turns, encode(1 + 2 * count), num_warps=4)
+        recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), sums, *(of(t, 64) for t in grads[1:]), turns, encode(slots),
-            self.size(call, kv_heads, by_key.tasks), by_key.spans, call.numbers, operands.scale, call.environment, config,
-            functions.pre, functions.both, functions.mask, num_warps=4,
+            *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
+            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, call.numbers,
+            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
-            sums, turns, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
-            encode(slots), operands.scale, config, call.unit, num_warps=4,
+            sums, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
+            operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
 
     def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""dq from the float32 sums that `backward_fused` leaves: scaled, rounded, and put in the order of rows."""
+"""What precedes and follows the backward kernels: rows aligned for TMA, turns cleared, dq made of its float32 sums, gaps cleared."""
 
 import triton
 import triton.language as tl
@@ -48,29 +48,29 @@ def clear_between(dq, dk, dv, strides, size, kv_heads, spans, c):
 
 
 @triton.jit
-def finish_query_gradient(sums, turns, dq, strides, size, spans, slots, scale, c, UNIT: tl.constexpr):
+def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr):
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 
     Args:
-        sums: float32, two of a slot of [2, 64, 64] for each tile, in the order of `backward_fused.add_share`.
-        turns: int32, how many tiles of keys have added to a slot, for each of the two, after one other number.
+        sums: float32, 8192 numbers of a slot for each tile, two halves in the order of `backward_turns.put_share`.
+        order: who has added, and where.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
     b, memory_b, h, task, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
         return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    slot = (memory_b * number(size.heads) + h) * number(slots) + tile
+    slot = (memory_b * number(size.heads) + h) * number(order.slots) + tile
     if c.JAGGED:
         slot += q_start // c.TILE_Q + b
-    total = number(size.batch) * number(size.heads) * number(slots)
-    is_there = tl.load(turns + 1 + slot) > 0
-    is_second_there = tl.load(turns + 1 + total + slot) > 0
+    total = number(size.batch) * number(size.heads) * number(order.slots)
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
     for half in tl.static_range(2):
-        at = sums + (slot.to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
-        held = tl.load(at, mask=is_there, other=0.0)
-        held += tl.load(at + total.to(tl.int64) * 8192, mask=is_second_there, other=0.0)
+        held = tl.zeros([4096], tl.float32)
+        for n in tl.static_range(order.SUMS):
+            is_there = tl.load(order.turns + 1 + n * total + slot) > 0
+            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
+            held += tl.load(at, mask=is_there, other=0.0)
         share = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64) * scale
         # half of the columns, or half of the rows
         rows = tile * c.TILE_Q + tl.arange(0, 64)
