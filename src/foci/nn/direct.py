@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-__all__ = ["Call", "caller", "is_alone", "is_silent", "parameter"]
+from foci.operator import is_plain_eager
+
+__all__ = ["Call", "activated", "caller", "is_alone", "is_silent", "linear_relu", "parameter"]
 
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
@@ -50,6 +52,25 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
     """A module's parameter, also where something else than a parameter stands for it now."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it."""
+    if bias is None or not x.is_cuda:
+        return torch.relu(F.linear(x, weight, bias))
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+
+
+def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """The activation of what a linear layer gives."""
+    if activation is F.relu and x.is_cuda and x.dim() == 2 and not torch.is_grad_enabled() and is_alone():
+        kind = type(module)
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        is_plain = kind is torch.nn.Linear and kind.forward is _COMPUTE[kind][0] and is_silent(module)
+        if is_plain and weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype:
+            if is_plain_eager((x, weight, bias)) and not torch._C._is_any_autocast_enabled():
+                return linear_relu(x, weight, bias)
+    return activation(caller()(module, x))
 
 
 def _as_module(module: torch.nn.Module, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import relu
 from foci.nn import scripted
 from foci.nn.attention import MultiheadAttention, Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache
-from foci.nn.direct import caller, is_alone, is_silent
+from foci.nn.direct import activated, caller, is_alone, is_silent
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.node import layer_as_node
 from foci.nn.packing import Packing, entered, is_nested, left
@@ -262,7 +262,7 @@ def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_
 def feed_forward(layer: Any, x: Tensor, last: str) -> Tensor:
     """A layer's feed-forward block; `last` names the dropout behind it."""
     call, part = caller(), layer._modules
-    hidden = layer.activation(call(part["linear1"], x))
+    hidden = activated(part["linear1"], x, layer.activation)
     return call(part[last], call(part["linear2"], call(part["dropout"], hidden)))
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci.dispatch import PackedCall
 from foci.ir.memo import fingerprint
-from foci.nn.direct import is_silent, parameter
+from foci.nn.direct import is_silent, linear_relu, parameter
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
 
@@ -65,14 +66,14 @@ def layer_as_node(layer: Any, heads: Heads, x: Tensor) -> Tensor | None:
 
 
 def _is_plain_call(heads: Heads, x: Tensor, parameters: Parameters) -> bool:
-    tensors = [x, *(t for t in parameters if t is not None)]
+    tensors = [t for t in (x, *parameters) if t is not None]
     return (
-        is_plain_eager(tensors)
+        heads.score is None
+        and is_plain_eager(tensors)
         and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
         and x.numel() > 0
-        and all(t.dtype == x.dtype for t in tensors)
-        and heads.score is None
+        and len({t.dtype for t in tensors}) == 1
         and type(heads.extras.dropout_p) is float
         and (heads.mask is None or _reads_no_gradient(heads.mask))
     )
@@ -83,38 +84,41 @@ def _reads_no_gradient(mask: Function) -> bool:
     return found is not None and not any(t.requires_grad for t in found.tensors)
 
 
-_LINEARS: Final = ("linear1", "linear2")
-_NORMS: Final = ("norm1", "norm2")
-_DROPS: Final = ("dropout1", "dropout", "dropout2")
-
-
 def _parts(layer: Any) -> tuple[tuple[Any, ...], Parameters] | None:
     """What `_Layer` holds besides heads, and the parameters, of a layer whose parts are torch's own and have nothing that hangs on them."""
-    part = layer._modules
-    attention = part["self_attn"]
-    modules = (attention._modules["out_proj"], *(part[name] for name in (*_LINEARS, *_NORMS, *_DROPS)))
-    if not all(type(m).forward is _FORWARDS.get(type(m)) and is_silent(m) for m in modules):
-        return None
-    is_relu = layer.activation is F.relu
+    part, is_relu = layer._modules, layer.activation is F.relu
     if not is_relu and layer.activation is not F.gelu:
         return None
-    drops = tuple(m.p if m.training else 0.0 for m in modules[5:])
-    if not all(0.0 <= p < 1.0 for p in drops):
-        return None
+    attention = part["self_attn"]
     parameters = [parameter(attention, "in_proj_weight"), parameter(attention, "in_proj_bias")]
-    for module in modules[:5]:
+    for module in (attention._modules["out_proj"], part["linear1"], part["linear2"]):
+        if not _is_one_of(module, _LINEARS):
+            return None
         parameters += (parameter(module, "weight"), parameter(module, "bias"))
-    if any(parameters[at] is None for at in (IN, NORM1, NORM2)):
+    for module in (part["norm1"], part["norm2"]):
+        if not _is_one_of(module, _NORMS) or module.normalized_shape != (attention.embed_dim,):
+            return None
+        parameters += (parameter(module, "weight"), parameter(module, "bias"))
+    drops = []
+    for module in (part["dropout1"], part["dropout"], part["dropout2"]):
+        if not _is_one_of(module, _DROPOUTS):
+            return None
+        drops.append(module.p if module.training else 0.0)
+    if parameters[IN] is None or parameters[NORM1] is None or parameters[NORM2] is None or max(drops) >= 1.0:
         return None
-    plan = (layer.norm_first, attention.embed_dim, (modules[3].eps, modules[4].eps), not is_relu, drops)
+    plan = (layer.norm_first, attention.embed_dim, (part["norm1"].eps, part["norm2"].eps), not is_relu, tuple(drops))
     return plan, tuple(parameters)
 
 
-_FORWARDS: Final[dict[type, Any]] = {
-    kind: kind.forward
-    for kind in (torch.nn.Linear, torch.nn.modules.linear.NonDynamicallyQuantizableLinear, torch.nn.LayerNorm, torch.nn.Dropout)
-}
-"""As they were: some libraries put theirs into torch's classes."""
+def _is_one_of(module: torch.nn.Module, forwards: dict[type, Any]) -> bool:
+    kind = type(module)
+    return kind in forwards and kind.forward is forwards[kind] and is_silent(module)
+
+
+# forwards as they were: some libraries put theirs into torch's classes
+_LINEARS: Final[dict[type, Any]] = {kind: kind.forward for kind in (torch.nn.Linear, NonDynamicallyQuantizableLinear)}
+_NORMS: Final[dict[type, Any]] = {torch.nn.LayerNorm: torch.nn.LayerNorm.forward}
+_DROPOUTS: Final[dict[type, Any]] = {torch.nn.Dropout: torch.nn.Dropout.forward}
 
 
 class _Ways(NamedTuple):
@@ -122,6 +126,7 @@ class _Ways(NamedTuple):
 
     attend: Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]
     drop: Callable[[Tensor, float], Tensor]
+    linear_relu: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _forward(layer: _Layer, x: Tensor, p: Parameters, ways: _Ways, note: Callable[..., None]) -> Tensor:
@@ -140,10 +145,13 @@ def _forward(layer: _Layer, x: Tensor, p: Parameters, ways: _Ways, note: Callabl
         return ways.drop(F.linear(out, _given(p[OUT]), p[OUT + 1]), layer.drops[0])
 
     def feed_forward(x: Tensor) -> Tensor:
-        before = F.linear(x, _given(p[FIRST]), p[FIRST + 1])
-        after = F.gelu(before) if layer.is_gelu else torch.relu(before)
+        if layer.is_gelu:
+            before = F.linear(x, _given(p[FIRST]), p[FIRST + 1])
+            after = F.gelu(before)
+        else:
+            before = after = ways.linear_relu(x, _given(p[FIRST]), p[FIRST + 1])
         hidden = ways.drop(after, layer.drops[1])
-        note(x, before if layer.is_gelu else after, hidden)
+        note(x, before, hidden)
         return ways.drop(F.linear(hidden, _given(p[SECOND]), p[SECOND + 1]), layer.drops[2])
 
     for body, at in ((attention, NORM1), (feed_forward, NORM2)):
@@ -195,10 +203,10 @@ class _Gradients:
         return dx  # type: ignore[no-any-return]
 
     def _linear(self, dy: Tensor, x: Tensor, at: int, added: Tensor | None = None) -> Tensor:
-        """The gradient of a linear layer's input, with what is to be added."""
+        """The gradient of a linear layer's input, added to what is no longer needed."""
         self._linear_parameters(dy, x, at)
         weight = _given(self.p[at])
-        return torch.mm(dy, weight) if added is None else torch.addmm(added, dy, weight)
+        return torch.mm(dy, weight) if added is None else added.addmm_(dy, weight)
 
     def _linear_parameters(self, dy: Tensor, x: Tensor, at: int) -> None:
         if self.wanted[1 + at]:
@@ -273,27 +281,21 @@ class _Node(torch.autograd.Function):
         def note(*tensors: Tensor) -> None:
             noted.extend(tensors)
 
-        y = _forward(layer, x, p, _Ways(attend, drop), note)
+        y = _forward(layer, x, p, _Ways(attend, drop, linear_relu), note)
         call = calls[0]
-        ctx.layer, ctx.call, ctx.counts = layer, call._replace(captures=(), optional=_NONE), (len(call.captures), len(noises))
+        ctx.layer, ctx.outline, ctx.counts = layer, call.outline, (len(call.captures), len(noises))
         ctx.save_for_backward(x, *p, *call.captures, *call.optional, *noises, *noted)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        captures, noises = ctx.counts
-        saved: Iterator[Any] = iter(ctx.saved_tensors)
-
-        def take(count: int) -> tuple[Any, ...]:
-            return tuple([next(saved) for _ in range(count)])
-
-        (x,), p = take(1), take(12)
-        call = ctx.call._replace(captures=take(captures), optional=take(len(_NONE)))
-        again = iter(take(noises))
-        wanted = ctx.needs_input_grad[1:]
+        saved, wanted, (captures, noises) = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.counts
+        x, p, rest = saved[0], saved[1:13], saved[13:]
+        others = captures + len(_NONE)
+        call = PackedCall(ctx.outline, rest[:captures], rest[captures:others])
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
-            return (None, *_recorded(ctx.layer, x, p, call, again, dy, wanted))
-        gradients = _Gradients(ctx.layer, p, list(saved), wanted, call)
+            return (None, *_recorded(ctx.layer, x, p, call, iter(rest[others : others + noises]), dy, wanted))
+        gradients = _Gradients(ctx.layer, p, list(rest[others + noises :]), wanted, call)
         dx = gradients.of(dy)
         return (None, dx, *gradients.found)
 
@@ -315,7 +317,7 @@ def _recorded(
         return x * noise / (1 - chance) if noise.dtype == torch.bool else x * noise
 
     with torch.enable_grad():
-        y = _forward(layer, x, p, _Ways(call.differentiable, drop), lambda *_: None)
+        y = _forward(layer, x, p, _Ways(call.differentiable, drop, lambda *given: torch.relu(F.linear(*given))), lambda *_: None)
     inputs = [_given(t) for t, on in zip((x, *p), wanted, strict=True) if on]
     found = iter(torch.autograd.grad(y, inputs, dy, create_graph=torch.is_grad_enabled()))
     return [next(found) if on else None for on in wanted]
