@@ -84,6 +84,8 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
 @cache
 def _fingerprint() -> str:
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted((*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("tables/*.json"))):
+    here = Path(__file__).parent
+    # compiled code counts on how the outputs of foci's operators lie
+    for path in sorted((*here.glob("*.py"), *here.glob("tables/*.json"), *(here.parents[1] / "operator").glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
