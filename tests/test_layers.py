@@ -29,6 +29,7 @@ LAYERS = (
     ("foci.core", "foci.transposed"),
     ("foci.capture",),
     ("foci.dispatch",),
+    ("foci.nested_node",),
     ("foci.jagged",),
     ("foci.arguments",),
     ("foci.api", "foci.functional"),

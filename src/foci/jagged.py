@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
+from foci.nested_node import attend_nested_now
 from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results
@@ -19,7 +21,7 @@ __all__ = ["Packed", "attend_nested", "decision_nested", "is_nested"]
 
 def is_nested(*tensors: Tensor) -> bool:
     """Whether any of the tensors is nested."""
-    return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
+    return any(type(t) is NestedTensor or (isinstance(t, Tensor) and t.is_nested) for t in tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +164,10 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
+    with torch._C.DisableTorchFunctionSubclass():  # each question put to a NestedTensor goes through Python otherwise
+        found = attend_nested_now(tensors, score, mask, extras)
+    if found is not None:
+        return Results(found, found)
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return _nested_entries(run(_entries(tensors), score, mask, extras), tensors[0])

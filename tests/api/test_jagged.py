@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import foci
+from foci import jagged
 
 ASKED = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
 BACKENDS = ("reference", "blocked")
@@ -469,3 +470,46 @@ MESSAGES = {
 def test_wrong_nested_tensors(name):
     with pytest.raises(ValueError, match=MESSAGES[name]):
         foci.scaled_dot_product_attention(*wrong(name))
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": foci.masks.causal()}, {"dropout_p": 0.4}, {"score": foci.scores.softcap(2.0)}], ids=str)
+@pytest.mark.parametrize("same", [True, False], ids=["self", "cross"])
+def test_by_the_tensors_inside_as_by_their_operations(monkeypatch, same, options):
+    ends = [torch.tensor([0, 3, 10, 17]), torch.tensor([0, 5, 9, 20])]
+    leaves = [torch.randn(int(e[-1]), 2, 8, dtype=torch.float64).requires_grad_() for e in (ends[0], ends[1 - same], ends[1 - same])]
+    query, key = (torch.nested.nested_tensor_from_jagged(t, e) for t, e in zip(leaves, (ends[0], ends[1 - same])))
+    value = torch.nested.nested_tensor_from_jagged(leaves[2], key.offsets())
+    inputs = [t.transpose(1, 2) for t in (query, key, value)]
+    weights, now, found = torch.randn(17, 2, 8, dtype=torch.float64), jagged.attend_nested_now, []
+    for way in (now, lambda *_: None):
+        taken = []
+        monkeypatch.setattr(jagged, "attend_nested_now", lambda *args, way=way, taken=taken: (taken.append(way(*args)), taken[-1])[1])
+        torch.manual_seed(0)
+        out = foci.attention(*inputs, **options)
+        gradients = torch.autograd.grad((out.transpose(1, 2).values() * weights).sum(), leaves)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            again = foci.attention(*inputs, **options)
+        assert [t is not None for t in taken] == [way is now] * 2
+        found.append([out.values(), again.values(), *gradients])
+        assert out.shape == inputs[0].shape
+        assert not again.requires_grad
+    torch.testing.assert_close(*found)
+
+
+def test_what_is_left_to_nested_operations(monkeypatch):
+    taken, now = [], jagged.attend_nested_now
+    monkeypatch.setattr(jagged, "attend_nested_now", lambda *args: (taken.append(now(*args)), taken[-1])[1])
+    slopes = torch.rand(2, requires_grad=True)
+    offsets = torch.tensor([0, 3, 7])
+    q = torch.nested.nested_tensor_from_jagged(torch.randn(7, 2, 8), offsets).transpose(1, 2)
+    loose = torch.nested.nested_tensor_from_jagged(torch.randn(7, 2, 8), offsets, lengths=torch.tensor([2, 4])).transpose(1, 2)
+    leaf = torch.nested.nested_tensor_from_jagged(torch.randn(7, 2, 8).requires_grad_(), offsets).transpose(1, 2)
+    for tensors, options in (
+        ((q, q, q), {"return_aux": foci.AuxRequest(lse=True)}),
+        ((loose, loose, loose), {}),
+        ((leaf, leaf, leaf), {"score": lambda s, b, h, i, j: s * slopes[h]}),
+        ((torch.randn(2, 2, 3, 8), q, q), {}),
+    ):
+        foci.attention(*tensors, **options)
+    assert taken == [None] * 4

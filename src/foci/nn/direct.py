@@ -67,9 +67,9 @@ def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor],
         kind = type(module)
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         is_plain = kind is torch.nn.Linear and kind.forward is _COMPUTE[kind][0] and is_silent(module)
-        if is_plain and weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype:
-            if is_plain_eager((x, weight, bias)) and not torch._C._is_any_autocast_enabled():
-                return linear_relu(x, weight, bias)
+        is_whole = weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype
+        if is_plain and is_whole and is_plain_eager((x, weight, bias)) and not torch._C._is_any_autocast_enabled():  # type: ignore[arg-type]
+            return linear_relu(x, weight, bias)  # type: ignore[arg-type]
     return activation(caller()(module, x))
 
 

@@ -1,0 +1,114 @@
+"""NestedTensors past their own operations, each of which takes Python longer than attention takes a GPU: by the tensors inside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from foci.core import Function, Tensors
+from foci.dispatch import PackedCall, run_packed
+from foci.ir.memo import fingerprint
+from foci.operator import is_plain_eager
+from foci.prepare import Extras
+from foci.problem import Outputs
+
+__all__ = ["attend_nested_now"]
+
+_OUT: Final = Outputs()
+_RAGGED: Final = 2
+
+
+def attend_nested_now(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Tensor | None:
+    """Attention of NestedTensors [B, H, ragged, D], eagerly; None where there is more to it than their values and offsets."""
+    query, key = tensors[:2]
+    if torch.compiler.is_compiling() or not all(type(t) is NestedTensor and _is_plain(t) for t in tensors):
+        return None
+    if extras.outputs != _OUT or extras.sink is not None or extras.blocks is not None or not _fit(*tensors):
+        return None
+    q, k = _spans(query), _spans(key)
+    where = replace(extras, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1])
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _nested(run_packed(_rows(tensors), score, mask, where).out, query)
+    if not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
+        return None
+    with torch.no_grad():
+        call = PackedCall.of(_rows(tensors), score, mask, where)
+    out: Tensor | None = None if call is None else _apply(call, *tensors)
+    return out
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether its values, all of them, are [H, tokens, D], and neither a transform nor a mode looks on."""
+    values: Tensor = tensor._values
+    whole = tensor._ragged_idx == _RAGGED and tensor._lengths is None and values.dim() == 3 and values.numel() > 0
+    return whole and is_plain_eager((values,)) and forward_ad._current_level < 0
+
+
+def _fit(query: Any, key: Any, value: Any) -> bool:
+    """Whether one sequence of queries meets one of keys, and all is of one kind; whatever else is for others to refuse or to take."""
+    q, k, v = query._values, key._values, value._values
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and k.shape[:2] == v.shape[:2]
+    return alike and key._offsets is value._offsets and query._offsets.shape == key._offsets.shape
+
+
+def _reads_no_gradient(function: Function) -> bool:
+    found = fingerprint(function)
+    return found is not None and not any(t.requires_grad for t in found.tensors)
+
+
+def _spans(tensor: Any) -> tuple[Tensor, int]:
+    """Offsets, and the longest sequence, which they keep."""
+    return tensor._offsets, tensor._get_max_seqlen()
+
+
+def _rows(tensors: tuple[Any, ...]) -> Tensors:
+    """[tokens, H, D] of each."""
+    query, key, value = tensors
+    return query._values.transpose(0, 1), key._values.transpose(0, 1), value._values.transpose(0, 1)
+
+
+def _nested(rows: Tensor, like: Any) -> Tensor:
+    """[tokens, H, D] as a NestedTensor [B, H, ragged, D] with the sequences of another."""
+    return NestedTensor(rows.transpose(0, 1), like._offsets, _ragged_idx=_RAGGED, _metadata_cache=dict(like._metadata_cache))
+
+
+class _NestedAttention(torch.autograd.Function):
+    """Attention of NestedTensors as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PackedCall, *tensors: Tensor) -> Tensor:
+        out, lse = call.forward(_rows(tensors))
+        ctx.outline, ctx.count = call.outline, len(call.captures)
+        ctx.save_for_backward(*tensors, out, lse, *call.captures, *call.optional)
+        return _nested(out, tensors[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
+        call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :])
+        is_plain = type(gradient) is NestedTensor and gradient._ragged_idx == _RAGGED and gradient._lengths is None
+        if torch.is_grad_enabled() or not is_plain:
+            return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))
+        found = call.backward(_rows(tensors), (out, lse), gradient._values.transpose(0, 1))
+        return (None, *[_nested(rows, like) for rows, like in zip(found, tensors, strict=True)])
+
+
+_apply: Final[Any] = super(torch.autograd.Function, _NestedAttention).apply
+"""`_NestedAttention.apply` less what serves torch.func alone, which `is_plain_eager` excludes."""
+
+
+def _recorded(call: PackedCall, tensors: tuple[Any, ...], gradient: Any, wanted: tuple[bool, ...]) -> list[Tensor | None]:
+    """Gradients as autograd finds them, differentiable again."""
+    with torch.enable_grad():
+        query, key, value = (t.values().transpose(0, 1) for t in tensors)
+        out = call.differentiable((query, key, value))
+    inputs = [t for t, on in zip(tensors, wanted, strict=True) if on]
+    given = gradient.values().transpose(0, 1)
+    found = iter(torch.autograd.grad(out, inputs, given, create_graph=torch.is_grad_enabled()))
+    return [next(found) if on else None for on in wanted]
