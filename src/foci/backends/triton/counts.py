@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -15,37 +15,46 @@ Tokens: TypeAlias = tuple[int, int]
 
 
 class Count(int):
-    """A number that follows from the tokens of a packed call; `of` says how."""
+    """A number that follows from the tokens of a packed call, by the expression `text` of `t`, their `Tokens`."""
 
-    of: Callable[[Tokens], int]
+    text: str
 
-    def __new__(cls, value: int, of: Callable[[Tokens], int]) -> Count:
+    def __new__(cls, value: int, text: str) -> Count:
         made = super().__new__(cls, value)
-        made.of = of
+        made.text = text
         return made
 
+    @property
+    def of(self) -> Callable[[Tokens], int]:
+        """How it follows."""
+        return _function(self.text)
+
     def __add__(self, other: int) -> Count:
-        return _joined(operator.add, self, other)
+        return Count(int(self) + int(other), f"({self.text} + {_text(other)})")
 
     def __radd__(self, other: int) -> Count:
-        return _joined(operator.add, other, self)
+        return Count(int(other) + int(self), f"({_text(other)} + {self.text})")
 
     def __sub__(self, other: int) -> Count:
-        return _joined(operator.sub, self, other)
+        return Count(int(self) - int(other), f"({self.text} - {_text(other)})")
 
     def __mul__(self, other: int) -> Count:
-        return _joined(operator.mul, self, other)
+        return Count(int(self) * int(other), f"({self.text} * {_text(other)})")
 
     def __rmul__(self, other: int) -> Count:
-        return _joined(operator.mul, other, self)
+        return Count(int(other) * int(self), f"({_text(other)} * {self.text})")
 
     def __floordiv__(self, other: int) -> Count:
-        return _joined(operator.floordiv, self, other)
+        return Count(int(self) // int(other), f"({self.text} // {_text(other)})")
 
 
-def _joined(way: Callable[[int, int], int], a: int, b: int) -> Count:
-    left, right = (n.of if isinstance(n, Count) else lambda _, n=n: n for n in (a, b))
-    return Count(way(int(a), int(b)), lambda tokens: way(left(tokens), right(tokens)))
+def _text(number: int) -> str:
+    return number.text if isinstance(number, Count) else str(number)
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(text: str) -> Callable[[Tokens], int]:
+    return eval(f"lambda t: {text}")  # type: ignore[no-any-return]  # text made here, of numbers and t alone
 
 
 def tokens_of(operands: Operands) -> Tokens:
@@ -53,4 +62,4 @@ def tokens_of(operands: Operands) -> Tokens:
     rows, columns = operands.query.shape[2], operands.key.shape[2]
     if operands.cu_q is None:
         return rows, columns
-    return Count(rows, operator.itemgetter(0)), Count(columns, operator.itemgetter(1))
+    return Count(rows, "t[0]"), Count(columns, "t[1]")

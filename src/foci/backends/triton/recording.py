@@ -105,6 +105,8 @@ class _Arguments(NamedTuple):
 
     def bound(self, binding: _Binding) -> _Arguments:
         """These arguments with nothing late."""
+        if not (self.late or self.tiles or self.parts):
+            return self
         values = self.values.copy()
         for at, find in self.late:
             values[at] = find(binding)
@@ -114,11 +116,11 @@ class _Arguments(NamedTuple):
 
 def _counts(values: Sequence[Any]) -> list[tuple[int, Callable[[_Binding], Any]]]:
     """Those that binding finds anew."""
-    return [(at, functools.partial(_counted, n)) for at, n in enumerate(values) if isinstance(n, Count)]
+    return [(at, functools.partial(_counted, n.of)) for at, n in enumerate(values) if isinstance(n, Count)]
 
 
-def _counted(count: Count, binding: _Binding) -> int:
-    return count.of(binding.tokens)
+def _counted(of: Callable[[Tokens], int], binding: _Binding) -> int:
+    return of(binding.tokens)
 
 
 def _address(number: int, binding: _Binding) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -262,7 +261,7 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool)
     assert length is not None
 
     def assign(recorder: Recorder) -> list[Tensor]:
-        rows = Count(count, operator.itemgetter(0))
+        rows = Count(count, "t[0]")
         made = recorder.empty((rows, 2), (2, 1), torch.int32, length)
         sizes = (encode(length.shape[0]), encode(rows))
         recorder.launch(assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, *sizes, tile, 32, 128)
