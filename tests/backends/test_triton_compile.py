@@ -33,7 +33,7 @@ LAUNCHED = {
         "combine_splits",
     ),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
-    capture_gradients: ("capture_gradient",),
+    capture_gradients: ("attention_bias_gradient", "capture_gradient"),
     paged: ("attention_decode", "combine_splits"),
     auxiliary: ("weigh_columns", "weigh_rows"),
 }
@@ -41,6 +41,7 @@ KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),
     "attention_query_gradient": ("query_gradient", "query_gradient_sparse"),
     "capture_gradient": ("captures",),
+    "attention_bias_gradient": ("bias_gradient",),
     "attention_decode": ("decode",),
 }
 
@@ -76,7 +77,13 @@ CASES = {
     "causal D 64 alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 64},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0)},
     "D 256": {"mask": masks.causal(), "dim": 256},
-    "learned bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16)), "learned": True},
+    "learned bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16)), "learned": True, "stack": 2048},
+    "learned bias of an entry": {"score": scores.bias(torch.zeros(2, 2, 512, 512, dtype=torch.bfloat16)), "learned": True},
+    "learned bias, causal": {
+        "score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16)),
+        "learned": True,
+        "mask": masks.causal(),
+    },
     "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
     "decode": {"queries": 1, "keys": 2048},

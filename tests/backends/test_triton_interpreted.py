@@ -26,9 +26,14 @@ SUITES = {
         "score-bias_keys-dense-float16",
         "no-keys-dense",
     ],
+    "learned": ["formula", "other_way"],
     "paged": ["decoding-1-32", "window-5-12", "score-1-8", "gradients_of_query"],
 }
-FILES = {"conformance": "tests/conformance/test_conformance.py", "paged": "tests/api/test_paged.py"}
+FILES = {
+    "conformance": "tests/conformance/test_conformance.py",
+    "learned": "tests/backends/test_triton_learned.py",
+    "paged": "tests/api/test_paged.py",
+}
 
 
 @pytest.mark.parametrize("name", SUITES)

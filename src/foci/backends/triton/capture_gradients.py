@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,23 +12,28 @@ import torch
 import triton
 from torch import Tensor
 
+from foci.backends.contract import Given
 from foci.backends.triton.arguments import Strides, encode
 from foci.backends.triton.captures import capture_gradient
 from foci.backends.triton.functions import float_early, jit_function, lies_of
+from foci.backends.triton.learned import attention_bias_gradient
 from foci.backends.triton.schedules import Schedule
 from foci.backends.triton.sparsity import Visits
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.backends.triton.streams import streamed
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
+from foci.ir.expr import const
 
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["Way", "capture_gradients", "way_of"]
+__all__ = ["Learned", "Way", "bias_gradient", "capture_gradients", "learned_with_queries", "way_of"]
 
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
+_STRETCH: Final = 512
+"""Keys whose sums wait in memory at a time: those of all programs that run at once should fit the second cache."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,71 @@ def way_of(derivative: CaptureDerivative) -> Way:
     return Way("columns" if "kv_idx" in used else "rows", tuple(names))
 
 
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """A captured tensor that scores add, read once at (q, kv), whose gradient comes with dq."""
+
+    slot: int
+    derivative: CaptureDerivative
+    entries: int
+
+
+def learned_with_queries(kernel: TritonKernel, call: Pass) -> Learned | None:
+    """The one whose tiles are those of dq, if there is one: every key is attended to, and each element is read by one head."""
+    o = call.operands
+    if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
+        return None
+    derivatives = capture_derivatives(kernel.variant.score)
+    for slot, (capture, wanted) in enumerate(zip(o.captures, kernel.problem.capture_grads, strict=False)):
+        own = [derivative for derivative in derivatives if derivative.slot == slot]
+        if not wanted or len(own) != 1 or own[0].weight is not const(1.0) or not _is_covered(kernel, call, own[0], capture):
+            continue
+        way = way_of(own[0])
+        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1):
+            return Learned(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
+    return None
+
+
+def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: Learned) -> Tensor:
+    """Fills dq, and `rows` with lse in base 2 and delta; returns the gradient of what is learned."""
+    o, schedule = call.operands, kernel.schedule("bias_gradient")
+    grid, is_summed = _grid(call, schedule), learned.entries > 1
+    target = torch.empty_like(o.captures[learned.slot], memory_format=torch.contiguous_format)
+    strides = _by_name(way_of(learned.derivative), target)
+    steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
+    is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3])
+    units = tuple(step // 8 for step in steps[:3]) if is_contiguous else steps[:3]
+    programs = grid.batch // learned.entries * grid.heads * grid.tiles[0]
+    stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]
+    sums = waiting = None
+    if is_summed:
+        sums = torch.empty((programs, schedule.tile_q, stretch * schedule.tile_kv), dtype=torch.float32, device=dq.device)
+        waiting = torch.empty((programs, learned.entries, schedule.tile_q, kernel.dims[0]), dtype=torch.float32, device=dq.device)
+    config = kernel.config(call, schedule, Visits(0, "all", kernel.dense_spans, kernel.dense_table))
+    keys = functools.partial(streamed, config, schedule.tile_kv, call.columns)
+    call.recorder.launch(
+        attention_bias_gradient, (programs,),
+        o.query, keys(o.key), keys(o.value), given.out, given.dout, given.lse, given.dlse, *rows, dq, target, sums, waiting,
+        call.strides, Strides(*map(encode, (*units, steps[3]))), kernel.size(call, grid.heads, grid.tiles[0]),
+        (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
+        is_summed, is_contiguous, num_warps=schedule.warps,
+    )  # fmt: skip
+    return target
+
+
 def capture_gradients(
-    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
+    kernel: TritonKernel,
+    call: Pass,
+    rows: tuple[Tensor, Tensor, Tensor],
+    cotangent: Tensor | None,
+    known: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype.
 
     Args:
         rows: gradient of out, lse in base 2, delta.
         cotangent: gradient of lse.
+        known: those that are there already, by slot.
     """
     wanted = kernel.problem.capture_grads
     exact = functools.cache(lambda: _exact_rows(kernel, call, rows, cotangent))
@@ -80,6 +142,9 @@ def capture_gradients(
     for slot, capture in enumerate(captures):
         if not (slot < len(wanted) and wanted[slot]):
             found.append(None)
+            continue
+        if known is not None and slot in known:
+            found.append(known[slot])
             continue
         own = reads.get(slot, [])
         if len(own) == 1 and way_of(own[0]).how == "tile":

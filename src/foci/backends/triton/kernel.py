@@ -17,7 +17,7 @@ from foci.backends.contract import Given, Inputs, Offsets, Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
-from foci.backends.triton.capture_gradients import capture_gradients
+from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
 from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import attention_decode, combine_splits
@@ -318,7 +318,11 @@ class TritonKernel:
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         rows = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        if dq is not None:
+        learned = learned_with_queries(self, call) if self.learns else None
+        known: dict[int, Tensor] = {}
+        if dq is not None and learned is not None:
+            known[learned.slot] = bias_gradient(self, call, given, (rows[0], rows[1]), dq, learned)
+        elif dq is not None:
             self._query_gradient(call, given, (rows[0], rows[1]), dq)
         else:
             self._prepare(call, given, (rows[0], rows[1]))
@@ -326,7 +330,7 @@ class TritonKernel:
             self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
         if not self.learns:
             return list(grads.values()), ()
-        return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse)
+        return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse, known)
 
     def _prepare(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor]) -> None:
         """The rows' logsumexp in base 2 and delta, which the kernel of dq finds where it runs."""

@@ -39,6 +39,7 @@ KINDS: Final = (
     "key_gradient_alone",
     "value_gradient_alone",
     "captures",
+    "bias_gradient",
     "decode",
 )
 
@@ -90,6 +91,8 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
     ("hopper", "decode", 2, 128): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
+    ("hopper", "bias_gradient", 2, 64): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
+    ("hopper", "bias_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
     ("hopper", "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
     ("hopper", "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
     ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
@@ -110,7 +113,12 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("ampere", "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
 }
 
-LIKE: Final = {"forward_sparse": "forward", "forward_listed": "forward", "query_gradient_sparse": "query_gradient"}
+LIKE: Final = {
+    "forward_sparse": "forward",
+    "forward_listed": "forward",
+    "query_gradient_sparse": "query_gradient",
+    "bias_gradient": "query_gradient",
+}
 """Kernels that take the rows of another where the table has none of their own."""
 
 
@@ -157,7 +165,10 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
         return rows + buffers * schedule.tile_kv * wide + spare + 64  # and what masks of 128 x 128 reduce through it
     if kind == "captures":
         return (schedule.tile_q + schedule.tile_kv) * wide + scores * 4 + spare
-    if kind.startswith("query_gradient"):
+    if kind == "bias_gradient" and itemsize < 4:
+        # tiles that are read stream, and one of sums, and what changes layout, lie beside them
+        return (schedule.tile_q + buffers * schedule.tile_kv) * wide + scores * (buffers * scratch + 6) + 2048
+    if kind.startswith("query_gradient") or kind == "bias_gradient":
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
     stationary = wide if kind != "value_gradient_alone" else wide * dims[0] // sum(dims)
     return schedule.tile_kv * stationary + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare

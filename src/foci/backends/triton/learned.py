@@ -1,0 +1,178 @@
+# mypy: ignore-errors
+"""dq with the gradient of a captured tensor that is read at each (q, kv), a learned bias: the tiles of both are the same.
+
+One program has a tile of queries of every batch entry that the gradient is summed over, one after the other. Of the keys it takes
+a stretch at a time: the sums of a stretch, and each entry's dq, wait in memory of the program's own until they are whole, in float32
+and always in the same order.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.backward import rows_of, score_gradient, weights_of
+from foci.backends.triton.flow import with_flow
+from foci.backends.triton.tiles import keep_tile, load_tile, number, rows_pointer, stream_tile, tile_offsets
+
+__all__ = ["attention_bias_gradient"]
+
+
+@triton.jit
+def fold_bias_gradient(
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k,
+    v,
+    target,
+    sums,
+    strides,
+    out_strides,
+    at,
+    run,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
+    SUMMED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Adds the tiles of keys `run` to dq of a tile of queries, and their scores' gradients to `sums`; the last entry's to `target`."""
+    b, h, kv_h, rows, q_len, kv_len = at
+    low, high, stretch, is_first, is_last = run
+    q_idx = tl.minimum(rows, q_len - 1)[:, None]
+    for i in tl.range(low, high, num_stages=1 if EDGE else c.STAGES):
+        tile = b * 0 + i
+        here = tile * c.TILE_KV
+        keys = stream_tile(k, strides.k, b, kv_h, here * 0, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        if c.NEGATIVE:
+            qk = -qk
+        values = stream_tile(v, strides.v, b, kv_h, here * 0, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
+        columns = here + tl.arange(0, c.TILE_KV)
+        kv_idx = columns[None, :]
+        p, slope = weights_of(qk, lse2[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, tile), numbers, env, c, both, mask, False, EDGE)
+        if c.DROPOUT:
+            dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
+        dp = with_flow(dp, numbers, b, h, b, q_idx, columns[None, :], q_len, kv_len) - delta[:, None]
+        g = p * dp
+        if EDGE:
+            g = tl.where(p == 0.0, 0.0, g)
+        if SUMMED:
+            lying = tl.arange(0, c.TILE_Q)[:, None] * (number(stretch) * c.TILE_KV) + tl.arange(0, c.TILE_KV)[None, :]
+            own = sums + (tile - low) * c.TILE_KV + lying
+            whole = tl.zeros([c.TILE_Q, c.TILE_KV], tl.int1)
+            g += tl.load(own, mask=whole | (is_first == 0), other=0.0)
+            tl.store(own, g, mask=whole | (is_last == 0))
+        if CONTIGUOUS:
+            place = target + rows.to(tl.int64)[:, None] * (number(out_strides.s) * 8) + columns[None, :]
+        else:
+            place = target + rows.to(tl.int64)[:, None] * number(out_strides.s) + columns.to(tl.int64)[None, :] * number(out_strides.d)
+        there = (rows < q_len)[:, None] & (is_last != 0)
+        if EDGE:
+            there = there & (columns < kv_len)[None, :]
+        tl.store(place, g.to(target.dtype.element_ty), mask=there)
+        ds = score_gradient(p, dp, slope, c, EDGE)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
+    return dq
+
+
+@triton.jit
+def attention_bias_gradient(
+    q,
+    k,
+    v,
+    out,
+    do,
+    lse,
+    dlse,
+    lse2,
+    delta,
+    dq,
+    target,
+    sums,
+    waiting,
+    strides,
+    out_strides,
+    size,
+    loops,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
+    SUMMED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """dq of one tile of queries of each batch entry that a gradient is summed over, the gradient's rows, and the rows' numbers.
+
+    `target` is the gradient, [B or 1, Hq, Sq, Skv] by `out_strides`. SUMMED: its programs' sums, float32 [programs, TILE_Q, keys of a
+    stretch], and dq on the way, float32 [programs, entries, TILE_Q, D_PAD]; else None. `loops`: batch entries of a program, tiles of a
+    stretch, encoded.
+    """
+    entries, stretch = loops
+    tiles = number(size.tasks)
+    line = tl.program_id(0) // tiles
+    first = (tl.program_id(0) - line * tiles) * c.TILE_Q
+    outer = line // number(size.heads)
+    h = line - outer * number(size.heads)
+    kv_h = h // number(size.group)
+    q_len = number(size.rows)
+    kv_len = number(size.columns)
+    rows = first + tl.arange(0, c.TILE_Q)
+    unit = 8 if CONTIGUOUS else 1
+    here = target + outer.to(tl.int64) * (number(out_strides.b) * unit) + h.to(tl.int64) * (number(out_strides.h) * unit)
+    q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
+    do_offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
+    out_offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
+    store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
+    inside = (rows < q_len)[:, None] & (tl.arange(0, c.D_PAD)[None, :] < c.D)
+    lying = tl.arange(0, c.TILE_Q)[:, None] * c.D_PAD + tl.arange(0, c.D_PAD)[None, :]
+    sign = -1.0 if c.NEGATIVE else 1.0
+    own = sums
+    if SUMMED:
+        own = sums + tl.program_id(0).to(tl.int64) * number(stretch) * (c.TILE_Q * c.TILE_KV)
+    whole = kv_len // c.TILE_KV
+    per = number(stretch)
+    tiles_of_keys = tl.cdiv(kv_len, c.TILE_KV)
+    for low in range(0, tiles_of_keys, per):
+        high = tl.minimum(low + per, whole)
+        is_end = low + per >= tiles_of_keys
+        for step in range(0, number(entries)):
+            b = outer * number(entries) + step
+            queries = load_tile(rows_pointer(q, strides.q, b, h, first, c), q_offsets, q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
+            douts = load_tile(rows_pointer(do, strides.dout, b, h, first, c), do_offsets, q_len - first, True, c.TILE_Q, c.DV, c.DV_PAD)
+            outs = load_tile(rows_pointer(out, strides.out, b, h, first, c), out_offsets, q_len - first, True, c.TILE_Q, c.DV, c.DV_PAD)
+            head = (b * number(size.heads) + h).to(tl.int64) * q_len
+            row_lse, row_delta = rows_of(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
+            acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
+            if SUMMED:
+                kept = waiting + (tl.program_id(0).to(tl.int64) * number(entries) + step) * (c.TILE_Q * c.D_PAD)
+                acc = tl.load(kept + lying, mask=(lying >= 0) & (b * 0 + low > 0), other=0.0)
+            at = (b, h, kv_h, rows, q_len, kv_len)
+            turn = b - outer * number(entries)
+            is_first = (turn == 0).to(tl.int32)
+            is_last = (turn == number(entries) - 1).to(tl.int32)
+            run = (low, high, stretch, is_first, is_last)
+            acc = fold_bias_gradient(
+                acc, queries, douts, row_lse, row_delta, k, v, here, own, strides, out_strides, at, run, numbers,
+                env, c, both, mask, SUMMED, CONTIGUOUS, False,
+            )  # fmt: skip
+            past = own
+            if SUMMED:
+                past = own + (whole - low) * c.TILE_KV
+            last = (low * 0 + whole, tl.where(is_end, tiles_of_keys, whole), stretch, is_first, is_last)
+            acc = fold_bias_gradient(
+                acc, queries, douts, row_lse, row_delta, k, v, here, past, strides, out_strides, at, last, numbers,
+                env, c, both, mask, SUMMED, CONTIGUOUS, True,
+            )  # fmt: skip
+            if SUMMED:
+                tl.store(kept + lying, acc, mask=(lying >= 0) & (is_end == 0))
+                # what one entry leaves in memory, threads of the next read
+                tl.debug_barrier()
+            pointer = rows_pointer(dq, strides.dq, b, h, first, c)
+            tl.store(pointer + store, (acc * (numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside & is_end)

@@ -1,0 +1,88 @@
+"""The gradient of a learned bias that comes with dq, and who takes that way; in Triton's interpreter or on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci import scores
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels run on a GPU or in the interpreter", allow_module_level=True)
+
+from foci.backends.triton import capture_gradients  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.parametrize("device", [DEVICE.type])
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Entries that each bias gradient summed over."""
+    found = []
+
+    def note(kernel, call, given, rows, dq, learned):
+        found.append(learned.entries)
+        return original(kernel, call, given, rows, dq, learned)
+
+    original = capture_gradients.bias_gradient
+    from foci.backends.triton import kernel
+
+    monkeypatch.setattr(kernel, "bias_gradient", note)
+    return found
+
+
+def tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+
+
+def gradients(q, k, v, bias, *, scale=None, **options):
+    with foci.use("triton"):
+        out = foci.attention(q, k, v, score=scores.bias(bias), scale=scale, **options)
+    return torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out).cumsum(2) / 10)
+
+
+def expected(q, k, v, bias, *, scale=None):
+    q, k, v, bias = (t.detach().double().requires_grad_() for t in (q, k, v, bias))
+    group = q.shape[1] // k.shape[1]
+    out = torch.softmax(
+        q @ k.repeat_interleave(group, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale) + bias, -1
+    ) @ v.repeat_interleave(group, 1)
+    return torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out).cumsum(2) / 10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bias_batch", "kv_len", "stretch", "heads", "scale"),
+    [
+        (3, 1, 61, 32, (2, 1), None),  # several stretches, the last one cut short
+        (2, 1, 64, 32, (1, 1), -0.3),
+        (2, 1, 45, 512, (1, 1), None),
+        (2, 2, 45, 16, (2, 2), None),
+        (1, 1, 32, 16, (2, 1), None),
+    ],
+)
+def test_gradients_are_those_of_the_formula(batch, bias_batch, kv_len, stretch, heads, scale, device, taken, monkeypatch):
+    monkeypatch.setattr(capture_gradients, "_STRETCH", stretch)
+    given = tensors(
+        (batch, heads[0], 19, 24), (batch, heads[1], kv_len, 24), (batch, heads[1], kv_len, 24), (bias_batch, heads[0], 19, kv_len)
+    )
+    found = gradients(*given, scale=scale)
+    assert taken == [batch // bias_batch]
+    for got, want in zip(found, expected(*given, scale=scale), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-5)
+    for got, again in zip(found, gradients(*given, scale=scale), strict=True):
+        assert torch.equal(got, again)
+
+
+def test_who_is_not_read_at_every_place_by_one_head_takes_the_other_way(device, taken):
+    q, k, v, shared, wide = tensors((2, 2, 19, 16), (2, 2, 21, 16), (2, 2, 21, 16), (19, 21), (2, 2, 19, 30))
+    gradients(q, k, v, shared)
+    gradients(q, k, v, shared, mask=foci.masks.causal())
+    gradients(q, k, v, wide[..., :21].detach().requires_grad_(), mask=foci.masks.causal())
+    with foci.use("triton"):
+        out = foci.attention(q, k, v, score=foci.Score(lambda s, b, h, i, j: s + wide[b, h, i, j]))
+    torch.autograd.grad(out.sum(), wide)
+    assert taken == []
