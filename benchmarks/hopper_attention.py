@@ -293,9 +293,11 @@ def fill(rows: list[Row], passes: tuple[bool, ...], processes: int) -> None:
             row, peer, backward = waiting.pop(0)
             alive += 1
             if os.fork() == 0:
-                made = peers_of(row, backward=backward).get(peer)
-                timed({peer: made} if made is not None else {}, rounds=0)
-                os._exit(0)
+                try:
+                    made = peers_of(row, backward=backward).get(peer)
+                    timed({peer: made} if made is not None else {}, rounds=0)
+                finally:
+                    os._exit(0)
         else:
             os.wait()
             alive -= 1
