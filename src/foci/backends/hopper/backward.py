@@ -28,7 +28,7 @@ from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.reduction import HAS_ADD
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import Spans, encode
-from foci.backends.triton.capture_gradients import capture_gradients
+from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -102,7 +102,7 @@ class HopperGradients(host.TritonKernel):
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel()):
+        if not (query.numel() and key.numel() and value.numel()) or (self.learns and learned_with_queries(self, operands)):
             return super()._backward(operands, given, sequences, recorder, flow)
         tensors = (query, key, value, given.dout)
         if not all(map(takes_descriptor, tensors)):

@@ -24,6 +24,7 @@ from foci.backends.triton.streams import streamed
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
 from foci.ir.expr import const
+from foci.problem import Operands
 
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
@@ -75,15 +76,14 @@ class Learned:
     entries: int
 
 
-def learned_with_queries(kernel: TritonKernel, call: Pass) -> Learned | None:
+def learned_with_queries(kernel: TritonKernel, o: Operands) -> Learned | None:
     """The one whose tiles are those of dq, if there is one: every key is attended to, and each element is read by one head."""
-    o = call.operands
     if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
         return None
     derivatives = capture_derivatives(kernel.variant.score)
     for slot, (capture, wanted) in enumerate(zip(o.captures, kernel.problem.capture_grads, strict=False)):
         own = [derivative for derivative in derivatives if derivative.slot == slot]
-        if not wanted or len(own) != 1 or own[0].weight is not const(1.0) or not _is_covered(kernel, call, own[0], capture):
+        if not wanted or len(own) != 1 or own[0].weight is not const(1.0) or not _is_covered(kernel, o, own[0], capture):
             continue
         way = way_of(own[0])
         if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1):
@@ -94,7 +94,7 @@ def learned_with_queries(kernel: TritonKernel, call: Pass) -> Learned | None:
 def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: Learned) -> Tensor:
     """Fills dq, and `rows` with lse in base 2 and delta; returns the gradient of what is learned."""
     o, schedule = call.operands, kernel.schedule("bias_gradient")
-    grid, is_summed = _grid(call, schedule), learned.entries > 1
+    grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
     target = torch.empty_like(o.captures[learned.slot], memory_format=torch.contiguous_format)
     strides = _by_name(way_of(learned.derivative), target)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
@@ -148,7 +148,7 @@ def capture_gradients(
             continue
         own = reads.get(slot, [])
         if len(own) == 1 and way_of(own[0]).how == "tile":
-            make = torch.empty_like if _is_covered(kernel, call, own[0], capture) else torch.zeros_like
+            make = torch.empty_like if _is_covered(kernel, call.operands, own[0], capture) else torch.zeros_like
             found.append(_tile(kernel, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
             continue
         total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
@@ -160,9 +160,9 @@ def capture_gradients(
     return tuple(found)
 
 
-def _is_covered(kernel: TritonKernel, call: Pass, derivative: CaptureDerivative, capture: Tensor) -> bool:
+def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
     """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeros before."""
-    grid = _grid(call, kernel.schedule("captures"))
+    grid = _grid(o, kernel.schedule("captures"))
     counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
     return all(counts.get(name) == n for name, n in zip(way_of(derivative).names, capture.shape, strict=True))
 
@@ -177,7 +177,7 @@ def _exact_rows(
     # what flows into the weights is in the cotangent already
     alone = replace(call, numbers=call.numbers._replace(flow_columns=None, flow_weights=None))
     schedule = kernel.schedule("captures")
-    grid = _grid(call, schedule)
+    grid = _grid(call.operands, schedule)
     sums = torch.zeros((grid.batch, grid.heads, grid.tiles[0] * schedule.tile_q), dtype=torch.float32, device=delta.device)
     launch = _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), "rows")
     _launch(kernel, alone, (dout, lse2, torch.zeros_like(delta)), None, launch)
@@ -233,8 +233,7 @@ class _Grid:
     tiles: tuple[int, int]
 
 
-def _grid(call: Pass, schedule: Schedule) -> _Grid:
-    o = call.operands
+def _grid(o: Operands, schedule: Schedule) -> _Grid:
     is_jagged = o.cu_q is not None
     lengths = (o.max_q, o.max_kv) if is_jagged else (o.query.shape[2], o.key.shape[2])
     batch = o.cu_q.shape[0] - 1 if o.cu_q is not None else o.query.shape[0]
@@ -257,7 +256,7 @@ def _launch(
     kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch
 ) -> None:
     schedule = kernel.schedule("captures")
-    grid = _grid(call, schedule)
+    grid = _grid(call.operands, schedule)
     outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
     tiles = {"tile": grid.tiles[0] * grid.tiles[1], "columns": grid.tiles[1]}.get(launch.how, grid.tiles[0])
     programs = outer[0] * outer[1] * tiles
@@ -304,7 +303,7 @@ def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:
 def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     way = way_of(derivative)
     strides = _by_name(way, out)
-    grid = _grid(call, kernel.schedule("captures"))
+    grid = _grid(call.operands, kernel.schedule("captures"))
     inner = (1 if "b" in strides else grid.batch, 1 if "h" in strides else grid.heads)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
     _launch(kernel, call, rows, derivative, _Launch(out, (steps[0], steps[1], steps[2], steps[3]), inner, "tile"))
@@ -315,7 +314,7 @@ def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tenso
     """Sums of rows or of columns for each batch entry and head, then over what does not index."""
     way = way_of(derivative)
     schedule = kernel.schedule("captures")
-    grid = _grid(call, schedule)
+    grid = _grid(call.operands, schedule)
     side = int(way.how == "columns")
     length = grid.tiles[side] * (schedule.tile_kv if side else schedule.tile_q)
     extents = _entries(derivative, call)
@@ -344,7 +343,7 @@ def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
 def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     """Contributions as whole multiples of a unit so small that none is lost, and so large that no sum overflows."""
     schedule = kernel.schedule("captures")
-    grid, entries = _grid(call, schedule), math.prod(_entries(derivative, call))
+    grid, entries = _grid(call.operands, schedule), math.prod(_entries(derivative, call))
     length = grid.tiles[0] * schedule.tile_q
     sizes = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
     _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest", entries=entries))

@@ -318,7 +318,7 @@ class TritonKernel:
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         rows = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        learned = learned_with_queries(self, call) if self.learns else None
+        learned = learned_with_queries(self, operands) if self.learns else None
         known: dict[int, Tensor] = {}
         if dq is not None and learned is not None:
             known[learned.slot] = bias_gradient(self, call, given, (rows[0], rows[1]), dq, learned)
