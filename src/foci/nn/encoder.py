@@ -138,9 +138,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     def _has_its_own_blocks(self) -> bool:
         """Whether blocks and attention are these classes' own, and nobody could see that they are not called."""
+        if not is_alone():
+            return False
         attention = self.self_attn
         plain = type(self) is TransformerEncoderLayer and type(attention) is MultiheadAttention
-        return plain and vars(self).keys().isdisjoint(_BLOCKS) and "_packed" not in vars(attention) and is_silent(attention) and is_alone()
+        return plain and vars(self).keys().isdisjoint(_BLOCKS) and "_packed" not in vars(attention) and is_silent(attention)
 
     def _ff_block(self, x: Tensor) -> Tensor:
         if is_scripting():
