@@ -282,11 +282,11 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 7) -> dict[str, fl
     return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
 
 
-def fill(rows: list[Row], passes: tuple[bool, ...], processes: int) -> None:
-    """Compiles what the rows take, each peer in a process of its own, forked before CUDA starts."""
+def fill(rows: list[Row], peers: list[str], processes: int) -> None:
+    """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
     # lengths and batches change no kernel
     distinct = {(row.kind, row.causal, row.shape[3], row.kv_heads): row for row in rows}.values()
-    waiting = [(row, peer, backward) for backward in passes for row in distinct for peer in ("hopper", "triton", "flex", "fa4")]
+    waiting = [(row, peer, backward) for backward in (True, False) for row in distinct for peer in peers]
     alive = 0
     while waiting or alive:
         if waiting and alive < processes:
@@ -314,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backward", action="store_true", help="time the backward pass, not the forward")
     parser.add_argument("--compile", action="store_true", help="only fill the caches, for both passes")
+    parser.add_argument("--peers", default="hopper,triton,flex,fa4", help="whose caches --compile fills")
     parser.add_argument("--list", action="store_true", help="print the rows and run nothing")
     parser.add_argument("groups", nargs="*", metavar="group", help=", ".join(GROUPS))
     options = parser.parse_args()
@@ -329,7 +330,7 @@ def main() -> None:
         return
     rows = [row for group in groups for row in GROUPS[group]]
     if options.compile:
-        fill(rows, (True, False), max(2, (os.cpu_count() or 2) - 2))
+        fill(rows, options.peers.split(","), max(2, (os.cpu_count() or 2) - 2))
         return
     name, facts = "backward" if options.backward else "forward", about()
     for row in rows:
