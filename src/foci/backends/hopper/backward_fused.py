@@ -111,6 +111,8 @@ def fold_fused(
         ds_tiles.index(two * 2 + half).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(two), count=1)
+        # one fence for both: that of the share which the tile before left
+        mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
         dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
         mbarrier.wait(ds_full.index(two), (n // 2) & 1)
         share = begin_share(ds_tiles, k_tiles, two, c, half)
@@ -157,6 +159,9 @@ def fused_consumer(
             (dk, dv), held, buffers, bars, at, (last - ending - whole, diagonal), n, scale, numbers, env, aux, c,
             half, both, mask, True,
         )  # fmt: skip
+    if n > 0:
+        fence_async_shared()
+        mbarrier.arrive(share_bars[0].index((n - 1) % 2), count=1)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
     v.store(dv.to(v.dtype))

@@ -8,7 +8,7 @@ they start, so nothing waits for a tile that has not begun.
 
 from typing import Any, NamedTuple
 
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, send, tma
+from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma
 from foci.backends.hopper.reduction import begin_add
 from foci.backends.triton.tiles import number, sequence
 
@@ -153,7 +153,7 @@ def add_shares(sums, order, shares, bars, place, spans, size, c):
 
 @gluon.jit
 def put_share(shares, share, bars, n, half: gl.constexpr):
-    """Hands half of the n-th share, [64, 64], over to the warp that adds it.
+    """Puts half of the n-th share, [64, 64], where the warp that adds it will find it.
 
     It lies as the threads hold it, four numbers of a thread in a row, so that no two write to one bank.
     """
@@ -162,5 +162,3 @@ def put_share(shares, share, bars, n, half: gl.constexpr):
     mbarrier.wait(share_empty.index(at), ((n // 2) & 1) ^ 1)
     turned = share.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
     shares.index(at * 2 + half).store(turned)
-    fence_async_shared()
-    mbarrier.arrive(share_full.index(at), count=1)
