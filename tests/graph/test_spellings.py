@@ -6,12 +6,13 @@ import pytest
 import torch
 from spelled_forms import FORMS
 from spelled_models import MODELS
+from spelled_people import PEOPLE
 from spelled_tricks import TRICKS
 from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled, fused_only
 
 import foci
 
-SPELLINGS = (*FORMS, *MODELS, *TRICKS)
+SPELLINGS = (*FORMS, *MODELS, *TRICKS, *PEOPLE)
 LENGTH, LONGER = 20, 27
 
 

@@ -53,10 +53,36 @@ def softmax_of(node: fx.Node) -> Softmax | None:
 
 def _of_logarithm(node: fx.Node, call: Call) -> Softmax | None:
     inner = call_of(call.args[0]) if call.args and isinstance(call.args[0], fx.Node) else None
+    if inner is not None and inner.name == "sub":
+        return _of_difference(node, call.args[0], inner)
     if inner is None or inner.name not in ("log_softmax", "_log_softmax"):
         return None
     source, dim = inner.argument(0, "input"), inner.argument(1, "dim", -1)
     return Softmax(node, source, dim % rank_of(source), frozenset({node, call.args[0]})) if isinstance(dim, int) else None
+
+
+def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax | None:
+    """exp(x - logsumexp(x, dim)), with the dimension kept or put back."""
+    if len(inner.args) != 2 or inner.kwargs or not all(is_tensor(a) for a in inner.args):
+        return None
+    source, logarithm = inner.args
+    made, inside = call_of(logarithm), {node, difference, logarithm}
+    back = None
+    if made is not None and made.name == "unsqueeze":
+        back, logarithm = made.argument(1, "dim"), made.args[0]
+        made = call_of(logarithm)
+        inside.add(logarithm)
+    if made is None or made.name != "logsumexp" or made.args[0] is not source:
+        return None
+    dim, rank = _single(made.argument(1, "dim", made.kwargs.get("axis"))), rank_of(source)
+    kept = bool(made.argument(2, "keepdim", False))
+    if not isinstance(dim, int) or kept != (back is None) or (back is not None and back % rank != dim % rank):
+        return None
+    return Softmax(node, source, dim % rank, frozenset(inside))
+
+
+def _single(dim: Any) -> Any:
+    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
 
 
 def _of_quotient(node: fx.Node, call: Call) -> Softmax | None:
@@ -65,13 +91,46 @@ def _of_quotient(node: fx.Node, call: Call) -> Softmax | None:
         return None
     top, bottom = call.args
     exponential, total = call_of(top), call_of(bottom)
+    inside, guarded = {node, top, bottom}, False
+    if exponential is not None and total is not None and exponential.name == "exp" and _keeps_from_zero(total, bottom):
+        guarded, bottom = True, total.args[0]
+        total = call_of(bottom)
+        inside.add(bottom)
     if exponential is None or total is None or exponential.name != "exp" or total.name != "sum" or total.args[0] is not top:
         return None
-    dim = total.argument(1, "dim", total.kwargs.get("axis"))
-    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    dim = _single(total.argument(1, "dim", total.kwargs.get("axis")))
     if not isinstance(dim, int) or not total.argument(2, "keepdim", False):
         return None
-    return Softmax(node, exponential.args[0], dim % rank_of(top), frozenset({node, top, bottom}))
+    if guarded and not _has_largest_zero(exponential.args[0], dim % rank_of(top)):
+        return None
+    return Softmax(node, exponential.args[0], dim % rank_of(top), frozenset(inside))
+
+
+def _keeps_from_zero(call: Call, node: fx.Node) -> bool:
+    """Whether a sum of 1 or more is what it was: after a bound of 1 or less, or a number too small to add."""
+    if not call.args or not is_tensor(call.args[0]):
+        return False
+    if call.name in ("clamp", "clamp_min"):
+        least = number_of(call.argument(1, "min"))
+        return isinstance(least, (int, float)) and least <= 1 and number_of(call.argument(2, "max")) is None
+    small = number_of(call.args[1]) if call.name == "add" and len(call.args) == 2 and not call.kwargs else None
+    return isinstance(small, (int, float)) and 0 <= small < torch.finfo(dtype_of(node)).eps / 4
+
+
+def _has_largest_zero(node: Any, dim: int) -> bool:
+    """Whether it is x - x.max(dim, keepdim=True), so that its exponentials sum to 1 or more along the dimension."""
+    call = call_of(node) if isinstance(node, fx.Node) else None
+    if call is None or call.name != "sub" or len(call.args) != 2 or call.kwargs:
+        return False
+    source, largest = call.args
+    while (made := call_of(largest) if isinstance(largest, fx.Node) else None) is not None:
+        if made.name in ("amax", "max"):
+            along = _single(made.argument(1, "dim", made.kwargs.get("axis")))
+            return made.args[0] is source and along in (dim, dim - rank_of(source)) and bool(made.argument(2, "keepdim", False))
+        if made.name not in ("detach", "getitem", "getattr"):
+            return False
+        largest = made.args[0]
+    return False
 
 
 @dataclass
