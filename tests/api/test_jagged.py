@@ -513,3 +513,15 @@ def test_what_is_left_to_nested_operations(monkeypatch):
     ):
         foci.attention(*tensors, **options)
     assert taken == [None] * 4
+
+
+def test_functions_of_torch_are_traced_for_nested_tensors():
+    lengths = (3, 5, 1)
+    values, njt = nested(lengths, 4, 8)
+
+    def score(s, b, h, q_idx, kv_idx):
+        return s + torch.exp2(h * -1.0) * torch.tanh(kv_idx - q_idx)
+
+    found = unpacked(foci.attention(njt, njt, njt, score=score))
+    wanted = torch.cat([foci.attention(part, part, part, score=score)[0].transpose(0, 1) for part in pieces(values, lengths)])
+    torch.testing.assert_close(found, wanted)

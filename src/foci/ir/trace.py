@@ -285,7 +285,8 @@ class Tracer:
         """
         _active.append(self)
         try:
-            with _Record():
+            # whoever calls may have turned off what symbols stand on
+            with torch._C._EnableTorchFunction(), _Record():
                 result = function(*(Symbol(self, ir.variable(name)) for name in variables))
                 while isinstance(result, (tuple, list)) and len(result) == 1:
                     result = result[0]
