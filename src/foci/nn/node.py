@@ -1,4 +1,4 @@
-"""An encoder layer of packed tokens as one node of autograd: torch spends more on a node for each operation than a GPU on the operations.
+"""An encoder layer of packed tokens as one node of autograd: fewer additions of gradients, copies and nodes for the host to see to.
 
 The operations are those of the layer's modules, and their derivatives those of torch. Double backward runs them again as autograd
 knows them.
@@ -72,6 +72,7 @@ def _is_plain_call(heads: Heads, x: Tensor, parameters: Parameters) -> bool:
         and is_plain_eager(tensors)
         and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
+        and x.dim() == 2
         and x.numel() > 0
         and len({t.dtype for t in tensors}) == 1
         and type(heads.extras.dropout_p) is float
