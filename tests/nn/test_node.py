@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import foci
 import foci.nn
+from foci import recall
 from foci.nn import encoder
 
 B, S, E, H = 3, 9, 32, 4
@@ -203,3 +204,14 @@ def test_observers_see_its_attention(taken):
         encoder(source(), src_key_padding_mask=PADDING).sum().backward()
     assert taken == [True, True]
     assert len(log.calls) == len(log.backward_calls) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S), "is_causal": True} if causal else {}
+    encoder = model()
+    for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
+        out = encoder(source(), src_key_padding_mask=torch.arange(S) >= torch.tensor(lengths)[:, None], **options)
+        out.sum().backward()
+    assert len(recall._known) == 1
