@@ -216,8 +216,10 @@ def attention_query_gradient(
 def row_numbers(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
     """(logsumexp in base 2, delta) of a tile of rows; +inf and 0 beyond the last. Those of row 0 are at `at`."""
     if c.TILE_Q <= 64:
-        # fewer rows than threads: read as one tile each number is fetched once, apart every thread fetches all it needs
-        side = tl.arange(0, 2)[None, :]
+        # fewer rows than threads: read as one tile each number is fetched once, apart every thread fetches all it needs. Programs of
+        # many keys have threads for every number twice
+        TWICE: tl.constexpr = c.TILE_KV >= 128
+        side = tl.arange(0, 4 if TWICE else 2)[None, :] % 2
         apart = (delta.to(tl.int64) - lse2.to(tl.int64)) // 4
         pair = lse2 + at + rows[:, None] + side * apart
         if EDGE:
@@ -225,7 +227,11 @@ def row_numbers(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
             both = tl.where(inside, tl.load(pair, mask=inside, other=0.0), tl.where(side == 0, float("inf"), 0.0))
         else:
             both = tl.load(pair)
-        return tl.split(both)
+        if TWICE:
+            row_lse, row_delta = tl.split(tl.reshape(both, [c.TILE_Q, 2, 2]))
+            return tl.split(row_lse)[0], tl.split(row_delta)[0]
+        else:
+            return tl.split(both)
     elif EDGE:
         row_lse = tl.load(lse2 + at + rows, mask=rows < q_len, other=float("inf"))
         return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
