@@ -2,10 +2,18 @@
 
 GPT-2 small and BERT base of transformers, no dropout, from random parameters: bfloat16 on a GPU; on the CPU two layers in
 float32. Every variant has its own model with the same parameters. A training step is forward with the loss, and backward.
-The first step includes all compilation, from an empty cache of Inductor. Times on the CPU are seconds of processors, of this thread for
-a step, of this process and its compilers for the first one, so that they are those of a machine that does nothing else.
+The first step includes all compilation, from an empty cache of Inductor, but not what a process does once: imports, starting
+workers. Times on the CPU are seconds of processors, of this thread for a step, of this process and its compilers for the first
+one, so that they are those of a machine that does nothing else.
 
     python benchmarks/graph_models.py --model gpt2 --size 4x2048
+
+On a small machine, in a few minutes, two processes side by side:
+
+    for model in gpt2 bert; do
+        python benchmarks/graph_models.py --device cpu --model $model --size 1x512 --size 1x2048 --layers 1 --vocabulary 4096 \\
+            --lock /tmp/lock --name graph_models-$model &
+    done
 
 Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
 adds, for a GPU, how long it was busy in a step, and lists its kernels: a step that is longer waits for the host.
@@ -18,6 +26,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,17 +43,18 @@ from foci.graph import summary
 VARIANTS = ("foci", "inductor, sdpa", "inductor, eager attention", "eager")
 
 
-def model_of(name: str, length: int, layers: int, attention: str, device: str, dtype: torch.dtype) -> Any:
+def model_of(name: str, length: int, layers: int, vocabulary: int | None, attention: str, device: str, dtype: torch.dtype) -> Any:
     """The same parameters for every kind of attention."""
     torch.manual_seed(0)
+    words = {} if vocabulary is None else {"vocab_size": vocabulary}
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=layers, n_positions=length, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False
+            n_layer=layers, n_positions=length, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, **words
         )
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     else:
         config = transformers.BertConfig(
-            num_hidden_layers=layers, max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+            num_hidden_layers=layers, max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **words
         )
         model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=attention)
     return model.to(device, dtype)
@@ -147,11 +157,12 @@ class Compiled:
     found: dict[str, object]
 
 
-def first_step(name: str, variant: str, mode: str, batch: int, length: int, layers: int, device: str) -> Compiled:
+def first_step(name: str, variant: str, mode: str, batch: int, length: int, layers: int, vocabulary: int | None, device: str) -> Compiled:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     before = torch.cuda.memory_allocated() / 1e9 if device == "cuda" else 0.0
-    tokens = torch.randint(0, 30000, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
-    plain = model_of(name, length, layers, "sdpa" if "sdpa" in variant else "eager", device, dtype).train(mode == "training")
+    tokens = torch.randint(0, vocabulary or 30000, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+    attention = "sdpa" if "sdpa" in variant else "eager"
+    plain = model_of(name, length, layers, vocabulary, attention, device, dtype).train(mode == "training")
     step = (training if mode == "training" else inference)(compiled(variant, plain), tokens)
     with fresh_cache(), foci.observe() as log:
         begin = clock(device)
@@ -165,6 +176,7 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
         "batch": batch,
         "length": length,
         "layers": layers,
+        "vocabulary": plain.config.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
         "peak GB": round(peak_gb(step, plain, device, before), 3),
         "first step s": round(first, 1),
@@ -178,7 +190,7 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
 
 
 def row(made: Compiled, device: str, reps: int, *, profile: bool) -> dict[str, object]:
-    for _ in range(2):
+    for _ in range(2 if device == "cuda" else 0):
         made.step()
     wait(device)
     times = {"ms": round(timed(made.step, device, reps), 3)}
@@ -196,6 +208,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, action="append")
     parser.add_argument("--size", action="append", help="batch x length, such as 4x2048")
     parser.add_argument("--layers", type=int, help="12 on a GPU, 2 on the CPU, if not given")
+    parser.add_argument("--vocabulary", type=int, help="the model's own, if not given")
     parser.add_argument("--lock", help="a file for processes side by side")
     parser.add_argument("--profile", action="store_true", help="the kernels of a step, on a GPU")
     parser.add_argument("--name", default="graph_models", help="of the file of results")
@@ -208,9 +221,11 @@ def main() -> None:
     variants, models, modes = options.variant or VARIANTS, options.model or ("gpt2", "bert"), options.mode or ("training", "inference")
     layers = options.layers or (12 if on_gpu else 2)
     rows: list[dict[str, object]] = []
+    os.environ.setdefault("FOCI_CACHE_DIR", tempfile.mkdtemp())
+    torch.compile(lambda x: x.relu() + 1)(torch.ones(8, device=options.device))
     for (batch, length), name, mode, variant in itertools.product(sizes, models, modes, variants):
         with held(options.lock, fcntl.LOCK_SH):
-            made = first_step(name, variant, mode, batch, length, layers, options.device)
+            made = first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device)
         with held(options.lock, fcntl.LOCK_EX):
             rows.append(row(made, options.device, 10 if on_gpu else 3, profile=options.profile and on_gpu))
         del made
