@@ -64,8 +64,28 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
             assert one.stack <= (case.get("stack", 320) if one.name in GRADIENTS else 32), one.name
 
 
-def launch(case):
-    """Compiles what a backward launches."""
+@pytest.mark.parametrize(
+    ("case", "one"),
+    [
+        ({}, True),
+        ({"mask": masks.causal()}, True),
+        ({"dim": 64, "jagged": True}, True),
+        ({"dim": 80}, True),
+        ({"score": scores.softcap(20.0)}, False),
+        ({"dropout": 0.1}, False),
+        ({"mask": CASES["document"]["mask"]}, False),
+        ({"dim": 256}, False),
+        ({"value_dim": 64}, False),
+    ],
+)
+def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monkeypatch):
+    assert posed(case)[0].is_fused == one
+    monkeypatch.setattr(backward, "HAS_ADD", False)
+    assert not posed(case)[0].is_fused
+
+
+def posed(case):
+    """(kernel, operands, out) of a case."""
     dim, dtype = case.get("dim", 128), case.get("dtype", torch.bfloat16)
     query, key = (
         torch.zeros(1 if case.get("jagged") else 2, 4, 512, dim, dtype=dtype),
@@ -81,7 +101,13 @@ def launch(case):
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
     problem = Problem(formula, dtype, dim, value.shape[-1], 4, 2, 2, 512, 512, True, True, True, tuple(False for _ in bound.captures))
     gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
-    out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+    return gradients, operands, torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+
+
+def launch(case):
+    """Compiles what a backward launches."""
+    gradients, operands, out = posed(case)
+    query = operands.query
     if case.get("fused"):
         gradients.is_fused = True
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
