@@ -365,3 +365,28 @@ def test_caller_blocks_decide_where_tiles_straddle_heads():  # FLEX-06
     operands = Operands(q, k, v, scale=0.25, blocks=blocks)
     found, expected = (backends.load(name).compile(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_of_a_tile_meet_different_keys(dtype):  # FLEX-06
+    """Holes within a half, keys that one half meets later, runs longer than one pass over the keys, rows without keys."""
+    torch.manual_seed(0)
+    shape = (1, 2, 1500, 24)
+    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    squares = torch.rand(47, 47) < 0.8
+    squares[:, 40:] &= torch.rand(47, 7) < 0.2
+    squares[9] = False
+    masks = (
+        lambda b, h, q, k: squares[q // 32, k // 32],
+        lambda b, h, q, k: (k < 320) | (k >= 640 + 192 * (q // 32 % 2)),  # one half comes late to the second run
+        lambda b, h, q, k: (q >= k) & (q - k < 700),
+        foci.masks.causal(),
+    )
+    near, far = (3e-6, 1e-5) if dtype is torch.float32 else (3e-2, 1e-3)
+    asked = foci.AuxRequest(lse=True, column_sums=True)
+    for mask in masks:
+        out, aux = attention(q, k, v, mask=mask, return_aux=asked)
+        expected, expected_aux = exact(q, k, v, mask=mask, return_aux=asked)
+        torch.testing.assert_close(out.double(), expected, atol=near, rtol=near)
+        torch.testing.assert_close(aux.lse.double(), expected_aux.lse.double(), atol=far, rtol=far)
+        torch.testing.assert_close(aux.column_sums.double(), expected_aux.column_sums.double(), atol=10 * far, rtol=10 * far)

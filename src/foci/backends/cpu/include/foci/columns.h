@@ -41,8 +41,9 @@ template <class P> int columns(const Call& call) {
           lse[r] = l == -__builtin_inff() ? __builtin_inff() : l;
           dots[r] = vf{};
         }
-        tile.visit(call, 0, s.kv_len, [&](int kv, int count, const Class* kinds) {
-          for (int k = 0; k < count; k += PANEL) tile.score_panel(call, panels + (int64_t)(kv + k) * K::D_WORDS, kv + k, k, kinds[k / PANEL]);
+        tile.visit(call, 0, s.kv_len, [&](int kv, int count, const Kinds* kinds) {
+          const Stretch all[2] = {{-PANEL, count}, {-PANEL, count}};
+          for (int k = 0; k < count; k += PANEL) tile.score_panel(call, panels + (int64_t)(kv + k) * K::D_WORDS, kv + k, k, kinds[k / PANEL], all);
           for (int k = 0; k < count; k += WIDTH) {
             vf total = load<vf>(sum + kv + k);
             const vf weight = load<vf>(gradient + kv + k);

@@ -2,7 +2,7 @@
 // Gimelshein, online softmax, 2018).
 //
 // `P` is the generated plan: storage type, head dims, and the score and mask functions. A tile holds up to 64 query rows
-// and meets up to 512 keys at a time: scores, then row by row the softmax, then the product with V in blocks of 128 keys,
+// and meets about 512 keys at a time: scores, then row by row the softmax, then the product with V in blocks of 128 keys,
 // each summed from zero before it is added to the output, which keeps the rounding error of long rows small. Scores are
 // rounded before their maximum is taken off, so that the largest weight of a row is exactly 1 however large its score, and
 // the backward, which subtracts the logsumexp from the same rounded score, finds the same weight.
@@ -14,7 +14,8 @@
 
 namespace foci {
 
-constexpr int ROWS = 64, KEYS = 512, BLOCK = 128;
+constexpr int ROWS = 64, KEYS = 512, BLOCK = 128, LONGEST = KEYS + BLOCK;
+constexpr int HALF = ROWS / 2;  // rows that a panel of keys may be empty, partial or full for
 
 template <class P> struct Packing {
   typedef typename P::Storage T;
@@ -45,6 +46,17 @@ template <class P> void pack_keys(const Call& call, const Sequence& s, int hkv, 
                            min_int(until, s.kv_len) - from, round_up(until - from, PANEL), P::DV);
 }
 
+// A panel of keys, seen from either half of a tile's rows.
+struct Kinds {
+  Class half[2];
+  bool is_empty() const { return half[0] == EMPTY && half[1] == EMPTY; }
+};
+
+// Keys between which a half's rows attend to something, relative to the run's first one.
+struct Stretch {
+  int from, until;
+};
+
 template <class P> struct ForwardTile {
   typedef Packing<P> K;
   typedef typename K::E E;
@@ -54,7 +66,7 @@ template <class P> struct ForwardTile {
   static constexpr int Q_PANEL = (ROWS + MR) * PANEL, S_PANEL = (ROWS + 1) * PANEL;
 
   alignas(64) word q[K::D_CHUNKS * Q_PANEL];
-  alignas(64) float scores[KEYS / PANEL * S_PANEL];  // panels; then, in place, the weights
+  alignas(64) float scores[LONGEST / PANEL * S_PANEL];  // panels; then, in place, the weights
   alignas(64) float out[ROWS * K::O_ROW];
   vf peak[ROWS];
   float top[ROWS], sum[ROWS], shrink[ROWS];  // top: the largest score, in units of the exponential
@@ -62,7 +74,7 @@ template <class P> struct ForwardTile {
   int head[ROWS], position[ROWS];
   int rows, padded;  // padded: rows of whole micro-kernel blocks
   float unit;        // what is left to multiply the products by; never negative
-  Rectangle extent;
+  Rectangle extent, halves[2];
   struct { const char *key, *value; int64_t key_row, value_row; int rows; } ahead;  // what comes next in memory, if it is to be fetched
 
   // Takes rows `first` to `first + count` of the kv head's group, counted head by head.
@@ -90,9 +102,15 @@ template <class P> struct ForwardTile {
       top[r] = -__builtin_inff();
       sum[r] = 0;
     }
-    const bool one_head = head[0] == head[rows - 1];
-    extent = {s.b, head[0], head[rows - 1], one_head ? position[0] : 0, one_head ? position[rows - 1] : s.q_len - 1, 0, 0, s.q_len, s.kv_len};
+    extent = rectangle(s, 0, rows);
+    halves[0] = rectangle(s, 0, min_int(rows, HALF));
+    if (rows > HALF) halves[1] = rectangle(s, HALF, rows);
     for (int i = 0; i < padded * K::O_ROW; ++i) out[i] = 0;
+  }
+
+  Rectangle rectangle(const Sequence& s, int first, int end) const {
+    const bool one_head = head[first] == head[end - 1];
+    return {s.b, head[first], head[end - 1], one_head ? position[first] : 0, one_head ? position[end - 1] : s.q_len - 1, 0, 0, s.q_len, s.kv_len};
   }
 
   // Asks for some of the rows ahead, so that memory is busy while products run.
@@ -105,14 +123,27 @@ template <class P> struct ForwardTile {
     }
   }
 
-  Class classify(const Call& call, int from, int until) const {
-    Rectangle r = extent;
+  static Class classify(const Call& call, Rectangle r, int from, int until) {
     r.kv0 = from;
     r.kv1 = min_int(until, r.kv_len) - 1;
     return P::classify(call, r);
   }
+  Class classify(const Call& call, int from, int until) const { return classify(call, extent, from, until); }
+
+  // What is known of the panel at `kv` if all rows together are `all`.
+  Kinds kinds_of(const Call& call, int kv, Class all) const {
+    if (all != PARTIAL || rows <= HALF) return {all, all};
+    return {classify(call, halves[0], kv, kv + PANEL), classify(call, halves[1], kv, kv + PANEL)};
+  }
 
   FOCI_INLINE float* score(int r, int key) { return scores + key / PANEL * S_PANEL + r * PANEL + key % PANEL; }
+
+  // Asks for a share of the packed words that follow these, as the rows from r on meet these.
+  template <int WORDS> FOCI_INLINE static void fetch_next(const word* words, int r) {
+    constexpr int LINES = WORDS * (int)sizeof(word) / 64 / (ROWS / MR);
+    const char* next = (const char*)(words + WORDS) + r / MR * LINES * 64;
+    FOCI_UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(next + 64 * i, 0, 2);
+  }
 
   // N rows of the panel's products. Where nothing else is to be done to a score, its maximum is taken as well.
   template <int N> FOCI_INLINE void score_block(const word* panel, int r0, int at, bool finished) {
@@ -127,13 +158,13 @@ template <class P> struct ForwardTile {
   }
 
   // Score function, mask and the end of the keys, in place; the row maxima.
-  void finish_panel(const Call& call, int kv, int at, Class kind) {
+  void finish_panel(const Call& call, int kv, int at, Class kind, int first, int end) {
     const typename P::Col col[2] = {P::col(call, extent.b, kv, extent.q_len, extent.kv_len), P::col(call, extent.b, kv + WIDTH, extent.q_len, extent.kv_len)};
     const vf none = splat(-__builtin_inff());
     const float scale = (float)call.scale;
     const bool edge = kv + PANEL > extent.kv_len;
     const vb inside[2] = {{iota() + kv < (int)extent.kv_len}, {iota() + (kv + WIDTH) < (int)extent.kv_len}};
-    for (int r = 0; r < padded; ++r) {
+    for (int r = first; r < end; ++r) {
       float* to = score(r, at);
       vf s[2] = {load<vf>(to), load<vf>(to + WIDTH)};
       FOCI_UNROLL for (int v = 0; v < 2; ++v) {
@@ -147,23 +178,39 @@ template <class P> struct ForwardTile {
     }
   }
 
-  // scores[:, at : at + PANEL] = score function of Q K^T for the panel of keys at `kv`.
-  void score_panel(const Call& call, const word* panel, int kv, int at, Class kind) {
-    const bool finished = P::PLAIN_SCORE && kind == FULL && kv + PANEL <= extent.kv_len;
-    int r = 0;
-    for (; r + MR <= padded; r += MR) score_block<MR>(panel, r, at, finished);
-    if (MR > 4 && r < padded) score_block<4>(panel, r, at, finished);
-    if (!finished) finish_panel(call, kv, at, kind);
+  // scores[:, at : at + PANEL] = score function of Q K^T for the panel of keys at `kv`; for a half that attends to nothing
+  // there, only what lies between keys that it does attend to.
+  void score_panel(const Call& call, const word* panel, int kv, int at, Kinds kinds, const Stretch (&stretch)[2]) {
+    for (int first = 0, end; first < padded; first = end) {
+      const Class kind = kinds.half[first / HALF];
+      end = kinds.half[0] == kinds.half[1] ? padded : min_int(padded, first + HALF);
+      if (kind == EMPTY) {
+        if (at > stretch[first / HALF].from && at < stretch[first / HALF].until) hide(at, first, end);
+        continue;
+      }
+      const bool finished = P::PLAIN_SCORE && kind == FULL && kv + PANEL <= extent.kv_len;
+      int r = first;
+      for (; r + MR <= end; r += MR) {
+        fetch_next<K::D_WORDS * PANEL>(panel, r);
+        score_block<MR>(panel, r, at, finished);
+      }
+      if (MR > 4 && r < end) score_block<4>(panel, r, at, finished);
+      if (!finished) finish_panel(call, kv, at, kind, first, end);
+    }
+  }
+  void hide(int at, int first, int end) {
+    for (int r = first; r < end; ++r)
+      for (int v = 0; v < PANEL; v += WIDTH) store(score(r, at) + v, splat(-__builtin_inff()));
   }
 
   // Turns a row of scores into weights relative to its running maximum, and rounds them to what the product takes.
-  void weigh_row(const Call& call, int r, int kv, int keys) {
+  void weigh_row(const Call& call, int r, int kv, Stretch stretch) {
     const float before = top[r], factor = unit * Exp::UNIT, found = in_order(splat(reduce_max(peak[r])) * factor)[0], now = before > found ? before : found;
     const float base = now == -__builtin_inff() ? 0.0f : now;
     vf total{};
-    alignas(64) float keep[P::DROPOUT ? KEYS + 4 * WIDTH : 1];
-    if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, keys, keep);
-    for (int i = 0; i < keys; i += PANEL) {
+    alignas(64) float keep[P::DROPOUT ? LONGEST + 4 * WIDTH : 1];
+    if constexpr (P::DROPOUT) keep_row(call, extent.b, head[r], position[r], kv, stretch.until, keep);
+    for (int i = stretch.from; i < stretch.until; i += PANEL) {
       const float* s = score(r, i);
       vf p0 = Exp::of(in_order(load<vf>(s) * factor) - base), p1 = Exp::of(in_order(load<vf>(s + WIDTH) * factor) - base);
       total += p0 + p1;
@@ -182,66 +229,110 @@ template <class P> struct ForwardTile {
     top[r] = now;
   }
 
-  template <int N, int VECTORS> FOCI_INLINE void add_block(const word* values, int r0, int panel, int at, int depth, bool first) {
+  template <int N, int VECTORS> FOCI_INLINE void add_block(const word* values, int r0, int panel, int from, int until, bool first) {
     vf acc[N][VECTORS];
-    multiply_rows<E, S_PANEL>(acc, (const word*)scores + r0 * PANEL, values - at * PANEL, at, at + depth);
+    multiply_rows<E, S_PANEL>(acc, (const word*)scores + r0 * PANEL, values, from / E::PAIR, until / E::PAIR);
     FOCI_UNROLL for (int r = 0; r < N; ++r)
       FOCI_UNROLL for (int v = 0; v < VECTORS; ++v) {
         float* o = out + (r0 + r) * K::O_ROW + panel * PANEL + v * WIDTH;
         store(o, first ? load<vf>(o) * shrink[r0 + r] + acc[r][v] : load<vf>(o) + acc[r][v]);
       }
   }
-  template <int VECTORS> void add_panel(const word* values, int panel, int at, int depth, bool first) {
-    int r = 0;
-    for (; r + MR <= padded; r += MR) add_block<MR, VECTORS>(values, r, panel, at, depth, first);
-    if (MR > 4 && r < padded) add_block<4, VECTORS>(values, r, panel, at, depth, first);
+  // out += weights V for the keys `from` to `until` of the run, as far as rows attend to them.
+  template <int VECTORS> void add_panel(const word* values, int panel, int from, int until, const Stretch (&stretch)[2]) {
+    for (int half = 0; half * HALF < padded; ++half) {
+      const int begin = max_int(from, stretch[half].from), stop = min_int(until, stretch[half].until), end = min_int(padded, (half + 1) * HALF);
+      if (begin >= stop) continue;
+      const bool first = begin == stretch[half].from;
+      int r = half * HALF;
+      for (; r + MR <= end; r += MR) {
+        fetch_next<BLOCK / E::PAIR * PANEL>(values + begin / E::PAIR * PANEL, r);
+        add_block<MR, VECTORS>(values, r, panel, begin, stop, first);
+      }
+      if (MR > 4 && r < end) add_block<4, VECTORS>(values, r, panel, begin, stop, first);
+    }
   }
 
-  // Meets `keys` keys (whole panels, at most KEYS) from `kv` on, whose panels begin at `origin`.
-  void meet(const Call& call, const Panels<P>& panels, int origin, int kv, int keys, const Class* kind) {
+  // Meets a run of `keys` keys (whole panels, at most LONGEST) from `kv` on, whose panels begin at `origin`.
+  void meet(const Call& call, const Panels<P>& panels, int origin, int kv, int keys, const Kinds* kinds) {
+    Stretch stretch[2] = {{0, keys}, {0, keys}};
+    if constexpr (P::MASKED)
+      for (int half = 0; half < 2; ++half) {
+        Stretch& s = stretch[half];
+        while (s.from < s.until && kinds[s.from / PANEL].half[half] == EMPTY) s.from += PANEL;
+        while (s.from < s.until && kinds[s.until / PANEL - 1].half[half] == EMPTY) s.until -= PANEL;
+      }
     for (int r = 0; r < padded; ++r) peak[r] = splat(-__builtin_inff());
     for (int i = 0; i < keys; i += PANEL) {
       fetch_ahead(PANEL / 2);
-      score_panel(call, panels.keys + (int64_t)(kv - origin + i) * K::D_WORDS, kv + i, i, kind[i / PANEL]);
+      score_panel(call, panels.keys + (int64_t)(kv - origin + i) * K::D_WORDS, kv + i, i, kinds[i / PANEL], stretch);
     }
-    for (int r = 0; r < padded; ++r) weigh_row(call, r, kv, keys);
+    const word* first_values = panels.values + (int64_t)(kv - origin) / E::PAIR * PANEL;
+    for (int r = 0; r < padded; ++r) {
+      if (r % MR == 0 && padded >= MR) fetch_next<BLOCK / E::PAIR * PANEL>(first_values - BLOCK / E::PAIR * PANEL, r);
+      if (stretch[r / HALF].from < stretch[r / HALF].until) weigh_row(call, r, kv, stretch[r / HALF]);
+    }
     for (int i = 0; i < keys; i += BLOCK) {
-      const int depth = min_int(BLOCK, keys - i) / E::PAIR;
+      const int until = min_int(i + BLOCK, keys);
       for (int panel = 0; panel < K::V_PANELS; ++panel) {
         fetch_ahead(BLOCK / 2 / K::V_PANELS + 1);
-        const word* values = panels.values + panel * panels.values_stride + (int64_t)(kv - origin + i) / E::PAIR * PANEL;
+        const word* values = first_values + panel * panels.values_stride;
         if constexpr (K::V_VECTORS % 2) {
           if (panel == K::V_PANELS - 1) {
-            add_panel<1>(values, panel, i / E::PAIR, depth, i == 0);
+            add_panel<1>(values, panel, i, until, stretch);
             continue;
           }
         }
-        add_panel<2>(values, panel, i / E::PAIR, depth, i == 0);
+        add_panel<2>(values, panel, i, until, stretch);
       }
     }
   }
 
-  // Calls `each(kv, keys, kinds)` for the runs of keys, at most KEYS long, in which something is attended to.
+  // Calls `each(kv, keys, kinds)` for runs of keys in which something is attended to: KEYS long, the last of neighbours up to
+  // LONGEST, since a short run costs nearly as much as a long one.
   template <class F> FOCI_INLINE void visit(const Call& call, int from, int until, F each) {
+    constexpr int MOST = (KEYS + LONGEST) / PANEL;
+    Kinds kinds[MOST];  // of the panels that are still to be met
     until = min_int(until, extent.kv_len);
-    for (int kv = from; kv < until; kv += KEYS) {
-      const int end = min_int(kv + KEYS, until), count = (end - kv + PANEL - 1) / PANEL;
-      Class kind[KEYS / PANEL];
-      const Class all = P::MASKED ? classify(call, kv, end) : FULL;
-      if (all == EMPTY) continue;
-      for (int i = 0; i < count; ++i) kind[i] = all == FULL || count == 1 ? all : classify(call, kv + i * PANEL, min_int(end, kv + (i + 1) * PANEL));
-      for (int i = 0; i < count;) {
-        if (kind[i] == EMPTY) { ++i; continue; }
-        int last = i;
-        while (last < count && kind[last] != EMPTY) ++last;
-        each(kv + i * PANEL, (last - i) * PANEL, (const Class*)kind + i);
-        i = last;
+    if constexpr (!P::MASKED) {
+      for (int i = 0; i < LONGEST / PANEL; ++i) kinds[i] = {FULL, FULL};
+      for (int kv = from, keys; kv < until; kv += keys) {
+        keys = until - kv > LONGEST ? KEYS : round_up(until - kv, PANEL);
+        each(kv, keys, (const Kinds*)kinds);
+      }
+      return;
+    }
+    int waiting = 0;
+    const auto emit = [&](int end, bool last) {
+      while (waiting == MOST || (last && waiting > 0)) {
+        const int count = waiting > LONGEST / PANEL ? KEYS / PANEL : waiting;
+        each(end - waiting * PANEL, count * PANEL, (const Kinds*)kinds);
+        waiting -= count;
+        for (int i = 0; i < waiting; ++i) kinds[i] = kinds[i + count];
+      }
+    };
+    for (int chunk = from; chunk < until; chunk += KEYS) {
+      const int end = min_int(chunk + KEYS, until);
+      const Class all = classify(call, chunk, end);
+      if (all == EMPTY) {
+        emit(chunk, true);
+        continue;
+      }
+      for (int kv = chunk; kv < end; kv += PANEL) {
+        const Kinds kind = kinds_of(call, kv, all == FULL || end - chunk <= PANEL ? all : classify(call, kv, min_int(end, kv + PANEL)));
+        if (kind.is_empty()) {
+          emit(kv, true);
+        } else {
+          kinds[waiting++] = kind;
+          emit(kv + PANEL, false);
+        }
       }
     }
+    emit(from + round_up(until - from, PANEL), true);
   }
 
   void attend(const Call& call, const Panels<P>& panels, int origin, int from, int until) {
-    visit(call, from, until, [&](int kv, int keys, const Class* kinds) { meet(call, panels, origin, kv, keys, kinds); });
+    visit(call, from, until, [&](int kv, int keys, const Kinds* kinds) { meet(call, panels, origin, kv, keys, kinds); });
   }
 
   void finish(const Call& call, const Sequence& s) {

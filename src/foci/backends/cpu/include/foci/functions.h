@@ -37,14 +37,17 @@ template <bool ROUGH> FOCI_INLINE vf exp2_polynomial(vf f) {
   return p * f + 1.0f;
 }
 
+// x - y by the units that multiply, which a short polynomial leaves idle while others add, round and scale.
+FOCI_INLINE vf less(vf x, vf y) { return x + y * in_order(splat(-1.0f)); }
+
 // exp2 for x <= 0 as the softmax needs it: exactly 0 at -inf and exactly 1 at 0, NaN stays NaN.
 template <bool ROUGH = false> FOCI_INLINE vf exp2_negative(vf x) {
 #if defined(__AVX512DQ__)
-  // x less its nearest integer, which is 0 for x = -inf; then scaled by that integer, through the subnormals to 0.
+  // The polynomial of x less its nearest integer, scaled by that integer: through the subnormals to 0, where x is -inf too.
   if constexpr (WIDTH == 16) {
-    vf f, y;
-    asm("vreduceps $0, %1, %0" : "=v"(f) : "v"(x));
-    const vf n = x - f, p = exp2_polynomial<ROUGH>(f);
+    vf n, y;
+    asm("vrndscaleps $0, %1, %0" : "=v"(n) : "v"(x));
+    const vf p = exp2_polynomial<ROUGH>(ROUGH ? less(x, n) : x - n);
     asm("vscalefps %2, %1, %0" : "=v"(y) : "v"(p), "v"(n));
     return y;
   }
