@@ -123,8 +123,8 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
 
     assert "forward measured at 1.43 of triton's rate" in said()
     assert "backward" not in said()
-    assert said(**TRAINED).endswith("backward measured at 1.22 of triton's rate")
-    assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.75 of triton's rate, so taken from triton")
+    assert said(**TRAINED).endswith("backward measured at 1.32 of triton's rate")
+    assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.72 of triton's rate, so taken from triton")
 
 
 def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
