@@ -79,11 +79,11 @@ class HopperBackend:
         rows, rates = forward_schedule(problem).tile_q, rates_of(problem)
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
         flops = 2.0 * max(_PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
-        seconds = (0.5 if is_causal(problem.variant) else 1.0) * flops / _TRITON
-        forward = _LAUNCH + seconds * rates.forward.triton / rates.forward.hopper
+        part = 0.5 if is_causal(problem.variant) else 1.0
+        forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
         if not problem.needs_backward:
             return forward
-        return forward + _BACKWARD + 2.5 * seconds * rates.backward.triton / rates.backward.best
+        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
