@@ -3,8 +3,7 @@
 6 layers, d_model 768, 12 heads, feedforward 2048, no dropout, log-normal lengths from 16 to 512. On a GPU bfloat16 and a
 batch of 32; on the CPU float32 and a batch of 6, or 32 with `--full`, which takes minutes. A training step is forward and
 backward of a weighted sum of the tokens' outputs, in the layout in which each form has them; inference runs under
-inference_mode. Ratios are medians over interleaved rounds; on a GPU each form has several steps in a row, as in a training
-loop, since a step that waits for the host was seen to take up to 1.7 times as long between steps of other forms.
+inference_mode. Ratios are medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ import foci
 import foci.nn
 
 LAYERS, WIDTH, HEADS, LONGEST = 6, 768, 12, 512
-IN_A_ROW = 8
-"""Steps of a form in each round, on a GPU."""
 
 
 def lengths_of(batch: int) -> list[int]:
@@ -149,14 +146,6 @@ def waited(step: Callable[[], None], device: str) -> Callable[[], None]:
     return run
 
 
-def repeated(step: Callable[[], None], count: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(count):
-            step()
-
-    return run
-
-
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The same step as one CUDA graph: what the device needs, without the host."""
     stream = torch.cuda.Stream()
@@ -204,8 +193,7 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
     if device == "cuda" and mode == "inference":
         for name in ("foci.nn, nested input", "foci.nn, packed input", "packed by hand"):
             steps[f"{name}, as a CUDA graph"] = waited(captured(inference(calls[name])), device)
-    count = IN_A_ROW if device == "cuda" else 1
-    times = measure.interleaved({name: repeated(step, count) for name, step in steps.items()}, seconds=2.0, rounds=rounds)
+    times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
     medians = measure.medians(times)
     with foci.observe() as log:
         steps["foci.nn"]()
@@ -217,7 +205,7 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
             "tokens": sum(lengths),
             "padded tokens": batch * LONGEST,
             "dtype": str(dtype).removeprefix("torch."),
-            "ms": round(1e3 * medians[name] / count, 3),
+            "ms": round(1e3 * medians[name], 3),
             "times foci.nn": round(measure.ratio(times, name, "foci.nn"), 3),
             "peak MB": round(peak(step, device)),
             "backend": log.calls[0].backend if name.startswith("foci") else None,

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils import parametrize, prune
 
 import foci.nn
+from foci import recall
 
 B, S, T, E, H, FF = 3, 6, 5, 8, 2, 12
 HIDDEN = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]], dtype=torch.bool)
@@ -304,3 +305,14 @@ def test_nested_inputs_keep_their_values(mode):
         rows = torch.cat([encoder(part[None])[0] for part in nested.unbind()])
     torch.testing.assert_close(out.values(), rows)
     assert torch.equal(nested.values(), before)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(9), "is_causal": True} if causal else {}
+    encoder = stack(nn=foci.nn)
+    for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
+        padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
+        encoder(rand(3, 9, E).requires_grad_(), src_key_padding_mask=padding, **options).sum().backward()
+    assert len(recall._known) == 1

@@ -16,7 +16,6 @@ from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
 from foci.nn.masking import Functions
-from foci.nn.node import Heads
 from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
 from foci.nn.rotary import RotaryEmbedding
 from foci.prepare import Extras
@@ -350,18 +349,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q_longest, longest = bounded(q_longest), bounded(longest)  # nothing is captured that lengths are checked against
         dropout_p = self.dropout if self.training else 0.0
         return Extras(_OUT, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
-
-    def packed_heads(self, packing: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Heads | None:
-        """What it computes of packed tokens, if queries, keys and values are one product of them and nothing is done to these."""
-        own: Any = self
-        is_apart = parameter(self, "in_proj_weight") is None or self.bias_k is not None or self.add_zero_attn
-        if is_apart or own.rotary is not None or (is_causal and attn_mask is None):
-            return None
-        functions = self._of_packed(packing, packing, attn_mask, is_causal=is_causal)
-        extras = self._extras(packing, packing.offsets, packing.longest, functions)
-        mask, score = functions.mask, functions.score
-        names = (None if mask is None else mask.function, None if score is None else score.function)
-        return Heads(self.num_heads, own.num_kv_heads, *names, extras)
 
     def _nested(
         self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool

@@ -13,11 +13,10 @@ from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
 from foci.nn import scripted
-from foci.nn.attention import MultiheadAttention, Variant, adopt, attended, is_plain_attention
+from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache
 from foci.nn.direct import activated, caller, is_alone, is_silent
 from foci.nn.masking import check_mask, detect_causal
-from foci.nn.node import layer_as_node
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
@@ -124,25 +123,12 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return left(x, padding, batch_first=batch_first)
 
     def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
-        if torch.is_grad_enabled() and isinstance(padding, Packing) and cache is None and self._has_its_own_blocks():
-            heads = self.self_attn.packed_heads(padding, mask, is_causal=is_causal)  # type: ignore[operator]
-            out = None if heads is None else layer_as_node(self, heads, x)
-            if out is not None:
-                return out
         call, part = caller(), vars(self)["_modules"]
         if self.norm_first:
             x = x + attend_self(self, call(part["norm1"], x), mask, padding, is_causal=is_causal, cache=cache)
             return x + self._ff_block(call(part["norm2"], x))
         x = call(part["norm1"], x + attend_self(self, x, mask, padding, is_causal=is_causal, cache=cache))
         return call(part["norm2"], x + self._ff_block(x))
-
-    def _has_its_own_blocks(self) -> bool:
-        """Whether blocks and attention are these classes' own, and nobody could see that they are not called."""
-        if not is_alone():
-            return False
-        attention = self.self_attn
-        plain = type(self) is TransformerEncoderLayer and type(attention) is MultiheadAttention
-        return plain and vars(self).keys().isdisjoint(_BLOCKS) and "_packed" not in vars(attention) and is_silent(attention)
 
     def _ff_block(self, x: Tensor) -> Tensor:
         if is_scripting():
