@@ -86,6 +86,7 @@ OWN: dict[str, dict[str, Any]] = {
         "mlp_ratios": [2, 2],
     },
     "distilbert": {"dim": WIDTH},
+    "lilt": {"hidden_size": 48},
 }
 
 
@@ -199,4 +200,13 @@ FURTHER = (
     *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bart", "pegasus", "marian", "mbart", "longt5", "mt5", "blenderbot", "m2m_100", "umt5", "switch_transformers")),
     *(Architecture(kind) for kind in ("clip", "siglip", "deit", "beit", "swin", "swinv2", "dinov2", "segformer", "vit_mae", "ijepa", "yolos", "blip", "git", "pixtral")),
     *(Architecture(kind) for kind in ("wav2vec2", "hubert", "wavlm")),
+    *(Architecture(kind, "AutoModelForCausalLM") for kind in (
+        "seed_oss", "exaone4", "glm4", "gpt_neox_japanese", "ernie4_5_moe", "ministral", "qwen3_moe", "apertus", "cohere2", "vaultgemma", "arcee",
+        "phimoe", "hunyuan_v1_moe", "jetmoe",
+    )),
+    *(Architecture(kind) for kind in (
+        "imagegpt", "chinese_clip", "dpr", "radio", "dpt", "megatron-bert", "gte", "mlcd", "sam_hq_vision_model", "voxtral_encoder", "lilt", "longformer",
+        "groupvit",
+    )),
+    *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bigbird_pegasus", "plbart", "nllb-moe", "led", "pegasus_x")),
 )  # fmt: skip

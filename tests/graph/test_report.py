@@ -35,6 +35,24 @@ def test_formulas_are_no_markup():
     assert "c0[b, q_idx]" in printed([Site(True, "a.py:1", "score + c0[b, q_idx]", None, "mha")])
 
 
+def test_an_attention_is_reported_whose_scores_and_weights_go_elsewhere():
+    def attend(q, k, v):
+        scores = torch.zeros_like(q @ k.mT)
+        scores[:, :, 1:] = (q @ k.mT).cumsum(-1)[:, :, 1:]
+        return scores.softmax(-1).cumsum(-1) @ v
+
+    def routed(q, k, v):
+        chosen = (q @ k[0, 0].mT).cumsum(-1)
+        return chosen.softmax(-1).cumsum(-1).sum()
+
+    for function, expected in ((attend, [False]), (routed, [])):
+        torch._dynamo.reset()
+        with foci.observe() as log:
+            foci.compile(function, rest="eager")(*qkv(20))
+        assert [site.fused for site in log.fusions] == expected
+        assert all("the scores go through" in site.reason for site in log.fusions)
+
+
 def test_only_open_logs_are_told():
     def attend(q, k, v):
         return torch.softmax(q @ k.mT, -1) @ v

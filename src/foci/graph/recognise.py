@@ -152,7 +152,8 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
     above, passed = path_to(softmax.source)
     location = location_of(softmax.node)
     if not above:
-        hidden = _hidden_above(softmax.source, passed) if any(product.shared for product, _ in seconds) else None
+        feeds = any(product.shared for product, _ in seconds) or (not seconds and _outsider(below) is not None)
+        hidden = _hidden_above(softmax.source, passed) if feeds else None
         return None if hidden is None else Site(False, location, "", f"the scores go through `{hidden}`", "matmul-softmax-matmul")
     if not seconds:
         passed_through = _outsider(below) if any(_is_score_like(n) for n in above) else None
