@@ -1,7 +1,10 @@
 """Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
 
 import contextlib
+import gc
 import os
+import sys
+import types
 import weakref
 from collections import OrderedDict
 
@@ -61,12 +64,20 @@ class Function:
 
     def __getitem__(self, grid):
         def run(*args, **options):
+            assert_plain((grid, args))
             bound = self.signature.bind(*args)
             bound.apply_defaults()
             self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values()))))
             return self.compiled
 
         return run
+
+
+def assert_plain(value):
+    """Triton knows int, and nothing that is one besides."""
+    assert not isinstance(value, int) or type(value) in (int, bool)
+    for part in value if isinstance(value, (tuple, list)) else value.shape if isinstance(value, TensorDescriptor) else ():
+        assert_plain(part)
 
 
 def flat(value):
@@ -422,6 +433,16 @@ def test_what_a_known_call_reads_is_looked_at_again(logs, calls):
         assert worked_out or "place_sequences" in [name for name, *_ in launched]
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_packed_calls_whose_mask_reads_tensors(logs, calls, backend, monkeypatch):
+    if backend == "hopper":
+        hopper_functions(monkeypatch, *logs)
+    with foci.use(backend):
+        for ids in (DOCUMENTS, DOCUMENTS, DOCUMENTS.clone()):
+            moved_call((256, 256), {"mask": lambda b, h, i, j, ids=ids: ids[i] == ids[j]}, separate=False)
+    assert logs[0]
+
+
 MOVED = {
     "all": {},
     "causal": {"window_size": (-1, 0)},
@@ -561,3 +582,36 @@ def test_offsets_without_versions_are_read_at_each_call(logs, calls):
                 packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
             assert [found for _, found in calls][1:] == [True, True]
             assert [name for name, *_ in logs[1]].count("place_sequences") == looked
+
+
+@pytest.mark.parametrize("makes", [True, False], ids=["made", "not made"])
+@pytest.mark.parametrize("name", ["causal", "document", "jagged"])
+def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
+    if makes:
+        monkeypatch.setattr(sparsity, "is_for_graphs", lambda tensor: True)
+        for module in (kernel, sparsity):
+            monkeypatch.setattr(module, "free_stream", lambda tensor: None)
+    score, mask, options = VARIANTS[name]
+    bound = bind(score, mask, torch.device("cpu"))
+    operands = operands_of(bound, **options)
+    attention = made(operands, bound.variant, layout=Layout.JAGGED if name == "jagged" else Layout.DENSE)
+
+    def alive():
+        gc.collect()
+        return {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+
+    before = alive()
+    results = attention.forward(operands)
+    attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    del results
+    assert bool(alive().keys() - before.keys()) != makes
+
+
+@pytest.mark.parametrize("stream, of_graphs", [(0, False), (5, False), (7, True)])
+def test_the_stream_of_inductors_graphs(monkeypatch, stream, of_graphs):
+    manager = types.SimpleNamespace(stream=types.SimpleNamespace(cuda_stream=7))
+    trees = types.SimpleNamespace(get_manager=lambda device, create_if_none_exists: manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    assert recording._is_of_graphs(0, stream) == of_graphs
+    trees.get_manager = lambda device, create_if_none_exists: None
+    assert not recording._is_of_graphs(0, stream)

@@ -107,7 +107,8 @@ class HopperKernel(HopperGradients):
         if words is None:
             words = _words[visits] = torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device)
             heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
-            pack_masks[(lists.shape[0] * (tiles.tile_q // 64), 8)](
+            Recorder((), None).launch(  # by itself: a pass reads what it made
+                pack_masks, (lists.shape[0] * (tiles.tile_q // 64), 8),
                 words, visits.table, self.size(call, heads, visits.tasks), visits.spans, call.environment, encode(heads),
                 self.config(call, tiles, visits), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
