@@ -65,8 +65,12 @@ def flags() -> tuple[str, ...]:
 
 def _command() -> tuple[str, ...]:
     """The compiler to try: FOCI_CXX, else g++, else c++."""
-    chosen = os.environ.get("FOCI_CXX")
-    return tuple(shlex.split(chosen)) if chosen else ("g++",) if shutil.which("g++") else ("c++",)
+    return _chosen(os.environ.get("FOCI_CXX"), os.environ.get("PATH"))
+
+
+@functools.lru_cache(maxsize=16)
+def _chosen(named: str | None, path: str | None) -> tuple[str, ...]:
+    return tuple(shlex.split(named)) if named else ("g++",) if shutil.which("g++", path=path) else ("c++",)
 
 
 def obstacle() -> str | None:

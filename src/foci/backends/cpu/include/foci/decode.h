@@ -13,15 +13,6 @@ inline int64_t decode_splits(const Call& call) {
 
 constexpr int STEP = 128;  // keys that are packed at a time: few, so that what follows them can be fetched meanwhile
 
-// Points the tile to the keys and values from `from` on, if they lie row by row.
-template <class P> void look_ahead(const Call& call, const Sequence& s, int hkv, int from, int until, ForwardTile<P>& tile) {
-  typedef typename P::Storage T;
-  if (call.key.column != 1 || call.value.column != 1) return;
-  tile.ahead.key = (const char*)call.key.at<T>(s.batch, hkv, s.kv_start + from), tile.ahead.value = (const char*)call.value.at<T>(s.batch, hkv, s.kv_start + from);
-  tile.ahead.key_row = call.key.row * (int64_t)sizeof(T), tile.ahead.value_row = call.value.row * (int64_t)sizeof(T);
-  tile.ahead.rows = max_int(0, until - from);
-}
-
 template <class P> int forward_few(const Call& call) {
   typedef Packing<P> K;
   constexpr int PART = K::O_ROW + 2;  // a row's unnormalised output, maximum and sum

@@ -381,7 +381,16 @@ inline int order_sequences(const Call& call, int* order) {
   return count;
 }
 
-// Every task packs its own keys: many small problems.
+// Points the tile to the keys and values from `from` on, if they lie row by row.
+template <class P> void look_ahead(const Call& call, const Sequence& s, int hkv, int from, int until, ForwardTile<P>& tile) {
+  typedef typename P::Storage T;
+  if (call.key.column != 1 || call.value.column != 1) return;
+  tile.ahead.key = (const char*)call.key.at<T>(s.batch, hkv, s.kv_start + from), tile.ahead.value = (const char*)call.value.at<T>(s.batch, hkv, s.kv_start + from);
+  tile.ahead.key_row = call.key.row * (int64_t)sizeof(T), tile.ahead.value_row = call.value.row * (int64_t)sizeof(T);
+  tile.ahead.rows = max_int(0, until - from);
+}
+
+// Every task packs its own keys, and fetches those of the next meanwhile: many small problems.
 template <class P> int forward_small(const Call& call) {
   typedef Packing<P> K;
   const int64_t heads = call.batch * call.kv_heads, group = call.q_heads / call.kv_heads;
@@ -401,6 +410,11 @@ template <class P> int forward_small(const Call& call) {
       pack_keys<P>(call, s, hkv, panels, 0, s.kv_len);
       for (int64_t first = 0; first < group * s.q_len; first += ROWS) {
         tile.begin(call, s, hkv, first, (int)(group * s.q_len - first < ROWS ? group * s.q_len - first : ROWS));
+        if (i + 1 < heads) {  // a tile's share of them
+          const Sequence next = sequence(call, (int)((i + 1) / call.kv_heads));
+          const int tiles = (int)((group * s.q_len + ROWS - 1) / ROWS), share = (next.kv_len + tiles - 1) / tiles, at = (int)(first / ROWS) * share;
+          look_ahead<P>(call, next, (int)((i + 1) % call.kv_heads), min_int(at, next.kv_len), min_int(at + share, next.kv_len), tile);
+        }
         tile.attend(call, panels, 0, 0, s.kv_len);
         tile.finish(call, s);
       }
