@@ -213,3 +213,19 @@ def test_nothing_is_kept_alive(backend):
 
     found = [memory() for _ in range(6)]
     assert found[2] == found[5]
+
+
+def test_captured_by_inductor(backend):
+    def model(q, k, v):
+        return foci.attention(q * 1.5, k, v, mask=masks.causal()).cos()
+
+    with foci.use(backend):
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for _ in range(4):
+            tensors = inputs()
+            cotangent = torch.randn_like(tensors[0])
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*tensors)
+            found = [out.clone(), *torch.autograd.grad(out, tensors, cotangent)]
+            want = model(*tensors)
+            same(found, [want, *torch.autograd.grad(want, tensors, cotangent)])

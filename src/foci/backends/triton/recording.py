@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -25,7 +26,7 @@ from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
 from foci.backends.triton.counts import Count, Tokens
 
-__all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "places_of", "stream_of"]
+__all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "is_for_graphs", "places_of", "stream_of"]
 
 Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
 """What a pass reads of sequences besides its inputs: the tensors, of the sequences, the tokens and the captured tensors."""
@@ -42,8 +43,8 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def free_stream(tensor: Tensor) -> int | None:
-    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is captured,
-    which outlives what is kept. Else None.
+    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
+    outlives what is kept. Else None.
     """
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -54,7 +55,25 @@ def free_stream(tensor: Tensor) -> int | None:
     device = tensor.get_device()
     if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
         return None
-    return torch._C._cuda_getCurrentRawStream(device)
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return None if _is_of_graphs(device, stream) else stream
+
+
+def is_for_graphs(tensor: Tensor) -> bool:
+    """Whether what is allocated now belongs to CUDA graphs: one is captured, or about to be."""
+    if not tensor.is_cuda:
+        return False
+    device = tensor.get_device()
+    return torch._C._cuda_isCurrentStreamCapturing() or _is_of_graphs(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+def _is_of_graphs(device: int, stream: int) -> bool:
+    """Whether Inductor captures on this stream. It first runs there what it will capture, in the memory of its graphs, and lets nothing
+    stay in that but results.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees") if stream else None  # the default stream is not its own
+    manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and manager.stream.cuda_stream == stream
 
 
 class _Binding(NamedTuple):

@@ -17,7 +17,7 @@ from foci.backends.contract import Inputs, Offsets
 from foci.backends.triton.arguments import Size, Spans, Table, encode
 from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.counts import Count, Tokens
-from foci.backends.triton.recording import Kept, Recorder, Recording, Source, Template, free_stream, places_of, stream_of
+from foci.backends.triton.recording import Kept, Recorder, Recording, Source, Template, free_stream, is_for_graphs, places_of, stream_of
 from foci.backends.triton.schedules import Schedule
 from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.problem import Operands
@@ -146,8 +146,8 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
 
 
 def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
-    """Whether tensors may change without a new version: where a CUDA graph is captured, and without version counters."""
-    return (query.is_cuda and torch.cuda.is_current_stream_capturing()) or any(t.is_inference() for t in read)
+    """Whether tensors may change without a new version: where a CUDA graph is made, and without version counters."""
+    return is_for_graphs(query) or any(t.is_inference() for t in read)
 
 
 _WHOLE: Final = Sequences(visits=Kept(256), recordings=Kept(1024))
@@ -162,7 +162,7 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
     What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
-    the same; but not across the capture of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
+    the same; but not across the making of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
     """
     operands = call.operands
     read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
