@@ -33,8 +33,8 @@ __all__ = ["Learned", "Way", "bias_gradient", "capture_gradients", "learned_with
 
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
-_STRETCH: Final = 512
-"""Keys whose sums wait in memory at a time: those of all programs that run at once should fit the second cache."""
+_STRETCH: Final = 1024
+"""Keys whose sums wait in memory at a time: queries are read again for each stretch, and longer stretches leave the second cache."""
 
 
 @dataclass(frozen=True)
