@@ -15,7 +15,7 @@ kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Trit
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
 OWNERS = (torch.arange(500, device=DEVICE) % 7 == 0).cumsum(0) // 9
 REACH = torch.tensor([40, 150], device=DEVICE)
 BLOCKS = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 1], [1, 1, 1, 1], [2, 0, 0, 1]], dtype=torch.int8, device=DEVICE)[None, None]
