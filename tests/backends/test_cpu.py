@@ -61,16 +61,16 @@ def qkv(B=1, H=2, S=64, D=16, dtype=torch.float32):
         (lambda: problem(), Target("cpu", 0, frozenset({"avx512"})), "compiler"),
     ],
 )
-def test_says_why_not(asked, target, words):  # SDPA-15
+def test_says_why_not(asked, target, words):
     assert words in BACKEND.reject(asked(), target)
 
 
-def test_is_chosen_over_the_other_backends():  # SDPA-15
+def test_is_chosen_over_the_other_backends():
     asked = problem(mask=lambda b, h, q, k: q >= k, q_len=2048, kv_len=2048, head_dim=64, value_dim=64)
     assert choose(asked, CPU).plan.backend == "cpu"
 
 
-def test_without_a_compiler_the_planner_takes_another(monkeypatch):  # SDPA-15
+def test_without_a_compiler_the_planner_takes_another(monkeypatch):
     monkeypatch.setenv("FOCI_CXX", "no-such-compiler")
     decision = choose(problem(), CPU)
     assert decision.plan.backend != "cpu"
@@ -87,7 +87,7 @@ def test_info_names_compiler_flags_and_cache():
 # Sources ---------------------------------------------------------------------------------------------------------------
 
 
-def test_lengths_and_numbers_are_not_in_the_source():  # FLEX-10
+def test_lengths_and_numbers_are_not_in_the_source():
     def windowed(n):
         return problem(mask=lambda b, h, q, k: (q >= k) & (q - k < n), q_len=n, kv_len=n)
 
@@ -109,7 +109,7 @@ def test_only_what_requires_grad_is_computed():
     assert "GRAD_Q = false, GRAD_K = true, GRAD_V = false" in source
 
 
-def test_private_gradients_only_where_tasks_meet():  # SDPA-04
+def test_private_gradients_only_where_tasks_meet():
     bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
     full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
     by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
@@ -246,7 +246,7 @@ def gradients(tensors, **arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_number_of_threads_does_not_change_a_bit(dtype):  # SDPA-16
+def test_the_number_of_threads_does_not_change_a_bit(dtype):
     tensors = qkv(2, 4, 700, 32, dtype)
     before = torch.get_num_threads()
     try:
@@ -273,7 +273,7 @@ def test_runs_in_a_forked_child():
     os.waitpid(child, 0)
 
 
-def test_odd_strides():  # SDPA-12, JAG-06
+def test_odd_strides():
     base = torch.randn(3, 130, 2, 80)
     q = base[..., ::2].transpose(1, 2)
     k = base.transpose(1, 2)[..., 40:]
@@ -283,7 +283,7 @@ def test_odd_strides():  # SDPA-12, JAG-06
 
 @pytest.mark.parametrize("D", [1, 3, 17, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_any_head_dim(D, dtype):  # SDPA-10
+def test_any_head_dim(D, dtype):
     tensors = qkv(1, 2, 70, D, dtype)
     tolerance = 5e-6 if dtype is torch.float32 else 3e-2
     found = gradients(tensors)
@@ -295,7 +295,7 @@ def test_any_head_dim(D, dtype):  # SDPA-10
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
 
 
-def test_captured_tensors_of_every_dtype_and_stride():  # FLEX-03
+def test_captured_tensors_of_every_dtype_and_stride():
     q, k, v = qkv(2, 2, 100, 16)
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
         ids = (torch.arange(400).reshape(2, 200) // 9 % 3).to(dtype)[:, ::2]
@@ -307,7 +307,7 @@ def test_captured_tensors_of_every_dtype_and_stride():  # FLEX-03
         torch.testing.assert_close(attention(q, k, v, score=score), exact(q, k, v, score=score).float(), atol=3e-6, rtol=0)
 
 
-def test_loads_stop_at_the_end_of_a_tensor():  # FLEX-03
+def test_loads_stop_at_the_end_of_a_tensor():
     page = 4096 // 4
     q, k, v = qkv(1, 1, 50, 16)
     memory = torch.full((6 * page,), torch.nan)
@@ -339,7 +339,7 @@ for a, b in zip(run("cpu", torch.float32), run("reference", torch.float64)):
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
-def test_tokens_of_no_sequence_get_zeros():  # JAG-06
+def test_tokens_of_no_sequence_get_zeros():
     tokens = torch.randn(20, 2, 16, requires_grad=True)
     offsets = torch.tensor([2, 9, 9, 15], dtype=torch.int32)
     was = torch.are_deterministic_algorithms_enabled()
@@ -356,7 +356,7 @@ def test_tokens_of_no_sequence_get_zeros():  # JAG-06
         assert found[2:15].isfinite().all()
 
 
-def test_caller_blocks_decide_where_tiles_straddle_heads():  # FLEX-06
+def test_caller_blocks_decide_where_tiles_straddle_heads():
     torch.manual_seed(0)
     q, k, v = qkv(2, 4, 130, 16)
     formula = Formula(bind(None, lambda b, h, q, k: q >= k, torch.device("cpu")).variant, block_size=(64, 64))
@@ -368,7 +368,7 @@ def test_caller_blocks_decide_where_tiles_straddle_heads():  # FLEX-06
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_halves_of_a_tile_meet_different_keys(dtype):  # FLEX-06
+def test_halves_of_a_tile_meet_different_keys(dtype):
     """Holes within a half, keys that one half meets later, runs longer than one pass over the keys, rows without keys."""
     torch.manual_seed(0)
     shape = (1, 2, 1500, 24)

@@ -17,44 +17,29 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs the interpreter itself"),
 ]
-SUITES = {
-    "conformance": [
-        "causal-square-dense-float16",
-        "outputs-dense-float32",
-        "outputs-jagged-float32",
-        "captured-head-scale-blocks",
-        "score-bias_keys-dense-float16",
-        "no-keys-dense",
-    ],
-    "learned": ["formula", "other_way"],
-    "paged": ["decoding-1-32", "window-5-12", "score-1-8", "gradients_of_query"],
-}
-FILES = {
-    "conformance": "tests/conformance/test_conformance.py",
-    "learned": "tests/backends/test_triton_learned.py",
-    "paged": "tests/api/test_paged.py",
+# file, what is run of it, tests at least
+PARTS = {
+    "conformance": (
+        "tests/conformance/test_conformance.py",
+        "triton and cpu and not repeats and (causal-square-dense-float16 or outputs-dense-float32 or outputs-jagged-float32"
+        " or captured-head-scale-blocks or score-bias_keys-dense-float16 or no-keys-dense)",
+        6,
+    ),
+    "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
+    "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
+    "words": ("tests/backends/hopper/test_words.py", "words", 7),
 }
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", PARTS)
 def test_in_the_interpreter(name):
     numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    chosen = " or ".join(SUITES[name])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        FILES[name],
-        "-k",
-        f"triton and cpu and not repeats and ({chosen})",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    file, chosen, least = PARTS[name]
+    command = [sys.executable, "-m", "pytest", file, "-k", chosen, "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     summary = done.stdout.splitlines()[-1]
-    assert int(summary.split(" passed")[0].split()[-1]) >= len(SUITES[name]), summary
+    assert int(summary.split(" passed")[0].split()[-1]) >= least, summary
