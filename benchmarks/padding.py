@@ -4,6 +4,8 @@ python benchmarks/padding.py [--cases linear-bf16,bert] [--implementations good,
 
 Median milliseconds of CUDA events, implementations in turn, forth and back, so that none always follows the one that heats the card.
 `good` is the same model with the next good size, compiled without any padding, or eager where nothing is compiled; `ratio` is to it.
+`peak bytes` is what a step allocates above what was there, `stated bytes` what foci's report says of it; `pass s` are the seconds of
+foci's passes within those of the first call.
 Processes that share a `--lock` compile side by side and time one at a time.
 """
 
@@ -24,7 +26,8 @@ from pathlib import Path
 import measure
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import foci
 from foci.graph.padding.options import options
@@ -156,6 +159,37 @@ CASES = {
 }
 
 
+@dataclass
+class Timed(CustomGraphPass):
+    """A pass, and the seconds that it took."""
+
+    inner: CustomGraphPass
+    seconds: float = 0.0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        start = time.perf_counter()
+        self.inner(graph)
+        self.seconds += time.perf_counter() - start
+
+    def uuid(self) -> object:
+        return self.inner.uuid()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step that has run once.
+
+    Attributes:
+        run: the step.
+        report: what foci said.
+        facts: of the compilation, for the results.
+    """
+
+    run: Step
+    report: list[str]
+    facts: dict[str, float]
+
+
 def _ways(case: Case) -> Iterator[tuple[str, Callable[[int, str], Step], int, dict[str, object] | str | None]]:
     """(name, what makes the step, size, Inductor's options or "eager")."""
     if case.module is not None:
@@ -171,14 +205,18 @@ def _ways(case: Case) -> Iterator[tuple[str, Callable[[int, str], Step], int, di
         yield "eager", case.make, case.bad, "eager"
 
 
-def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str, Step, list[str]]]:
-    """(name, step, what foci reported)."""
+def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str, Compiled]]:
+    """By name."""
     torch._dynamo.reset()  # once: the implementations share their code, not their options, and keep what was compiled
     for name, make, size, settings in _ways(case):
         if chosen and name not in chosen.split(","):
             continue
         torch.manual_seed(0)
         step = make(size, device)
+        passes: list[Timed] = []
+        if isinstance(settings, dict):
+            settings = {key: Timed(value) if isinstance(value, CustomGraphPass) else value for key, value in settings.items()}
+            passes = [value for value in settings.values() if isinstance(value, Timed)]
         # of two sizes Dynamo would make one symbolic
         function = step.loss if settings == "eager" else torch.compile(step.loss, dynamic=False, options=settings)  # type: ignore[attr-defined]
         run = step(function)  # type: ignore[call-arg]
@@ -186,7 +224,22 @@ def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str,
             start = time.perf_counter()
             run()
         first = time.perf_counter() - start
-        yield name, run, [str(padding) for padding in log.paddings] + [f"first call {first:.1f} s"]
+        found = {"first call s": round(first, 2)}
+        if passes:
+            found["pass s"] = round(sum(each.seconds for each in passes), 3)
+            found["stated bytes"] = sum(padding.bytes for padding in log.paddings)
+        yield name, Compiled(run, [str(padding) for padding in log.paddings], found)
+
+
+def peak(step: Step) -> int:
+    """Bytes that a step allocates on the card above what is there before it."""
+    step()  # its gradients are there
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
 
 
 def measured(steps: dict[str, Step], device: str, seconds: float) -> dict[str, float]:
@@ -260,17 +313,19 @@ def main() -> None:
         return
     torch.backends.cuda.matmul.allow_tf32 = True
     facts = measure.facts(given.device)
-    made: dict[str, dict[str, Step]] = {}
+    made: dict[str, dict[str, Compiled]] = {}
     with held(given.lock, fcntl.LOCK_SH):
         for case in given.cases.split(","):
             made[case] = {}
-            for name, step, report in implementations(CASES[case], given.device, given.implementations):
-                made[case][name] = step
-                print(f"{case}, {name}", *report, sep="\n    ", flush=True)
+            for name, found in implementations(CASES[case], given.device, given.implementations):
+                made[case][name] = found
+                print(f"{case}, {name}", *found.report, found.facts, sep="\n    ", flush=True)
     with given.out.open("a") as out:
-        for case, steps in made.items():
+        for case, found in made.items():
+            steps = {name: each.run for name, each in found.items()}
             with held(given.lock, fcntl.LOCK_EX) as alone:
                 times = measured(steps, given.device, given.seconds)
+                peaks = {name: {"peak bytes": peak(step)} for name, step in steps.items()} if given.device == "cuda" else {}
                 if case in given.profile.split(","):
                     profile(steps, ("good", "foci"))
             for name, ms in times.items():
@@ -280,6 +335,8 @@ def main() -> None:
                     "ms": round(ms, 4),
                     "ratio": round(ms / times["good"], 3),
                     "alone": alone,
+                    **found[name].facts,
+                    **peaks.get(name, {}),
                     **facts,
                 }
                 print(json.dumps(row), flush=True)
