@@ -1,14 +1,17 @@
 """Products with a matrix of misaligned rows, read where it lies."""
 
+import weakref
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.graph.padding import Machine, find_table, pad
-from foci.graph.padding.grouped import groups_of, mm_by_rows, mm_into_rows
+from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows, groups_of, mm_by_rows, mm_into_rows
 from foci.graph.padding.growing import grow_dims
 
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -46,6 +49,38 @@ def test_what_is_not_finite_stays_in_its_row(column):
     a[9, column], a[33, column] = float("inf"), float("nan")
     finite = mm_by_rows(a, b).isfinite().all(1)
     assert [row for row in range(64) if not finite[row]] == [9, 33]
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of tensors that live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        if all(storage._cdata != x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)):
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
+        return out
+
+    def _add(self, count):
+        self.live += count
+        self.peak = max(self.peak, self.live)
+
+
+@pytest.mark.parametrize("biased", [None, False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_is_what_is_said(biased, dtype):
+    m, k, n = (64, 1023, 40) if biased is None else (64, 40, 1023)
+    a, b, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).t(), torch.randn(n).to(dtype) if biased else None
+    with Memory() as memory:
+        out = mm_by_rows(a, b.contiguous()) if biased is None else mm_into_rows(a, b, bias)
+    said = bytes_read_by_rows(m, k, n, dtype.itemsize) if biased is None else bytes_written_by_rows(m, k, n, dtype.itemsize, biased=biased)
+    copied = b.nbytes if biased is None else 0
+    assert memory.peak - copied - out.nbytes == said
 
 
 def test_rows_that_make_no_groups():
@@ -98,6 +133,8 @@ def test_a_result_that_leaves_the_graph_is_written_where_it_lies(rows, function,
     targets = [node.target for node in graph.graph.nodes]
     assert (torch.ops.foci.mm_into_rows.default in targets) is by_rows
     assert ("by rows" in {padding.how for padding in done.paddings}) is by_rows
+    assert not by_rows or done.paddings[0].bytes == bytes_written_by_rows(rows, 768, 30523, 2, biased=biased)
     assert ("copied" in {padding.how for padding in grown}) is not by_rows
+    assert (grown == ()) is by_rows
     (out,) = (node.args[0].meta["val"] for node in graph.graph.nodes if node.op == "output")
     assert out.is_contiguous()

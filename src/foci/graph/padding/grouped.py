@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foci.graph.padding.strides import round_up
 
-__all__ = ["Groups", "groups_of", "mm_by_rows", "mm_into_rows"]
+__all__ = ["Groups", "bytes_read_by_rows", "bytes_written_by_rows", "groups_of", "mm_by_rows", "mm_into_rows"]
 
 LOAD = 16
 """Bytes."""
@@ -67,6 +67,36 @@ def groups_of(rows: int, k: int, itemsize: int, stride: int | None = None) -> Gr
     return Groups(count, skip, width)
 
 
+def _ends(groups: Groups, k: int, itemsize: int) -> int:
+    """Columns at either end that make a product of their own."""
+    return int(round_up(max(groups.edge, k - groups.width), LOAD // itemsize))
+
+
+def bytes_read_by_rows(m: int, k: int, n: int, itemsize: int) -> int:
+    """Memory that `mm_by_rows` takes at most besides its result: the columns at the ends, twice, and their places.
+
+    Example:
+        >>> bytes_read_by_rows(8192, 30522, 768, 2)
+        1712320
+    """
+    groups = groups_of(m, k, itemsize)
+    width = _ends(groups, k, itemsize) if groups is not None else 0
+    return (4 * m * width + 2 * width * n) * itemsize + 8 * (m + width)
+
+
+def bytes_written_by_rows(m: int, k: int, n: int, itemsize: int, *, biased: bool) -> int:
+    """Memory that `mm_into_rows` takes at most besides its result: the columns at the ends, and factors with the bias in them.
+
+    Example:
+        >>> bytes_written_by_rows(8192, 768, 30522, 2, biased=False)
+        860160
+    """
+    groups = groups_of(m, n, itemsize)
+    width = _ends(groups, n, itemsize) if groups is not None else 0
+    inner = k + LOAD // itemsize if biased else k
+    return (2 * width * (m + inner) + ((m + n) * inner if biased else 0)) * itemsize
+
+
 def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.
 
@@ -96,7 +126,7 @@ def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
 def _edges(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """[M, N]: the product of the columns that the batched product leaves off, at either end."""
     k = a.shape[1]
-    width = round_up(max(groups.edge, k - groups.width), LOAD // a.dtype.itemsize)
+    width = _ends(groups, k, a.dtype.itemsize)
     first = torch.arange(a.shape[0], device=a.device)[:, None] % groups.count * groups.skip
     column = torch.arange(width, device=a.device)
     # where, not a product with zero: what stands in the other columns may be infinite
@@ -127,7 +157,7 @@ def mm_into_rows(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         a, b = _with_bias(a, b, bias)
     k, count, skip, width = a.shape[1], groups.count, groups.skip, groups.width
     out = a.new_empty((m, n))
-    edge = round_up(max(groups.edge, n - width), LOAD // a.dtype.itemsize)
+    edge = _ends(groups, n, a.dtype.itemsize)
     ends = a @ torch.cat((b[:, :edge], b[:, n - edge :]), 1)
     out[:, :edge], out[:, n - edge :] = ends[:, :edge], ends[:, edge:]
     left = a.as_strided((count, m // count, k), (a.stride(0), count * a.stride(0), a.stride(1)), a.storage_offset())

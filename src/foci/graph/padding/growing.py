@@ -53,14 +53,15 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
 
 
 def _growths(graph: fx.Graph, products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
-    """Every set of dims of bad size that products read or write, with what forbids it to grow."""
+    """Every set of dims of bad size that products read or write, with what forbids it to grow; none that is left to groups of rows."""
     done: set[tuple[fx.Node, int]] = set()
     for product in products:
         for matrix in product.matrices:
             if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
                 growth, obstacle = _growth(matrix, machine)
                 done |= growth.lengths.keys()
-                yield growth, obstacle or _goes_by_rows(graph, products, matrix, growth, machine)
+                if obstacle is not None or not _goes_by_rows(graph, products, matrix, growth, machine):
+                    yield growth, obstacle
 
 
 def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
@@ -78,19 +79,17 @@ def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
     return growth, None
 
 
-def _goes_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> str | None:
-    """A product's only bad matrix may be read or written where it lies, which may cost less than a copy of it."""
+def _goes_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> bool:
+    """Whether a product's only bad matrix is better read or written where it lies, which may cost less than a copy of it."""
     readers = [product for product in products if any(m.base is matrix.base for m in product.matrices)]
     bad = [m for m in readers[0].matrices if m.fault(machine.load) is not None]
     if len(readers) > 1 or len(bad) > 1 or rows_fix(readers[0], matrix) is None or not _has_one_home(products, matrix, growth):
-        return None
+        return False
     before, aligned = _time(readers[0], None, machine), _time(readers[0], growth, machine)
     if before is None or aligned is None:
-        return None
+        return False
     after = seconds_by_rows(readers[0], aligned, machine)
-    if not is_profitable_to_pad(before, after, 0.0) or before - after <= _net(graph, products, [growth], machine):
-        return None
-    return f"it is {'written' if matrix.role == 'out' else 'read'} by rows"
+    return is_profitable_to_pad(before, after, 0.0) and before - after > _net(graph, products, [growth], machine)
 
 
 def _has_one_home(products: Sequence[Product], matrix: Matrix, growth: Growth) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from foci.graph.padding.decide import Verdict, decide
+from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows
 from foci.graph.padding.legal import Fix, How
 from foci.graph.padding.model import Machine, machine_of
 from foci.graph.padding.operators import OPERATORS
@@ -284,7 +285,15 @@ def _entry(verdict: Verdict, products: Sequence[Product]) -> Padding:
     fix = verdict.fix
     if fix is None or value is None:
         return Padding(verdict.base.name, named, sizes, strides, reason=verdict.reason, location=location)
-    taken = padding_bytes(fix.strides, sizes, value.dtype)
+    taken = _bytes_by_rows(verdict) if fix.how is How.BY_ROWS else padding_bytes(fix.strides, sizes, value.dtype)
     if fix.how in (How.WRITTEN_TWICE, How.COPIED, How.COPIED_ONCE):
         taken += value.dtype.itemsize * int(torch.Size(sizes).numel())
     return Padding(verdict.base.name, named, sizes, strides, fix.strides, fix.how.value, verdict.seconds, taken, location=location)
+
+
+def _bytes_by_rows(verdict: Verdict) -> int:
+    (product,) = verdict.products
+    shape, itemsize = product.shape, product.dtype.itemsize
+    if verdict.base is not product.node:
+        return bytes_read_by_rows(shape.m, shape.k, shape.n, itemsize)
+    return bytes_written_by_rows(shape.m, shape.k, shape.n, itemsize, biased=product.node.target is aten.addmm.default)

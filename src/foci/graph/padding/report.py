@@ -20,10 +20,10 @@ class Padding:
         sizes: its sizes; symbolic ones at their hint.
         strides: before.
         padded: after; None if it was refused.
-        how: "in place" by whoever writes it, "copied" at each call, "copied once" while compiling, or "by rows", read where it
-            lies; None if it was refused.
+        how: "in place" by whoever writes it, "copied" at each call, "copied once" while compiling, or "by rows", read or written
+            where it lies; None if it was refused.
         seconds: expected gain of each call.
-        bytes: of padding, copies included.
+        bytes: of padding, copies included; by rows, of all that the product takes besides its result.
         reason: why it was refused.
         location: of the user's code.
     """
