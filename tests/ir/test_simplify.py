@@ -25,7 +25,14 @@ q, kv = ROW, COLUMN
 
 def same(a, b):
     a, b = torch.broadcast_tensors(a, b)
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return bool(((a == b) | ((a != a) & (b != b)) | _rounded_apart(a, b)).all())
+
+
+def _rounded_apart(a, b):
+    # a power of numbers is folded by Python, whose last bit may be another than torch's
+    if not a.is_floating_point():
+        return torch.zeros_like(a, dtype=torch.bool)
+    return torch.isfinite(a) & ((a - b).abs() <= 2.0**-52 * a.abs())
 
 
 _SUM = apply("add", apply("abs", SCORE), 1.0)
@@ -34,6 +41,7 @@ _SUM = apply("add", apply("abs", SCORE), 1.0)
 @settings(max_examples=200, deadline=None)
 @given(anything(4))
 @example(apply("div", apply("div", apply("pow", _SUM, 0.0), 3.0), _SUM))  # a quotient of a number rounds once
+@example(apply("pow", apply("add", apply("div", apply("where", False, SCORE, 1.0), 3.0), 1.0), 3.0))
 def test_values_are_kept(expr):
     env = environment()
     simple = simplify(expr)
