@@ -167,7 +167,7 @@ def test_other_offsets_and_tokens(backend, options, separate):
         counts = [int(n.sum()) + 3 * (turn % 3) for n in lengths]  # some rows belong to no sequence
         q, k, v = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (counts[0], *counts[1:] * 2))
         cotangent = torch.randn_like(q)
-        call = lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options)
+        call = lambda q, k, v, offsets=offsets: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options)
         calls.append((call, (q, k, v), cotangent, turn))
         same(passes(backend, *calls[-1]), passes("reference", *calls[-1]))
     assert len([1 for known in recall._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
