@@ -19,6 +19,7 @@ from torch import fx
 
 from foci.context import allowed_backends, is_tuning
 from foci.execution import Needs, choose_kernel
+from foci.graph.nested import graphs_of
 from foci.graph.reading import hint_of, needs_grad, tensor_of, value_of
 from foci.operator.arguments import NO_NEEDS, unflatten
 from foci.problem import Cotangents
@@ -83,7 +84,8 @@ def begin(graph_module: fx.GraphModule) -> Callable[[], None]:
     """
     if allowed_backends() is not None or is_tuning():
         return lambda: None
-    calls = {str(call): call for call in calls_of(graph_module.graph) if call.device.type == "cuda" and call.bytes <= _MOST_BYTES}
+    found = (call for graph in graphs_of(graph_module) for call in calls_of(graph))
+    calls = {str(call): call for call in found if call.device.type == "cuda" and call.bytes <= _MOST_BYTES}
     new = [call for text, call in calls.items() if text not in _begun]
     _begun.update(calls)
     if not new:

@@ -227,12 +227,18 @@ def _widened(value: Any) -> Any:
     return value
 
 
+_LIKE_ANOTHER: Final = frozenset((*CASTS, "expand_as", "view_as", "reshape_as"))
+"""A second tensor tells dtype or shape alone."""
+
+
 def stops_gradient(node: fx.Node) -> bool:
     """Whether a gradient would reach the operands but not the result: detached, or computed without gradients."""
     tensor = tensor_of(node)
     if tensor is None or tensor.requires_grad or not tensor.is_floating_point() or reads_only_shape(node):
         return False
-    return any((t := tensor_of(arg)) is not None and t.requires_grad for arg in node.all_input_nodes)
+    call = call_of(node)
+    first = call is not None and call.name in _LIKE_ANOTHER
+    return any((t := tensor_of(arg)) is not None and t.requires_grad for arg in node.all_input_nodes[: 1 if first else None])
 
 
 def _is_method_where(call: Call) -> bool:

@@ -25,6 +25,7 @@ from foci.graph.inplace import without_writes
 from foci.graph.lift import CASTS
 from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
+from foci.graph.nested import body_of
 from foci.graph.products import Product, product_of
 from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
 from foci.graph.replacing import erase, erase_dead, fitting
@@ -49,8 +50,14 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
         The graph and its sites, in the order of the graph. Nothing is compiled.
     """
     module = _copied(graph_module)
-    mode = _with_values(module, example_inputs)
+    sites = _fuse_copy(module, _with_values(module, example_inputs))
+    return Fused(module, tuple(sites))
+
+
+def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site]:
+    """Fuses what a module of our own has, bodies of its operators included."""
     sites: list[Site] = []
+    bodies: dict[str, str] = {}
     graph = module.graph
     opened = open_composites(graph, mode)
     without_writes(graph, mode)
@@ -59,12 +66,30 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     divided_early(graph, sizes, mode)
     writes = Writes.of(graph)
     for node in list(graph.nodes):
+        body = body_of(module, node)
+        if body is not None:
+            sites += _fuse_body(module, node, body, bodies)
+            continue
         site = _site(graph, node, writes, sizes, mode)
         if site is not None:
             sites.append(replace(site, kind="mha") if node in opened else site)
     graph.lint()
     module.recompile()
-    return Fused(module, tuple(sites))
+    return sites
+
+
+def _fuse_body(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, known: dict[str, str]) -> list[Site]:
+    """Fuses the body that `node` names, under another name: the original is someone else's. `known`: names done before."""
+    name, sites = str(node.target), []
+    inputs = [value_of(n) for n in body.graph.nodes if n.op == "placeholder"]
+    if name not in known and all(value is not None for value in inputs):
+        copied = _copied(body)
+        sites = _fuse_copy(copied, _with_values(copied, inputs))
+        known[name] = f"foci_{name.replace('.', '_')}" if any(site.fused for site in sites) else name
+        if known[name] != name:
+            module.add_module(known[name], copied)
+    node.target = known.get(name, name)
+    return sites
 
 
 def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -6,7 +6,8 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.lift import PASSED
@@ -18,11 +19,14 @@ __all__ = ["erase", "erase_dead", "fitting", "is_pure"]
 
 
 def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
-    """`new`, contiguous where a `view` below `old` would not take its strides."""
+    """`new`, contiguous where a `view` below `old`, or whoever reads it outside of the graph, would not take its strides."""
     with mode or contextlib.nullcontext(), torch.no_grad():
         try:
-            _rerun(new, old)
+            leaving = _rerun(new, old)
+            fits = all(new.stride() == before.stride() for new, before in leaving)
         except RuntimeError:
+            fits = False
+        if not fits:
             with graph.inserting_before(old):
                 made = graph.call_method("contiguous", (new,))
             made.meta = {**new.meta, "example_value": value_of(new).contiguous()}
@@ -30,16 +34,21 @@ def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | 
     return new
 
 
-def _rerun(new: fx.Node, old: fx.Node) -> None:
-    """Runs the views below `old` on the value of `new`.
+def _rerun(new: fx.Node, old: fx.Node) -> list[tuple[Tensor, Tensor]]:
+    """Runs the views below `old` on the value of `new`; gives those that leave the graph, each as it is now and as it was.
 
     Raises:
         RuntimeError: where one fails.
     """
     values: dict[fx.Node, Any] = {old: value_of(new)}
+    leaving: list[tuple[Tensor, Tensor]] = []
     stack = [old]
     while stack:
-        for user in stack.pop().users:
+        node = stack.pop()
+        for user in node.users:
+            if user.op == "output" or isinstance(user.target, HigherOrderOperator):
+                leaving.append((values[node], value_of(node)))
+                continue
             call = call_of(user)
             if call is None or call.name not in VIEWS or user in values or user.args[:1] == ():
                 continue
@@ -49,6 +58,7 @@ def _rerun(new: fx.Node, old: fx.Node) -> None:
             method = user.op == "call_method"
             values[user] = getattr(args[0], str(user.target))(*args[1:], **kwargs) if method else user.target(*args, **kwargs)  # type: ignore[operator]
             stack.append(user)
+    return leaving
 
 
 def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:

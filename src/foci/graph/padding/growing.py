@@ -148,9 +148,9 @@ def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
     for node in growth.nodes:
         dims = growth.dims(node)
         moved = 0
-        if not is_remade(node, growth):
+        if not is_remade(node, growth) and _is_read_whole(node, growth):
             # along rows, the copy's reads and writes are misaligned by turns
-            moved += (2 if _is_read_whole(node, growth) else 0) + (2 if any(_is_inner(node, dim) for dim in dims) else 0)
+            moved += 4 if any(_is_inner(node, dim) for dim in dims) else 2
         if _is_masked(node, growth) and origin_of(base_of(node)) is Origin.PRODUCT:
             moved += 2
         if _leaves(node, growth) and origin_of(base_of(node)) is not Origin.INPUT and any(_outer(node, dim) for dim in dims):

@@ -103,14 +103,8 @@ def grow(graph: fx.Graph, growth: Growth) -> None:
     """
     olds = [node for node in graph.nodes if node.op != "output"]
     state = _Rewrite(graph, growth, {node: None for node in olds if is_remade(node, growth)})
-    last_input = [node for node in olds if node.op == "placeholder"][-1:]
-    for node in olds:
-        # inputs stay together at the top of the graph
-        with graph.inserting_after(last_input[0] if node.op == "placeholder" else node):
-            if node in state.remade:
-                _remake(state, node)
-            elif growth.dims(node):
-                state.made[node] = _padded(state, node)
+    for node in state.remade:
+        _remake(state, node)
     for node in reversed(state.remade):
         if node.users:
             _cut(state, node)
@@ -136,6 +130,9 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
     by_operand: dict[fx.Node, fx.Node] = {}
     with state.graph.inserting_before(node):
         for operand in node.all_input_nodes:
+            if growth.dims(operand) and operand not in state.made:
+                # no earlier: what is copied right before its product still lies in the cache
+                state.made[operand] = _padded(state, operand)
             over = {dim: relations.reduced[operand, dim] for dim in growth.dims(operand) if (operand, dim) in relations.reduced}
             by_operand[operand] = _masked(state, operand, over) if over else state.made.get(operand, operand)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
