@@ -86,3 +86,14 @@ def test_who_is_not_read_at_every_place_by_one_head_takes_the_other_way(device, 
         out = foci.attention(q, k, v, score=foci.Score(lambda s, b, h, i, j: s + wide[b, h, i, j]))
     torch.autograd.grad(out.sum(), wide)
     assert taken == []
+
+
+def test_a_bias_read_at_a_computed_place_takes_the_other_way(device, taken):
+    q, k, v, table = tensors((2, 2, 19, 16), (2, 2, 21, 16), (2, 2, 21, 16), (19 + 20, 2))
+    with foci.use("triton"):
+        out = foci.attention(q, k, v, score=foci.Score(lambda s, b, h, i, j: s + table[i - j + 20, h]))
+    rows, columns = torch.arange(19, device=device)[:, None], torch.arange(21, device=device)
+    plain = torch.softmax(q @ k.mT * 16**-0.5 + table[rows - columns + 20].permute(2, 0, 1), -1) @ v
+    (got,), (want,) = (torch.autograd.grad(t.square().sum(), table) for t in (out, plain))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert taken == []

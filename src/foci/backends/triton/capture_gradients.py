@@ -83,10 +83,10 @@ def learned_with_queries(kernel: TritonKernel, o: Operands) -> Learned | None:
     derivatives = capture_derivatives(kernel.variant.score)
     for slot, (capture, wanted) in enumerate(zip(o.captures, kernel.problem.capture_grads, strict=False)):
         own = [derivative for derivative in derivatives if derivative.slot == slot]
-        if not wanted or len(own) != 1 or own[0].weight is not const(1.0) or not _is_covered(kernel, o, own[0], capture):
+        if not wanted or len(own) != 1 or own[0].weight is not const(1.0):
             continue
         way = way_of(own[0])
-        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1):
+        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(kernel, o, own[0], capture):
             return Learned(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
     return None
 
