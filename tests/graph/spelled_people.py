@@ -75,7 +75,7 @@ def music_transformer(q, k, v, table):
     padded = F.pad(q @ table.mT, (1, 0))
     batch, heads, rows, columns = padded.shape
     skewed = padded.reshape(batch, heads, columns, rows)[:, :, 1:]
-    later = torch.tril(torch.ones(rows, rows)) == 0
+    later = torch.tril(torch.ones(rows, rows, device=q.device)) == 0
     return ((q @ k.mT + skewed) / math.sqrt(DIM)).masked_fill(later, float("-inf")).softmax(-1) @ v
 
 
@@ -110,7 +110,7 @@ def forgetting(q, k, v, gate):
     """Lin et al. 2025: scores decay by the gates between query and key."""
     passed = F.logsigmoid(gate).cumsum(-1)
     decay = passed[:, None, :, None] - passed[:, None, None, :]
-    earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     return (q @ k.mT * SCALE + decay).masked_fill(~earlier, float("-inf")).softmax(-1) @ v
 
 
@@ -123,7 +123,7 @@ def chunks_looking_back(q, k, v):
     batch, heads, length, dim = q.shape
     chunks = [t.reshape(batch, heads, length // 4, 4, dim) for t in (q, k, v)]
     keys, values = (torch.cat([F.pad(t, (0, 0, 0, 0, 1, -1)), t], dim=-2) for t in chunks[1:])
-    rows = torch.arange(length).view(length // 4, 4)
+    rows = torch.arange(length, device=q.device).view(length // 4, 4)
     columns = torch.cat([F.pad(rows, (0, 0, 1, -1), value=-1), rows], -1)
     keep = (columns[:, None, :] <= rows[:, :, None]) & (columns[:, None, :] >= 0)
     scores = (chunks[0] @ keys.mT * SCALE).masked_fill(~keep, -torch.finfo(q.dtype).max)
