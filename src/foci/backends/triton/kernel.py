@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,7 @@ from foci.backends.triton.arguments import Config, Environment, Numbers, Size, S
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
+from foci.backends.triton.compiling import side_by_side
 from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import attention_decode, combine_splits
@@ -133,7 +135,8 @@ class TritonKernel:
             self._know(operands, sequences, found)
             return Results(*found.run(inputs)[: self.results])
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        results = self._forward(operands, sequences, recorder)
+        with side_by_side():
+            results = self._forward(operands, sequences, recorder)
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), made)
@@ -297,7 +300,9 @@ class TritonKernel:
             self._know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        made, captures = self._backward(operands, given, sequences, recorder, flow)
+        # what gradients of captured tensors are made of is looked at between launches
+        with nullcontext() if self.learns else side_by_side():
+            made, captures = self._backward(operands, given, sequences, recorder, flow)
         if key is not None and (template := recorder.template()) is not None:
             noted = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), noted)

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
+from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
 from foci.backends.triton.counts import Count, Tokens
 
 __all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "is_for_graphs", "places_of", "stream_of"]
@@ -229,7 +230,7 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch 
         around = dict(zip(bottom.__code__.co_freevars, (cell.cell_contents for cell in bottom.__closure__), strict=True))
         bottom, metadata = around.get("launcher"), list(around.get("tensordesc_meta") or ())
     plain = callable(bottom) and not (launcher.global_scratch_size or launcher.profile_scratch_size)
-    if not plain or _RELEASE != (3, 6) or len(metadata) != len(noted.tiles) or None in metadata:
+    if not plain or RELEASE != (3, 6) or len(metadata) != len(noted.tiles) or None in metadata:
         return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -250,9 +251,6 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch 
     arguments = _Arguments(values, places, tiles, parts, late)
     settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
     return _Launch(bottom, arguments.after((*place, *settings, compiled.packed_metadata, *_UNWATCHED)))
-
-
-_RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 class Recorder:
@@ -289,8 +287,16 @@ class Recorder:
         self._launches = None
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launches as Triton does, which compiles what it has to."""
-        compiled = function[tuple(map(int, grid))](*_plain(args), **options)
+        """Launches as Triton does, which compiles what it has to; later, within `side_by_side`."""
+        plain, queue = _plain(args), waiting()
+        run = functools.partial(self._launch, function, grid, args, plain, options)
+        if queue is None:
+            run()
+        else:
+            queue.append(Waiting(function, plain, options, run))
+
+    def _launch(self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any) -> None:
+        compiled = function[tuple(map(int, grid))](*plain, **options)
         if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
             return
@@ -306,6 +312,9 @@ class Recorder:
 
     def template(self) -> Template | None:
         """What was noted, None if it cannot be run again."""
+        queue = waiting()
+        if queue:
+            launch_waiting(queue)
         return None if not self._launches else Template(self._launches, self._made, self._kept, self._sources)
 
     def _noted(self, args: tuple[Any, ...]) -> _Arguments:

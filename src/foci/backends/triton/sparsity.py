@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foci.backends.contract import Inputs, Offsets
 from foci.backends.triton.arguments import Size, Spans, Table, encode
+from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.counts import Count, Tokens
 from foci.backends.triton.recording import Kept, Recorder, Recording, Source, Template, free_stream, is_for_graphs, places_of, stream_of
@@ -177,7 +178,7 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     found = call.sequences.visits.find(known)
     if found is None:
         found = _make(kernel, call, schedule, side)
-        call.sequences.visits.add(known, read, found)
+        after_launches(functools.partial(call.sequences.visits.add, known, read, found))
     return found
 
 

@@ -1,0 +1,127 @@
+"""New kernels compiled side by side.
+
+What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `side_by_side` launches
+wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
+Beside each compiles the C code that hands it its arguments, which follows from their types alone. Then all is launched in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import triton
+from triton.runtime.jit import JITFunction
+
+__all__ = ["RELEASE", "Waiting", "after_launches", "launch_waiting", "side_by_side", "waiting"]
+
+RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""Of Triton, whose inside some ways are written for."""
+
+
+class Waiting(NamedTuple):
+    """A launch that waits: of what and with what, and what launches it."""
+
+    function: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    run: Callable[[], None]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Nearly what Triton compiles it for: its compile-time arguments, which are each one object as long as they are alike."""
+        fixed = (id(arg) if _is_one(arg) else arg for arg in self.args if _is_one(arg) or isinstance(arg, bool | str | None))
+        return (id(self.function), tuple(self.options.items()), *fixed)
+
+
+def _is_one(arg: object) -> bool:
+    return isinstance(arg, JITFunction) or type(arg).__name__ == "Config"
+
+
+_queue: ContextVar[list[Waiting] | None] = ContextVar("launches that wait", default=None)
+_met: Final[set[tuple[object, ...]]] = set()
+_MOST_MET: Final = 4096
+
+
+def waiting() -> list[Waiting] | None:
+    """Where launches wait; None where they do not."""
+    return _queue.get()
+
+
+def after_launches(action: Callable[[], None]) -> None:
+    """Does something once all is launched that waits, if anything does: other threads may find what is kept."""
+    queue = _queue.get()
+    if queue is None:
+        action()
+    else:
+        queue.append(Waiting(None, (), {}, action))
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """Launches by a recorder wait for the end of the block. Nothing in it may look at what they make."""
+    if _queue.get() is not None:
+        yield
+        return
+    mine: list[Waiting] = []
+    before = _queue.set(mine)
+    try:
+        yield
+        launch_waiting(mine)
+    finally:
+        _queue.reset(before)
+
+
+def launch_waiting(queue: list[Waiting]) -> None:
+    """Compiles what is new and launches all that waits, in order."""
+    ready, queue[:] = list(queue), []
+    new = {each.kind: each for each in ready if isinstance(each.function, JITFunction)}
+    for kind in _met & new.keys():
+        del new[kind]
+    if new:
+        _compile(list(new.values()))
+        if len(_met) > _MOST_MET:
+            _met.clear()
+        _met.update(new)
+    for each in ready:
+        each.run()
+
+
+def _compile(new: Sequence[Waiting]) -> None:
+    """Kernels go to Triton's cache; one that fails is left to its launch, which says why."""
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    if active_mode.get() is not None:
+        return
+    with ThreadPoolExecutor(2 * len(new)) as pool, AsyncCompileMode(_Beside(pool), ignore_errors=True):
+        # a pass ends with what takes longest
+        for each in reversed(new):
+            each.function.warmup(*each.args, grid=(1,), **each.options)
+
+
+class _Beside(Executor):
+    """Hands a compilation to a pool, with another of the launcher that it will need."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+
+    def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        if RELEASE == (3, 6):
+            self._pool.submit(_build_launcher, compile_it)
+        return self._pool.submit(compile_it, *args, **options)
+
+
+def _build_launcher(compile_it: Callable[..., Any]) -> None:
+    """Leaves the launcher's C code compiled in Triton's cache on disk."""
+    names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
+    src = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))["src"]
+    described: list[dict[str, Any]] = [{} for kind in src.signature.values() if str(kind).startswith("tensordesc")]
+    without = SimpleNamespace(
+        tensordesc_meta=described, num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,
+    )  # fmt: skip
+    triton.runtime.driver.active.launcher_cls(src, without)
