@@ -5,7 +5,7 @@ import torch
 
 import foci
 from foci import masks
-from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.bounds import bounds_of
 from foci.binding import bind
 from foci.ir.eager import Env, evaluate
 

@@ -4,7 +4,7 @@
     score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
     both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
-    bounds(b, h, q_idx, q_len, kv_len, env) -> (first key, last key), where a mask has them (`foci.backends.hopper.bounds`)
+    bounds(b, h, q_idx, q_len, kv_len, env) -> (first key, last key), where a mask has them (`foci.backends.triton.bounds`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
 keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.exponents import ONE, factored, gathered
 from foci.backends.triton.functions import float_early, jit_function
 from foci.backends.triton.spelling import Lie, spelling_for

@@ -14,7 +14,6 @@ from torch import Tensor
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward import HopperGradients
-from foci.backends.hopper.bounds import bounds_of
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
@@ -24,6 +23,7 @@ from foci.backends.hopper.schedules import Schedule, forward_schedule
 from foci.backends.hopper.words import pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.functions import lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Problem
 

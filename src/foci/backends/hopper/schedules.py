@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from foci.backends.hopper.bounds import bounds_of
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Layout, Problem
 
