@@ -11,6 +11,7 @@ Example:
 
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.cache import KVCache
+from foci.nn.capture import capture, release
 from foci.nn.convert import convert
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import TransformerEncoder, TransformerEncoderLayer
@@ -31,5 +32,7 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "capture",
     "convert",
+    "release",
 ]

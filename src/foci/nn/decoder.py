@@ -19,7 +19,7 @@ from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
-__all__ = ["TransformerDecoder", "TransformerDecoderLayer"]
+__all__ = ["TransformerDecoder", "TransformerDecoderLayer", "overridden"]
 
 _BLOCKS = ("_layer", "_sa_block", "_mha_block", "_ff_block")
 
@@ -240,7 +240,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         check_masks(*masks, tgt_padding, memory_padding)
         layers: Any = self.layers
         batch_first = is_batch_first(layers)
-        reason = next((r for r in map(_why_not, layers) if r is not None), None)
+        reason = next((r for r in map(overridden, layers) if r is not None), None)
         (x, padding), (mem, hidden) = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         if reason is not None and (isinstance(padding, Tensor) or isinstance(hidden, Tensor)):
             warn_padded(self, reason)
@@ -278,7 +278,8 @@ def enter_both(
     return entered_pair(entered_target, entered_memory, batch_first=batch_first)
 
 
-def _why_not(layer: torch.nn.Module) -> str | None:
+def overridden(layer: torch.nn.Module) -> str | None:
+    """Why a layer may not be given tokens [T, E], if it may not."""
     if not isinstance(layer, TransformerDecoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerDecoderLayer"
     return why_not_tokens(layer, TransformerDecoderLayer, ("forward", "_run", *_BLOCKS))

@@ -140,16 +140,15 @@ class Packing:
         return self.offsets.diff()
 
     def sequence_ids(self, tokens: int) -> Tensor:
-        """int64 [T], the sequence of each token."""
-        numbers = torch.arange(self.batch, device=self.offsets.device)
-        return torch.repeat_interleave(numbers, self.lengths, output_size=tokens)
+        """int64 [T], the sequence of each token; B for those behind the last."""
+        ends = self.offsets[1:]
+        return torch.searchsorted(ends, torch.arange(tokens, device=ends.device, dtype=ends.dtype), right=True)
 
     def positions(self, tokens: int) -> Tensor:
         """int64 [T], position of each token in its padded row."""
         if self.columns is not None:
             return self.columns
-        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=tokens)
-        return torch.arange(tokens, device=starts.device) - starts
+        return torch.arange(tokens, device=self.offsets.device) - self.offsets[self.sequence_ids(tokens)]
 
     def pack(self, padded: Tensor) -> Tensor:
         """The tokens of a tensor of this batch: [T, ...] of [B, S, ...], of [S, B, ...] or of a NestedTensor."""

@@ -1,0 +1,102 @@
+"""CUDA graphs of a function, recorded into memory that graphs which never hold anything at one time share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["CUDA", "Engine", "Recorded"]
+
+Made: TypeAlias = list[Tensor | None]
+
+
+class Recorded(NamedTuple):
+    """Work that is run again as it was recorded.
+
+    Attributes:
+        replay: runs it.
+        inputs: memory that it reads, to be written before.
+        outputs: memory that it writes, to be read before anything else of its pool is run.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    outputs: Made
+
+
+class Engine(Protocol):
+    """What records and replays."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the tensor is where this engine records."""
+
+    def pool(self) -> Any:
+        """Memory for graphs of which one at a time holds something."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Runs it, until nothing is left to compile.
+
+        Raises:
+            RuntimeError: for work that waits for the device.
+        """
+
+    def record(self, pool: Any, samples: Sequence[Tensor], function: Callable[[list[Tensor]], Made]) -> Recorded:
+        """Records a function of tensors that lie as the samples do."""
+
+
+class CudaGraphs:
+    """torch's CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            raise RuntimeError(
+                "the module waits for the device, or its attention does on this backend (see foci.explain), which no CUDA graph can do; "
+                "foci.nn.release(module) computes it as it was"
+            ) from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def record(self, pool: Any, samples: Sequence[Tensor], function: Callable[[list[Tensor]], Made]) -> Recorded:
+        device = samples[0].get_device()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        graph = torch.cuda.CUDAGraph()
+        # threads of their own may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            inputs = [torch.empty_like(sample) for sample in samples]
+            outputs = function(inputs)
+            recorded = Recorded(graph.replay, [_unowned(t) for t in inputs], [None if t is None else _unowned(t) for t in outputs])
+            del inputs, outputs
+        return recorded
+
+
+CUDA: Engine = CudaGraphs()
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that does not hold it: the pool does, and gives it to other graphs as well."""
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
