@@ -47,9 +47,31 @@ def test_infinite_and_missing_values_stay_in_their_rows():
     assert bad_lengths(recorder) == []
 
 
+def masks(recorder):
+    return [node for graph in recorder.graphs for node in graph.graph.nodes if node.target is torch.ops.aten.lt.Scalar]
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
 def test_attention_of_odd_lengths():
     q, k, v = (torch.randn(4, 255, 16, requires_grad=True) for _ in range(3))
-    recorder = grown(lambda q, k, v: torch.softmax(q @ k.mT / 4, -1) @ v, q, k, v)
+    recorder = grown(attend, q, k, v)
+    assert bad_lengths(recorder) == []
+    assert len(masks(recorder)) == 1  # of the scores, in front of the softmax; whatever follows has zeros behind it
+
+
+def test_gradients_of_attention_with_infinite_and_missing_values():
+    inputs = [torch.randn(2, 255, 16, requires_grad=True) for _ in range(3)]
+    with torch.no_grad():
+        inputs[0][0, 3], inputs[0][1, 5, 2], inputs[2][0, 9] = float("nan"), float("inf"), float("inf")
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
+    torch._dynamo.reset()
+    got, expected = (torch.autograd.grad(f(*inputs).sum(), inputs) for f in (torch.compile(attend, backend=recorder), attend))
+    for mine, theirs in zip(got, expected):
+        torch.testing.assert_close(mine[theirs.isfinite()], theirs[theirs.isfinite()], rtol=1e-4, atol=1e-3)
+        assert not mine[~theirs.isfinite()].isfinite().any()
     assert bad_lengths(recorder) == []
 
 
@@ -73,6 +95,13 @@ def test_an_embedding_tied_to_the_last_layer():
         return F.cross_entropy(F.linear(F.embedding(index, w).tanh().flatten(0, 1), w, b), target)
 
     assert bad_lengths(grown(loss, torch.randn(2047, 64, requires_grad=True), torch.zeros(2047, requires_grad=True))) == []
+
+
+def test_copies_are_made_right_before_their_products():
+    recorder = grown(lambda x, y, w: torch.tanh(x + y) @ w, torch.randn(64, 127), torch.randn(64, 127), torch.randn(127, 64))
+    (graph,) = recorder.graphs
+    kinds = [getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes]
+    assert kinds.index("tanh") < len(kinds) - 1 - kinds[::-1].index("constant_pad_nd") < kinds.index("mm")
 
 
 def test_what_the_user_sees_is_cut():

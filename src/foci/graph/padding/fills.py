@@ -112,11 +112,25 @@ def _sum_of_zeros(first: Fill, second: Fill | None) -> Fill | None:
 
 
 def _times(node: fx.Node, fills: Fills) -> Fill | None:
-    """Zero times a row's value, or zero times zero."""
-    known = [fills.get(arg) for arg in node.args[:2] if isinstance(arg, fx.Node) and arg in fills]
-    if len(node.all_input_nodes) < 2 or not known or any(fill is None or fill.value != 0.0 for fill in known):
+    """Zero times a row's value, times a number, or times zero."""
+    operands = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+    known = [fills.get(arg) for arg in operands if arg in fills]
+    if not known or any(fill is None or fill.value != 0.0 for fill in known):
         return None
-    return Fill(0.0, Rows.WEAK)
+    return None if len(node.all_input_nodes) == 1 and _is_clean(known[0]) else Fill(0.0, Rows.WEAK)
+
+
+def _over(node: fx.Node, fills: Fills) -> Fill | None:
+    """Zero divided by a row's value or a number. Where that is zero, a row's own elements become infinite or NaN."""
+    dividend, divisor = fills.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    if dividend is None or dividend.value != 0.0 or divisor in fills:
+        return None
+    return None if not isinstance(divisor, fx.Node) and _is_clean(dividend) else Fill(0.0, Rows.WEAK)
+
+
+def _is_clean(fill: Fill | None) -> bool:
+    """Whether numbers say all, so that a function of them can be evaluated."""
+    return fill is not None and fill.rows is Rows.CLEAN
 
 
 def _multiply_add(node: fx.Node, fills: Fills) -> Fill | None:
@@ -144,10 +158,14 @@ def _negative(node: fx.Node, fills: Fills) -> Fill | None:
 
 _RULES: Final[Mapping[Any, Callable[[fx.Node, Fills], Fill | None]]] = {
     aten.mm.default: _product,
+    aten.bmm.default: _product,
     aten.addmm.default: _product,
     aten.sub.Tensor: _less,
     aten.add.Tensor: _more,
     aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.div.Tensor: _over,
+    aten.div.Scalar: _over,
     aten.exp.default: _exponential,
     aten.neg.default: _negative,
     aten.clone.default: _same,

@@ -153,7 +153,7 @@ def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
     fill, dims, value = fill_of(made, state.fills, state.maxima), state.growth.dims(node), value_of(node)
     if fill is None or value is None or fill.rows is Rows.CLEAN:
         return fill
-    product = node.target in (aten.mm.default, aten.addmm.default)
+    product = node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default)
     return fill if len(dims) == 1 and (not product or dims == [value.dim() - 1]) else None
 
 
