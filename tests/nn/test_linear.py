@@ -24,12 +24,8 @@ def pair(k, n, bias=True, dtype=torch.float32):
     return mine, theirs
 
 
-@pytest.mark.usefixtures("padded")
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sizes", [(64, 1023), (33, 64), (33, 1023), (64, 64), (1, 1)])
-def test_values_and_gradients(sizes, bias):
-    mine, theirs = pair(*sizes, bias)
-    x = torch.randn(2, 5, sizes[0])
+def compare(mine, theirs, x):
+    """Results and gradients."""
     results = []
     for layer in (mine, theirs):
         given = x.clone().requires_grad_()
@@ -39,6 +35,39 @@ def test_values_and_gradients(sizes, bias):
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected)
         assert got.shape == expected.shape
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(64, 1023), (33, 64), (33, 1023), (64, 64), (1, 1)])
+def test_values_and_gradients(sizes, bias):
+    compare(*pair(*sizes, bias), torch.randn(2, 5, sizes[0]))
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(64, 1023), (33, 1022)])
+def test_results_written_where_they_lie(monkeypatch, sizes, bias):
+    monkeypatch.setattr(linear, "_is_written_by_rows", lambda rows, columns: True)
+    mine, theirs = pair(*sizes, bias)
+    compare(mine, theirs, torch.randn(2, 8, sizes[0]))
+    out = mine(torch.randn(2, 8, sizes[0]))
+    assert out.is_contiguous()
+    out.mul_(2).sum().backward()  # it may be written to
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [64, 65])
+def test_on_a_gpu(rows, bias):
+    mine, theirs = (layer.to("cuda", torch.bfloat16) for layer in pair(64, 30523, bias))
+    x = torch.randn(rows * 63, 64, device="cuda", dtype=torch.bfloat16)
+    out, expected = mine(x), theirs(x)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    gradients = (torch.autograd.grad(y.float().sin().sum(), tuple(layer.parameters())) for y, layer in ((out, mine), (expected, theirs)))
+    for got, wanted in zip(*gradients):
+        torch.testing.assert_close(got, wanted, rtol=5e-2, atol=0.5)
 
 
 @pytest.mark.usefixtures("padded")

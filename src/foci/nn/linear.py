@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.graph.padding import is_profitable_to_pad, machine_of
+from foci.graph.padding.grouped import groups_of, mm_into_rows
 from foci.graph.padding.model import seconds
 from foci.graph.padding.strides import round_up
 from foci.graph.padding.tables import Fault, Role, Shape
@@ -24,8 +25,9 @@ class PaddedLinear(torch.nn.Linear):
     """`torch.nn.Linear`, at the speed of the next good size on devices where its own is bad.
 
     The parameters keep their shapes, in the state dict too; only the memory behind them is padded, with zeros. Eager calls
-    multiply the padded memory where that pays, by the measurements of the device; their result then is a view, its rows as far
-    apart as good rows are long. Compiled calls are those of `torch.nn.Linear`: `foci.graph.padding` does the rest.
+    multiply the padded memory where that pays, by the measurements of the device. On GPUs their result is contiguous if the
+    number of rows is a multiple of eight; else its rows are as far apart as good rows are long. Compiled calls are those of
+    `torch.nn.Linear`: `foci.graph.padding` does the rest.
 
     Args:
         in_features, out_features, bias, device, dtype: as torch.nn.Linear's.
@@ -137,7 +139,19 @@ def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _grown(x: Tensor, columns: int) -> Tensor:
     """With columns of zeros behind it, its rows aligned."""
-    return F.pad(x, (0, columns - x.shape[-1])) if columns != x.shape[-1] else x
+    size = x.shape[-1]
+    if columns == size:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return F.pad(x, (0, columns - size))
+    whole = x.new_empty((*x.shape[:-1], columns))  # F.pad would write all of it twice
+    whole[..., :size], whole[..., size:] = x, 0
+    return whole
+
+
+def _is_written_by_rows(rows: Tensor, columns: int) -> bool:
+    """Whether a result can be written where it lies: whoever reads it would copy rows that lie apart, as softmax does."""
+    return rows.is_cuda and groups_of(rows.shape[0], columns, rows.element_size()) is not None
 
 
 class _PaddedLinear(torch.autograd.Function):
@@ -149,9 +163,13 @@ class _PaddedLinear(torch.autograd.Function):
         ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
         whole = _whole(weight, dtype)
         rows = _grown(x.reshape(-1, x.shape[-1]).to(dtype), whole.shape[1])
-        out = rows @ whole.t() if bias is None else torch.addmm(_whole(bias, dtype), rows, whole.t())
-        sizes = (*x.shape[:-1], weight.shape[0])
-        strides = torch.empty((*x.shape[:-1], whole.shape[0]), device="meta").stride()
+        sizes, columns = (*x.shape[:-1], weight.shape[0]), whole.shape[0]
+        if columns != weight.shape[0] and _is_written_by_rows(rows, weight.shape[0]):
+            columns = weight.shape[0]
+            out = mm_into_rows(rows, whole[:columns].t(), None if bias is None else bias.to(dtype))
+        else:
+            out = rows @ whole.t() if bias is None else torch.addmm(_whole(bias, dtype), rows, whole.t())
+        strides = torch.empty((*x.shape[:-1], columns), device="meta").stride()
         # no view: writing to it in place would be an error
         return out.new_empty(0).set_(out.untyped_storage(), 0, sizes, strides)
 
