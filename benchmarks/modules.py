@@ -107,15 +107,20 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
 
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     packing = foci.nn.Packing(offsets, max(lengths), (batch, LONGEST))
+    replayed = foci.nn.capture(copy.deepcopy(ours)) if device == "cuda" else ours
     calls = {
         "foci.nn": lambda: ours(x, src_key_padding_mask=hidden),
         "foci.nn, nested input": lambda: ours(nested).values(),
         "foci.nn, packed input": lambda: ours(tokens, src_key_padding_mask=packing),
+        "foci.nn, captured": lambda: replayed(x, src_key_padding_mask=hidden),
+        "foci.nn, captured, packed input": lambda: replayed(tokens, src_key_padding_mask=packing),
         "torch.nn": lambda: theirs(x, src_key_padding_mask=hidden),
         "padded SDPA": lambda: by_hand(sdpa, x, on_padded),
         "packed by hand": lambda: by_hand(packed, tokens, on_packed),
     }
-    modules = {name: ours for name in calls if name.startswith("foci")}
+    if device == "cpu":
+        calls = {name: call for name, call in calls.items() if "captured" not in name}
+    modules = {name: replayed if "captured" in name else ours for name in calls if name.startswith("foci")}
     return Forms(calls, {**modules, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}, lengths, rows)
 
 
@@ -147,7 +152,7 @@ def waited(step: Callable[[], None], device: str) -> Callable[[], None]:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The same step as one CUDA graph: what the device needs, without the host."""
+    """The same step as one CUDA graph, which knows this batch alone: what the device needs, without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -160,8 +165,15 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def reserved() -> float:
+    """Megabytes that the allocator cannot give back."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() / 1e6
+
+
 def peak(step: Callable[[], None], device: str) -> float:
-    """Megabytes that a step needs beyond what there was before it."""
+    """Megabytes that a step needs beyond what there was before it, but for memory of graphs."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -190,9 +202,17 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
         for name, call in calls.items()
     }
     del given, outs
-    if device == "cuda" and mode == "inference":
-        for name in ("foci.nn, nested input", "foci.nn, packed input", "packed by hand"):
-            steps[f"{name}, as a CUDA graph"] = waited(captured(inference(calls[name])), device)
+    graphs: dict[str, float] = {}  # what they hold for good
+    if device == "cuda":
+        for name in [name for name in steps if "captured" in name]:
+            before = reserved()
+            steps[name]()
+            graphs[name] = reserved() - before
+        for name in ("foci.nn, packed input", "packed by hand", "padded SDPA"):
+            step = training_step(calls[name], modules[name], losses[name]) if mode == "training" else inference(calls[name])
+            before = reserved()
+            steps[f"{name}, as a CUDA graph"] = waited(captured(step), device)
+            graphs[f"{name}, as a CUDA graph"] = reserved() - before
     times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
     medians = measure.medians(times)
     with foci.observe() as log:
@@ -208,6 +228,7 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
             "ms": round(1e3 * medians[name], 3),
             "times foci.nn": round(measure.ratio(times, name, "foci.nn"), 3),
             "peak MB": round(peak(step, device)),
+            "graphs MB": round(graphs[name]) if name in graphs else None,
             "backend": log.calls[0].backend if name.startswith("foci") else None,
             **measure.facts(device),
         }

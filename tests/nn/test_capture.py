@@ -442,7 +442,7 @@ def test_capturing_draws_no_numbers():
 def test_autocast(cache):
     model, captured = twins(encoder())
     x, hidden = rand(3, 40, E), padding([40, 3, 20], 40)
-    for step in range(2):
+    for _ in range(2):
         found = []
         for m in (model, captured):
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -47,22 +48,28 @@ class Engine(Protocol):
         """Records a function of tensors that lie as the samples do."""
 
 
+class _Pool(NamedTuple):
+    """Memory, and the stream that its graphs are recorded on: libraries keep working memory for each stream, in the first one's pool."""
+
+    handle: Any
+    stream: torch.cuda.Stream
+
+
 class CudaGraphs:
     """torch's CUDA graphs."""
-
-    def __init__(self) -> None:
-        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
     def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+        return _Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], object]) -> None:
         run()
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             run()
         except RuntimeError as error:
@@ -76,13 +83,9 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def record(self, pool: Any, samples: Sequence[Tensor], function: Callable[[list[Tensor]], Made]) -> Recorded:
-        device = samples[0].get_device()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
         graph = torch.cuda.CUDAGraph()
         # threads of their own may pin memory meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
             inputs = [torch.empty_like(sample) for sample in samples]
             outputs = function(inputs)
             recorded = Recorded(graph.replay, [_unowned(t) for t in inputs], [None if t is None else _unowned(t) for t in outputs])
