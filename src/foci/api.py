@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from foci.arguments import MaskLike, ScoreLike, check_broadcasts, checked_outputs, checked_sink, mask_parts, score_parts
+from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
@@ -87,9 +87,7 @@ def attention(
     """
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
-    if bias is not None:
-        check_broadcasts("bias", bias, query, key)
+    score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
     extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
     results = _attend((query, key, value), score_function, mask_function, extras)
     if return_aux is None:
@@ -147,9 +145,7 @@ def explain(
     """
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias), checked_outputs(return_aux, sink)
-    if bias is not None:
-        check_broadcasts("bias", bias, query, key)
+    score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
     extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
     if is_nested(query, key, value):
         return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))

@@ -17,17 +17,18 @@ from foci.prepare import describe
 from foci.problem import Outputs
 from foci.variant import Mask, Score
 
-__all__ = ["MaskLike", "ScoreLike", "causal_bias", "check_broadcasts", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
+__all__ = ["MaskLike", "ScoreLike", "broadcast", "causal_bias", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
 
 MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
 
 
-def score_parts(score: ScoreLike, bias: Tensor | None) -> Function:
+def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tensor) -> Function:
     """Score function and bias as one function, or None.
 
     Raises:
         TypeError: for a score that is no function, or a bias that is no floating tensor.
+        ValueError: for a bias of a wrong shape or device.
     """
     if score is not None and not callable(score):
         raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
@@ -40,44 +41,43 @@ def score_parts(score: ScoreLike, bias: Tensor | None) -> Function:
         raise TypeError(f"bias must be a floating tensor; got {type(bias).__name__}")
     if not bias.is_floating_point():
         raise TypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
-    added = scores.bias(bias)
+    added = scores.bias(broadcast("bias", bias, query, key))
     return added.function if function is None else (Score(function) >> added).function
 
 
-def mask_parts(mask: MaskLike, query: Tensor, key: Tensor) -> tuple[Function, Tensor | None, tuple[int, int] | None]:
-    """Any mask as a function, block classes and a block size; each may be None.
+def mask_parts(mask: MaskLike, query: Tensor, key: Tensor, *, name: str = "mask") -> tuple[Function, Tensor | None, tuple[int, int] | None]:
+    """Any mask, the argument `name`, as a function, block classes and a block size; each may be None.
 
     Raises:
         TypeError: for a mask of an unknown type.
-        ValueError: for a mask of a wrong shape.
+        ValueError: for a mask of a wrong shape or device.
     """
     if mask is None:
         return None, None, None
     if isinstance(mask, Mask):
         return mask.function, None, None
     if isinstance(mask, Tensor):
-        return _tensor_mask(mask, query, key), None, None
+        return _tensor_mask(mask, query, key, name), None, None
     if isinstance(mask, Score):
-        raise TypeError("mask is a Score: pass it as score=")
+        raise TypeError(f"{name} is a Score: pass it as score=")
     if hasattr(mask, "kv_num_blocks"):
         block_mask = as_block_mask(mask)
         return block_mask.mask_mod, block_classes(block_mask), block_mask.BLOCK_SIZE
     if callable(mask):
         return mask, None, None
     raise TypeError(
-        "mask must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; "
+        f"{name} must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; "
         f"got {type(mask).__name__}"
     )
 
 
-def _tensor_mask(mask: Tensor, query: Tensor, key: Tensor) -> Function:
+def _tensor_mask(mask: Tensor, query: Tensor, key: Tensor, name: str) -> Function:
     causal = causal_bias(mask, query, key)
     if causal is not None:
         return causal.function
     if mask.dtype != torch.bool:
-        raise TypeError(f"a mask tensor must be bool, true where the query attends; got {describe(mask)}; an additive one goes into bias=")
-    check_broadcasts("mask", mask, query, key)
-    return masks.dense(mask).function
+        raise TypeError(f"{name} must be bool, true where the query attends; got {describe(mask)}; an additive one goes into bias=")
+    return masks.dense(broadcast(name, mask, query, key)).function
 
 
 def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
@@ -94,13 +94,22 @@ def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
     return masks.causal() if mask.variant.name == "UPPER_LEFT" else masks.causal_lower_right()
 
 
-def check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> None:
-    """Raises a ValueError unless the tensor broadcasts to [B, Hq, Sq, Skv]."""
+def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The tensor, of one dimension at least, which broadcasts to [B, Hq, Sq, Skv].
+
+    Raises:
+        ValueError: if it does not, or is on another device.
+    """
+    if tensor.device != query.device:
+        raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
     if is_nested(query, key) or not query.dim() == key.dim() == 4:
-        return  # such query and key are another message's matter
+        return tensor  # such query and key are another message's matter
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
     if tensor.dim() > 4 or any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
+    return tensor
 
 
 _OUT_ALONE: Final = Outputs()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci import backends
 from foci.backends.contract import Backend, Given, Inputs, Kernel, Offsets, Repeating
+from foci.backends.sequences import check_spans
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
@@ -167,6 +168,8 @@ def forward_of(call: Chosen, operands: Operands) -> Results:
     """Attention of the operands."""
     if observers():
         _tell(call.decision, backward=False)
+    if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # elsewhere one would have to wait for them
+        check_spans(operands)
     if _is_empty(operands):
         return _empty_results(call.formula, operands)
     with as_written(operands.query):

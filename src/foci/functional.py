@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.arguments import causal_bias, check_broadcasts, mask_parts, score_parts
+from foci.arguments import broadcast, causal_bias, mask_parts, score_parts
 from foci.core import Function
 from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, is_nested
-from foci.prepare import Extras, check_is_tensor, check_offsets, describe
+from foci.prepare import Extras, check_integers, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
 from foci.variant import Mask
 
@@ -114,6 +114,9 @@ def scaled_dot_product_attention(
         torch.Size([2, 4, 10, 8])
     """
     check_is_tensor(query=query, key=key, value=value)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; got {type(flag).__name__}")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
@@ -155,16 +158,17 @@ def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: boo
     if not isinstance(attn_mask, Tensor):
         if not callable(attn_mask):
             raise TypeError(f"attn_mask must be a tensor, a foci.Mask or None; got {type(attn_mask).__name__}")
-        return None, mask_parts(attn_mask, query, key)[0]
+        return None, mask_parts(attn_mask, query, key, name="attn_mask")[0]
     causal = causal_bias(attn_mask, query, key)
     if causal is not None:
         return None, causal.function
     if attn_mask.dtype == torch.bool:
-        return None, mask_parts(attn_mask, query, key)[0]
+        return None, mask_parts(attn_mask, query, key, name="attn_mask")[0]
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}")
-    check_broadcasts("attn_mask", attn_mask, query, key)
-    return scores.bias(attn_mask).function, None
+    if attn_mask.dtype == torch.float64 != query.dtype:
+        raise TypeError(f"attn_mask must be bool, or floating and not float64 for a query that is {query.dtype}; got {describe(attn_mask)}")
+    return scores.bias(broadcast("attn_mask", attn_mask, query, key)).function, None
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> tuple[int, ...]:
@@ -282,9 +286,9 @@ def flex_attention(
     if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
-    mask, blocks, block_size = mask_parts(block_mask, query, key)
+    mask, blocks, block_size = mask_parts(block_mask, query, key, name="block_mask")
     extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size)
-    score = score_parts(score_mod, None)
+    score = score_parts(score_mod, None, query, key)
     if is_nested(query, key, value):
         results = attend_nested((query, key, value), score, mask, extras)
     else:
@@ -356,12 +360,9 @@ def varlen_attn(
             raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
     if cu_seq_k is None:
         cu_seq_k = cu_seq_q
-    check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
-    check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
-    if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(
-            f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
-        )
+    _check_sequences(query, key, cu_seq_q, cu_seq_k, seqused_k)
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))
@@ -369,14 +370,28 @@ def varlen_attn(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
-    results = run_packed((query, key, value), score_parts(score, None), _varlen_mask(window_size, mask, query, key), extras)
+    results = run_packed((query, key, value), score_parts(score, None, query, key), _varlen_mask(window_size, mask, query, key), extras)
     return (results.out, results.lse) if outputs.lse else results.out
 
 
+def _check_sequences(query: Tensor, key: Tensor, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any) -> None:
+    check_offsets("cu_seq_q", cu_seq_q, query)
+    check_offsets("cu_seq_k", cu_seq_k, key)
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(
+            f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
+        )
+    if seqused_k is not None:
+        check_integers("seqused_k", seqused_k, query.device)
+        if seqused_k.dim() != 1 or seqused_k.shape[0] != cu_seq_k.shape[0] - 1:
+            raise ValueError(f"seqused_k must have one length per sequence, [{cu_seq_k.shape[0] - 1}]; got {describe(seqused_k)}")
+
+
 def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Tensor) -> Function:
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or not all(isinstance(n, (int, torch.SymInt)) and n >= -1 for n in window_size):
+        raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size!r}")
     left, right = window_size
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size}")
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
         raise TypeError(f"mask of packed tensors must be a foci.Mask or a function; got {type(mask).__name__}")
     function = mask_parts(mask, query, key)[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.api import AuxOutput, AuxRequest
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
-from foci.prepare import Extras, check_is_tensor, describe
+from foci.prepare import Extras, check_integers, check_is_tensor, describe
 
 __all__ = ["paged_attention"]
 
@@ -78,7 +78,7 @@ def paged_attention(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
         sink=checked_sink(sink, query), exact_lengths=False,
     )  # fmt: skip
-    results = run((query, key, value), score_parts(score, None), mask_parts(mask, query, key)[0], extras)
+    results = run((query, key, value), score_parts(score, None, query, key), mask_parts(mask, query, key)[0], extras)
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums)
@@ -86,13 +86,10 @@ def paged_attention(
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:
     for name, tensor, dims in (("page_table", page_table, 2), ("kv_lengths", kv_lengths, 1)):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64; got {describe(tensor)}")
+        check_integers(name, tensor, query.device)
         if tensor.dim() != dims or tensor.shape[0] != query.shape[0]:
             wanted = "[batch, pages of a row]" if dims == 2 else "[batch]"
             raise ValueError(f"{name} must be {wanted} for a batch of {query.shape[0]}; got {describe(tensor)}")
-        if tensor.device != query.device:
-            raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
     for name, pool in (("key", key), ("value", value)):
         if pool.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [pages, heads, page size, head dim]; got {describe(pool)}")

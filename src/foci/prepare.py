@@ -15,7 +15,7 @@ from foci.binding import Bound, bind
 from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.variant import Variant
 
-__all__ = ["Extras", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
+__all__ = ["Extras", "check_integers", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
@@ -62,7 +62,7 @@ def prepare(
         TypeError: for arguments of a wrong type or dtype.
         ValueError: for arguments of a wrong shape, device or value.
     """
-    query, key, value = _autocast(*tensors)
+    query, key, value = (t.resolve_neg() for t in _autocast(*tensors))
     _check_tensors(query, key, value)
     if extras.page_table is None:
         query, key, value = _broadcast_batch(query, key, value)
@@ -72,8 +72,9 @@ def prepare(
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
     formula = _formula(bound.variant, _layout(extras), extras.outputs, extras.block_size, dropout=dropout_p > 0)
+    captures = tuple(t.resolve_neg() for t in bound.captures)
     operands = Operands(
-        query, key, value, bound.captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,
+        query, key, value, captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,
         seed=draw_seed(query.device) if dropout_p > 0 else None, blocks=extras.blocks, cu_q=extras.cu_q, cu_kv=extras.cu_kv,
         q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, page_table=extras.page_table, max_q=extras.max_q, max_kv=extras.max_kv,
     )  # fmt: skip
@@ -225,17 +226,29 @@ def check_is_tensor(**named: Any) -> None:
             raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
 
 
-def check_offsets(name: str, offsets: Any, tokens: int) -> None:
-    """Checks cumulative lengths: an integer vector with at least one entry.
+def check_offsets(name: str, offsets: Any, tokens: Tensor) -> None:
+    """Checks the cumulative lengths of packed `tokens`: an integer vector with at least one entry.
 
     Raises:
         TypeError: for another type or dtype.
-        ValueError: for another shape.
+        ValueError: for another shape or device.
     """
-    check_is_tensor(**{name: offsets})
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64; got {offsets.dtype}")
+    check_integers(name, offsets, tokens.device)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(
-            f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens} tokens"
+            f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens.shape[0]} tokens"
         )
+
+
+def check_integers(name: str, tensor: Any, device: torch.device) -> None:
+    """Checks that the argument is an integer tensor on the device.
+
+    Raises:
+        TypeError: for another type or dtype.
+        ValueError: for another device.
+    """
+    check_is_tensor(**{name: tensor})
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64; got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the query's device, {device}; got {describe(tensor)}")

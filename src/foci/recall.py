@@ -75,6 +75,8 @@ def find_site(
     e, scale, dropout_p = extras, extras.scale, extras.dropout_p
     if e.blocks is not None or e.page_table is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
         return None
+    if query.is_neg() or key.is_neg() or value.is_neg():
+        return None  # in memory lies the opposite
     if type(dropout_p) not in _REAL or not (scale is None or type(scale) in _REAL):
         return None  # whatever else passes for a number is for `prepare` to say
     device, dtype = query.device, query.dtype
@@ -90,6 +92,8 @@ def find_site(
     if closed:
         strides = tuple([t.stride() for t in closed])
         for t in closed:
+            if t.is_neg():
+                return None
             address |= t.data_ptr()
     shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     lengths = None

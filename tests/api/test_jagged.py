@@ -1,35 +1,12 @@
-"""NestedTensors and packed tensors: every sequence as a dense call of its own."""
+"""NestedTensors: every sequence as a dense call of its own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from packed import ASKED, BACKENDS, nested, pieces, rand, unpacked
 
 import foci
 from foci import jagged
-
-ASKED = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
-BACKENDS = ("reference", "blocked")
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def nested(lengths, heads, dim, *, seed=0, dtype=torch.float64):
-    """[B, H, ragged, D] that requires grad, a view of packed [T, H, D]."""
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    values = rand(int(offsets[-1]), heads, dim, seed=seed, dtype=dtype).requires_grad_()
-    return values, torch.nested.nested_tensor_from_jagged(values, offsets=offsets).transpose(1, 2)
-
-
-def pieces(values, lengths):
-    """[1, H, length, D] of each sequence."""
-    return [part.transpose(0, 1)[None] for part in values.split(list(lengths))]
-
-
-def unpacked(njt):
-    """Packed [T, H, ...] of a [B, H, ragged, ...] NestedTensor."""
-    return njt.transpose(1, 2).values()
 
 
 def check(q_lengths, kv_lengths, *, heads=(4, 4), dims=(8, 8), backend="blocked", per_sequence=None, **kwargs):
@@ -310,112 +287,6 @@ def test_sink():
     torch.testing.assert_close(
         torch.autograd.grad(unpacked(out).square().sum(), (values, sink)), torch.autograd.grad(want.square().sum(), (values, sink))
     )
-
-
-# Packed tensors ----------------------------------------------------------------------------------------------------
-
-
-def per_sequence(q, k, v, q_lengths, kv_lengths, mask=None, **kwargs):
-    out = []
-    for a, b, c in zip(pieces(q, q_lengths), pieces(k, kv_lengths), pieces(v, kv_lengths), strict=True):
-        one = F.scaled_dot_product_attention(a, b, c, attn_mask=None if mask is None else mask(a.shape[2], b.shape[2]), **kwargs)
-        out.append(one[0].transpose(0, 1))
-    return torch.cat(out)
-
-
-def window(left, right):
-    def mask(sq, skv):
-        distance = torch.arange(sq)[:, None] + skv - sq - torch.arange(skv)
-        return (distance <= (left if left >= 0 else skv + sq)) & (distance >= (-right if right >= 0 else -skv - sq))
-
-    return mask
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("size", [(-1, -1), (-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1)], ids=str)
-def test_varlen(size, dtype, backend):
-    q_lengths, kv_lengths = (3, 0, 7, 1), (5, 2, 7, 4)
-    cu_q, cu_kv = (torch.tensor([0, *ls]).cumsum(0).to(dtype) for ls in (q_lengths, kv_lengths))
-    q, k, v = (rand(n, 4, 8, seed=n).requires_grad_() for n in (11, 18, 18))
-    with foci.use(backend):
-        out, lse = foci.varlen_attn(q, k, v, cu_q, cu_kv, 7, 7, window_size=size, return_aux=ASKED)
-    want = per_sequence(q, k, v, q_lengths, kv_lengths, window(*size))
-    assert out.shape == (11, 4, 8) and lse.shape == (4, 11)
-    torch.testing.assert_close(out, want)
-    weights = rand(*want.shape, seed=4)
-    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), weights), torch.autograd.grad(want, (q, k, v), weights))
-
-
-def test_varlen_has_torchs_signature():
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    ours, theirs = inspect.signature(foci.varlen_attn).parameters, inspect.signature(varlen_attn).parameters
-    common = [name for name in theirs if name in ours]
-    assert common[:7] == list(theirs)[:7] == list(ours)[:7]
-    for name in common:
-        assert ours[name].kind == theirs[name].kind and ours[name].default == theirs[name].default, name
-
-
-def test_varlen_of_some_keys():
-    cu = torch.tensor([0, 4, 9])
-    q, k, v = (rand(9, 2, 8, seed=n).requires_grad_() for n in range(3))
-    out = foci.varlen_attn(q, k, v, cu, cu, 5, 5, seqused_k=torch.tensor([2, 5]))
-    want = torch.cat([per_sequence(q[:4], k[:2], v[:2], [4], [2]), per_sequence(q[4:], k[4:], v[4:], [5], [5])])
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v)))
-
-
-def test_varlen_to_the_second_order():
-    cu, table = torch.tensor([0, 3, 7]), rand(2, seed=5).requires_grad_()
-    tensors = tuple(rand(7, 2, 3, seed=n).requires_grad_() for n in range(3))
-
-    def call(q, k, v, t):
-        return foci.varlen_attn(q, k, v, cu, cu, 4, 4, score=lambda s, b, h, i, j: s * t[h], return_aux=ASKED)
-
-    assert torch.autograd.gradcheck(call, (*tensors, table))
-    assert torch.autograd.gradgradcheck(call, (*tensors, table))
-    assert torch.autograd.gradcheck(call, (*tensors, table), check_batched_grad=True)
-
-
-def test_varlen_under_autocast_and_torch_func():
-    cu = torch.tensor([0, 3, 7])
-    q = rand(7, 2, 8).float().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = foci.varlen_attn(q, q, q, cu, cu, 4, 4)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert q.grad.dtype == torch.float32
-    plain = q.detach()
-    want = torch.autograd.grad(foci.varlen_attn(q, q, q, cu, cu, 4, 4).square().sum(), q)[0]
-    got = torch.func.grad(lambda t: foci.varlen_attn(t, t, t, cu, cu, 4, 4).square().sum())(plain)
-    torch.testing.assert_close(got, want)
-
-
-def test_varlen_takes_functions_and_shared_offsets():
-    cu = torch.tensor([0, 4, 9])
-    q = rand(9, 4, 8)
-    k = rand(9, 2, 8, seed=1)
-    out = foci.varlen_attn(q, k, k, cu, None, 5, 5, enable_gqa=True, mask=lambda b, h, i, j: i >= j, score=foci.scores.softcap(1.0))
-    want = []
-    for a, b in zip(pieces(q, (4, 5)), pieces(k, (4, 5)), strict=True):
-        b = b.repeat_interleave(2, 1)
-        scores = (a @ b.mT / 8**0.5).tanh().masked_fill(torch.ones(a.shape[2], a.shape[2]).triu(1) > 0, -torch.inf)
-        want.append((scores.softmax(-1) @ b)[0].transpose(0, 1))
-    torch.testing.assert_close(out, torch.cat(want))
-
-
-def test_tokens_outside_every_sequence():
-    cu = torch.tensor([2, 5, 8])
-    q = rand(10, 2, 8).requires_grad_()
-    for backend in BACKENDS:
-        with foci.use(backend):
-            out, lse = foci.varlen_attn(q, q, q, cu, cu, 3, 3, return_aux=ASKED)
-        assert not out[[0, 1, 8, 9]].any() and bool((lse[:, [0, 1, 8, 9]] == -torch.inf).all())
-        (grad,) = torch.autograd.grad(out.sum(), q)
-        assert not grad[[0, 1, 8, 9]].any() and bool(grad.isfinite().all())
 
 
 def test_no_backend_says_why():

@@ -1,53 +1,14 @@
 """`foci.scaled_dot_product_attention` against torch's math path, forward and backward."""
 
-import math
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from by_formula import BACKENDS, check, gradients, math_path, rand, use
 from torch.nn.attention import bias as torch_bias
 
 import foci
-
-BACKENDS = ("reference", "blocked", None)
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + 7 * len(shape) + sum(shape)))
-
-
-def use(backend):
-    return foci.use(backend) if backend else foci.use(*foci.backends.names())
-
-
-def math_path(*args, **kwargs):
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-def gradients(function, tensors):
-    """Output and gradients for a fixed cotangent, of the tensors that require them."""
-    leaves = [t.detach().requires_grad_(t.requires_grad) if type(t) is torch.Tensor else t for t in tensors]
-    out = function(*leaves)
-    wanted = [t for t in leaves if type(t) is torch.Tensor and t.requires_grad]
-    grads = torch.autograd.grad(out, wanted, rand(*out.shape, seed=99).to(out.dtype)) if wanted else ()
-    return out, grads
-
-
-def check(query, key, value, mask=None, *, backend=None, expected=math_path, **kwargs):
-    tensors = [*(t.detach().requires_grad_() for t in (query, key, value)), mask]
-    with use(backend):
-        out, grads = gradients(lambda q, k, v, m: foci.scaled_dot_product_attention(q, k, v, m, **kwargs), tensors)
-    wanted, wanted_grads = gradients(lambda q, k, v, m: expected(q, k, v, m, **kwargs), tensors)
-    tolerance = {"atol": TOLERANCE[query.dtype], "rtol": TOLERANCE[query.dtype]}
-    torch.testing.assert_close(out, wanted, **tolerance)
-    for grad, other, tensor in zip(grads, wanted_grads, [t for t in tensors if type(t) is torch.Tensor and t.requires_grad], strict=True):
-        assert grad.shape == tensor.shape
-        torch.testing.assert_close(grad, other, **tolerance)
-
 
 SHAPES = [
     ((5, 8), (7, 8), (7, 6)),
@@ -410,179 +371,6 @@ def test_repeatable_gradients(strict, backend):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# Dropout -----------------------------------------------------------------------------------------------------------
-
-
-def test_dropout_is_a_function_of_seed_and_position():
-    q, k, v = (rand(2, 4, 70, 8, seed=n).requires_grad_() for n in range(3))
-    found = []
-    for backend in ("reference", "blocked", None):
-        with use(backend):
-            torch.manual_seed(11)
-            out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
-            found.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-
-
-def test_dropout_mask_can_be_rebuilt():
-    from foci.dropout import keep
-
-    q, k, v = (rand(2, 4, 9, 8, seed=n) for n in range(3))
-    torch.manual_seed(5)
-    out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
-    torch.manual_seed(5)
-    seed = torch.randint(0, 2**63 - 1, (1,))
-    b, h, i, j = (
-        torch.arange(n).view(shape) for n, shape in ((2, (-1, 1, 1, 1)), (4, (1, -1, 1, 1)), (9, (1, 1, -1, 1)), (9, (1, 1, 1, -1)))
-    )
-    weights = (q @ k.mT / math.sqrt(8)).softmax(-1) * keep(seed, 0.4, b, h, i, j) / 0.6
-    torch.testing.assert_close(out, weights @ v)
-
-
-def test_dropout_seeds():
-    q = rand(1, 2, 16, 8)
-    torch.manual_seed(0)
-    first, second = (foci.scaled_dot_product_attention(q, q, q, dropout_p=0.5) for _ in range(2))
-    torch.manual_seed(0)
-    again = foci.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    assert torch.equal(first, again) and not torch.equal(first, second)
-
-
-def test_dropout_of_nothing_and_of_everything():
-    q, k, v = (rand(1, 2, 16, 8, seed=n).requires_grad_() for n in range(3))
-    before = torch.get_rng_state()
-    check(q, k, v, dropout_p=0.0)
-    foci.explain(q, k, v, dropout_p=0.5)
-    assert torch.equal(torch.get_rng_state(), before)  # neither a call without dropout nor an explanation draws numbers
-    out = foci.scaled_dot_product_attention(q, k, v, dropout_p=1.0)
-    out.sum().backward()
-    assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
-
-
-def test_dropout_keeps_the_mean():
-    ones = torch.ones(4, 8, 128, 1)
-    q = torch.randn(4, 8, 128, 4)
-    out = foci.scaled_dot_product_attention(q, q, ones, dropout_p=0.25)
-    assert abs(out.mean().item() - 1) < 0.01
-    assert out.std() > 0.01
-
-
-def test_dropout_leaves_auxiliary_outputs_alone():
-    q = rand(1, 2, 16, 8)
-    asked = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
-    _, without = foci.attention(q, q, q, return_aux=asked)
-    _, dropped = foci.attention(q, q, q, dropout_p=0.5, return_aux=asked)
-    for a, b in zip(without, dropped, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-# Auxiliary outputs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-def test_auxiliary_outputs(backend):
-    q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
-    scores = q @ k.mT / math.sqrt(8)
-    weights = scores.softmax(-1)
-    wanted = (scores.logsumexp(-1), scores.amax(-1), weights.sum(2), weights)
-    with foci.use(backend):
-        out, aux = foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True))
-    assert not aux.row_max.requires_grad
-    for got, want in zip(aux, wanted, strict=True):
-        torch.testing.assert_close(got, want)
-    cotangents = [rand(*t.shape, seed=50 + n) for n, t in enumerate((out, aux.lse, aux.column_sums, aux.weights))]
-    got = torch.autograd.grad((out, aux.lse, aux.column_sums, aux.weights), (q, k, v), cotangents)
-    want = torch.autograd.grad((weights @ v, wanted[0], wanted[2], wanted[3]), (q, k, v), cotangents)
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sink(backend, dtype):
-    q, k, v = (rand(2, 4, n, 8, seed=n, dtype=dtype).requires_grad_() for n in (9, 12, 12))
-    sink = rand(4, dtype=dtype).requires_grad_()
-    scores = q @ k.mT / math.sqrt(8)
-    logits = torch.cat([scores, sink[None, :, None, None].expand(2, 4, 9, 1)], -1)
-    with use(backend):
-        out, aux = foci.attention(q, k, v, sink=sink, return_aux=foci.AuxRequest(lse=True))
-    want = logits.softmax(-1)[..., :-1] @ v
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(aux.lse, logits.logsumexp(-1))
-    cotangent = rand(*out.shape, seed=3, dtype=dtype)
-    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v, sink), cotangent), torch.autograd.grad(want, (q, k, v, sink), cotangent))
-
-
-def test_sink_with_rows_without_keys():
-    q, k, v = (rand(1, 2, 4, 8, seed=n).requires_grad_() for n in range(3))
-    sink = rand(2).requires_grad_()
-    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
-    out, aux = foci.attention(q, k, v, mask=mask, sink=sink, return_aux=foci.AuxRequest(lse=True))
-    (out.sum() + aux.lse.sum()).backward()
-    assert not out[:, :, 0].any()
-    torch.testing.assert_close(aux.lse[:, :, 0], sink.detach()[None])
-    assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, sink))
-
-
-# Switches ----------------------------------------------------------------------------------------------------------
-
-
-def test_torch_switches():
-    q = torch.randn(1, 2, 16, 8)
-
-    def ran():
-        with foci.observe() as log:
-            foci.scaled_dot_product_attention(q, q, q)
-        return log.calls[0].backend
-
-    assert ran() != "reference"
-    with sdpa_kernel(SDPBackend.MATH):
-        assert ran() == "reference"
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
-        assert ran() != "reference"
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert ran() != "reference"
-    with sdpa_kernel(SDPBackend.ERROR), pytest.raises(foci.NoViableBackend, match="no backend may be used here") as caught:
-        ran()
-    for name in foci.backends.names():
-        assert name in str(caught.value)
-    with sdpa_kernel(SDPBackend.MATH), foci.use("blocked"), pytest.raises(foci.NoViableBackend):
-        ran()
-    with sdpa_kernel(SDPBackend.MATH), foci.observe() as log:
-        foci.attention(q, q, q)  # foci's own entry point is not torch's
-    assert log.calls[0].backend != "reference"
-
-
-def test_global_flags():
-    q = torch.randn(1, 2, 16, 8)
-    switches = torch.backends.cuda
-    kept = (switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.cudnn_sdp_enabled())
-    switches.enable_flash_sdp(False)
-    switches.enable_mem_efficient_sdp(False)
-    switches.enable_cudnn_sdp(False)
-    try:
-        with foci.observe() as log:
-            foci.scaled_dot_product_attention(q, q, q)
-        assert log.calls[0].backend == "reference"
-    finally:
-        switches.enable_flash_sdp(kept[0])
-        switches.enable_mem_efficient_sdp(kept[1])
-        switches.enable_cudnn_sdp(kept[2])
-
-
-def test_observed_calls():
-    q = torch.randn(1, 2, 16, 8, requires_grad=True)
-    with foci.observe() as outer:
-        with foci.observe() as inner:
-            foci.scaled_dot_product_attention(q, q, q).sum().backward()
-        foci.attention(q, q, q, mask=foci.masks.window(4))
-    assert len(inner.calls) == 1 and len(inner.backward_calls) == 1
-    assert len(outer.calls) == 2 and len(outer.backward_calls) == 1
-    assert outer.calls[1].problem.variant.text != outer.calls[0].problem.variant.text
-    assert any(r.backend == "aten" and "mask function" in r.reason for r in outer.calls[1].rejections)
-
-
 # Autocast ----------------------------------------------------------------------------------------------------------
 
 
@@ -644,6 +432,31 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(a, b) for a, b in zip((*tensors, mask), copies, strict=True))
 
 
+OPPOSITE = {
+    "query": lambda f, q, k, v, m: foci.attention(f(q), k, v),
+    "key": lambda f, q, k, v, m: foci.attention(q, f(k), v),
+    "value": lambda f, q, k, v, m: foci.attention(q, k, f(v)),
+    "bias": lambda f, q, k, v, m: foci.attention(q, k, v, bias=f(m)),
+    "made in a function": lambda f, q, k, v, m: foci.attention(q, k, v, score=lambda s, b, h, i, j: s + f(m)[i, j]),
+    "gradient": lambda f, q, k, v, m: torch.autograd.grad(foci.attention(q, k, v), (q, k, v), f(m[0, 0].expand(1, 2, 5, 5)))[0],
+    "packed": lambda f, q, k, v, m: foci.varlen_attn(f(q[0]), k[0], v[0], torch.tensor([0, 2]), None, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPPOSITE)
+def test_views_that_stand_for_their_opposite(name):
+    q, k, v = (rand(1, 2, 5, 5, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
+    bias = rand(5, 5, dtype=torch.float32)
+    for _ in range(2):  # the second call is known
+        found = OPPOSITE[name](torch._neg_view, q, k, v, bias)
+        torch.testing.assert_close(found, OPPOSITE[name](torch.neg, q, k, v, bias))
+
+
+def test_a_mask_of_no_dims():
+    q, k, v = (rand(2, 3, 5, 8, seed=n) for n in range(3))
+    check(q, k, v, rand(1)[0].requires_grad_())
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode):
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
@@ -667,53 +480,3 @@ def test_gradcheck(backend):
     with use(backend):
         assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t), (q, k, v, bias))
         assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t, is_causal=True), (q, k, v))
-
-
-def test_a_backend_for_another_device(monkeypatch):
-    from foci.problem import Target
-
-    class Elsewhere:
-        name = "elsewhere"
-
-        def reject(self, problem, target):
-            return None if target.device == "meta" else "only the made-up device"
-
-        def cost(self, problem, target):
-            return 1e-9
-
-        def compile(self, plan):
-            class Kernel:
-                def forward(self, operands):
-                    from foci.problem import Results, empty_out
-
-                    q = operands.query
-                    return Results(empty_out(q, operands.value), q.new_empty(q.shape[:3]))
-
-                def backward(self, operands, results, cotangents):
-                    raise AssertionError
-
-            return Kernel()
-
-    foci.register_backend(Elsewhere())
-    try:
-        q = torch.randn(1, 2, 16, 8, device="meta")
-        assert foci.explain(q, q, q).backend == "elsewhere"
-        assert foci.scaled_dot_product_attention(q, q, q).device.type == "meta"
-        assert foci.explain(*[torch.randn(1, 2, 16, 8)] * 3).decision.target == foci.planner.target_of(torch.device("cpu"))
-        assert "only the made-up device" in str(foci.explain(*[torch.randn(1, 2, 16, 8)] * 3))
-        assert Target("meta") == foci.explain(q, q, q).decision.target
-    finally:
-        foci.unregister_backend("elsewhere")
-    assert "elsewhere" not in foci.backends.names()
-
-
-def test_sink_alone():
-    q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
-    sink = rand(4).requires_grad_()
-    logits = torch.cat([q @ k.mT / math.sqrt(8), sink[None, :, None, None].expand(2, 4, 9, 1)], -1)
-    want = logits.softmax(-1)[..., :-1] @ v
-    out = foci.attention(q, k, v, sink=sink)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(
-        torch.autograd.grad(out.square().sum(), (q, k, v, sink)), torch.autograd.grad(want.square().sum(), (q, k, v, sink))
-    )

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -201,6 +202,17 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_captures(name):
     check(HIDDEN[name])
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.int32(-2), np.float32(1.5), np.float64(0.25), np.array(2)], ids=repr)
+def test_numbers_of_numpy(number):
+    as_python = number.item()
+    for of_numpy, of_python in (
+        (lambda s, b, h, q, kv: s * number, lambda s, b, h, q, kv: s * as_python),
+        (lambda s, b, h, q, kv: number - s, lambda s, b, h, q, kv: as_python - s),
+        (lambda s, b, h, q, kv: torch.where(q > number, s, 0.0), lambda s, b, h, q, kv: torch.where(q > as_python, s, 0.0)),
+    ):
+        torch.testing.assert_close(traced(of_numpy), traced(of_python))
 
 
 def test_one_capture_for_one_tensor():

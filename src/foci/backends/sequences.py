@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.ir.expr import LENGTHS
 from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
 
-__all__ = ["Sequence", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
+__all__ = ["Sequence", "check_spans", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,23 @@ def sequences(operands: Operands, layout: Layout) -> list[Sequence]:
         return [Sequence(None, (0, operands.query.shape[2]), (0, operands.key.shape[2]))]
     q, kv = _spans(operands.cu_q, operands.q_lengths), _spans(operands.cu_kv, operands.kv_lengths)
     return [Sequence(n, *spans) for n, spans in enumerate(zip(q, kv, strict=True))]
+
+
+def check_spans(operands: Operands) -> None:
+    """Checks that every sequence of a jagged call lies within the tokens and ends before the next. Reads the offsets on the host.
+
+    Raises:
+        ValueError: if one does not.
+    """
+    o = operands
+    for name, offsets, lengths, tokens in (("query", o.cu_q, o.q_lengths, o.query), ("key", o.cu_kv, o.kv_lengths, o.key)):
+        assert offsets is not None
+        for (start, stop), following in zip(_spans(offsets, lengths), offsets.tolist()[1:], strict=True):
+            if not 0 <= start <= stop <= following <= tokens.shape[2]:
+                raise ValueError(
+                    f"the sequences of {name} must follow each other within its {tokens.shape[2]} tokens; got one from {start} to {stop}, "
+                    f"the next from {following}"
+                )
 
 
 def _spans(offsets: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:

@@ -44,6 +44,9 @@ _DTYPES: Final = {
 _TORCH_DTYPES: Final = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
 
 
+_NUMBERS: Final = (bool, int, float, torch.SymInt, torch.SymFloat)
+
+
 class TraceError(TypeError):
     """A score or mask function does something the expression language has no word for."""
 
@@ -290,7 +293,7 @@ class Tracer:
                 result = function(*(Symbol(self, ir.variable(name)) for name in variables))
                 while isinstance(result, (tuple, list)) and len(result) == 1:
                     result = result[0]
-                symbol = self.symbol(result)
+                symbol = self._returned(function, result)
         except TypeError as error:
             if isinstance(error, TraceError) or _takes(function, len(variables)):
                 raise
@@ -303,6 +306,11 @@ class Tracer:
                 f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions"
             )
         return symbol.expr
+
+    def _returned(self, function: Callable[..., Any], result: Any) -> Symbol:
+        if not isinstance(result, (Symbol, Tensor, *_NUMBERS)) and not _is_numpy_number(result):
+            raise TraceError(f"{_name(function)} returned {type(result).__name__}; it must return one number for each pair of positions")
+        return self.symbol(result)
 
     def symbol(self, value: Any) -> Symbol:
         """A number, a tensor or a symbol as a symbol.
@@ -324,6 +332,8 @@ class Tracer:
             if number is not None:
                 return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)))
             return self.index(value, ())
+        if _is_numpy_number(value):
+            return Symbol(self, ir.const(value.item()))
         raise TraceError(_complaint(f"a value of type {type(value).__name__}"))
 
     def fresh_axis(self, extent: Expr, length: int) -> Axis:
@@ -355,6 +365,10 @@ def _is_plain_number(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and torch._guards.detect_fake_mode() is None
     )
+
+
+def _is_numpy_number(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and isinstance(value.item(), (bool, int, float))
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:

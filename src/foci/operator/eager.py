@@ -118,7 +118,7 @@ def backward_now(
     """Gradients of query, key, value and captured tensors, of what `forward_now` found, its out and logsumexp, and of gradients
     of its results."""
     out, lse = found
-    grads = (*grads, None, None, None, None)[:5]
+    grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
     is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
     if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
         made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
