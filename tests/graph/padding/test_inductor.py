@@ -172,3 +172,33 @@ def test_into_rows_on_a_gpu(biased):
     assert "by rows" in {padding.how for padding in log.paddings}
     assert out.is_contiguous()
     torch.testing.assert_close(out, F.linear(x, w, bias), rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(256, 64, 2047), (1024, 2046, 256)], ids=["grown", "by rows"])
+def test_cuda_graphs(sizes):
+    m, k, n = sizes
+    layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.float16)
+    settings = {**options(machine(odd=3.0, bandwidth=1e12)), "triton.cudagraphs": True}
+    called = torch.compile(lambda x: F.linear(x, layer.weight.view(n, k)).float().logsumexp(1), options=settings)
+    for _ in range(4):  # warm-up, recording, replays
+        x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        with foci.observe(), torch.no_grad():
+            torch.testing.assert_close(called(x).clone(), F.linear(x, layer.weight).float().logsumexp(1), rtol=1e-2, atol=1e-2)
+    called(x).sum().backward()
+    expected = torch.autograd.grad(F.linear(x, layer.weight).float().logsumexp(1).sum(), layer.weight)[0]
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_frozen_weights_are_padded_while_compiling():
+    counts = []
+    for n in (2047, 2048):
+        model = torch.nn.Sequential(torch.nn.Linear(64, n), torch.nn.Tanh(), torch.nn.Linear(n, 64)).to(DEVICE).eval()
+        x = torch.randn(128, 64, device=DEVICE)
+        torch._dynamo.reset()
+        with config.patch(freezing=True), torch.no_grad():
+            out, (code,) = run_and_get_code(torch.compile(model, options=options(MACHINE)), x)
+        torch.testing.assert_close(out, model(x), rtol=2e-3, atol=1e-3)
+        counts.append(kernels(code))
+        assert "2047" not in code[code.index("def call(") :].split("def get_args")[0]
+    assert counts[0] == counts[1]
