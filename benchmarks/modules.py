@@ -107,7 +107,7 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
 
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     packing = foci.nn.Packing(offsets, max(lengths), (batch, LONGEST))
-    replayed = foci.nn.capture(copy.deepcopy(ours)) if device == "cuda" else ours
+    replayed = foci.nn.capture(copy.deepcopy(ours))
     calls = {
         "foci.nn": lambda: ours(x, src_key_padding_mask=hidden),
         "foci.nn, nested input": lambda: ours(nested).values(),
@@ -118,8 +118,6 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
         "padded SDPA": lambda: by_hand(sdpa, x, on_padded),
         "packed by hand": lambda: by_hand(packed, tokens, on_packed),
     }
-    if device == "cpu":
-        calls = {name: call for name, call in calls.items() if "captured" not in name}
     modules = {name: replayed if "captured" in name else ours for name in calls if name.startswith("foci")}
     return Forms(calls, {**modules, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}, lengths, rows)
 
@@ -185,9 +183,11 @@ def peak(step: Callable[[], None], device: str) -> float:
     return measure.status("VmHWM") - before
 
 
-def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: int) -> list[dict[str, object]]:
+def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: int, with_graphs: bool) -> list[dict[str, object]]:
     forms = forwards(batch, device, dtype)
     calls, modules, lengths, _ = forms
+    if not with_graphs:
+        calls = {name: call for name, call in calls.items() if "captured" not in name}
     for module in modules.values():
         module.train(mode == "training")
     with torch.no_grad():
@@ -203,7 +203,7 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
     }
     del given, outs
     graphs: dict[str, float] = {}  # what they hold for good
-    if device == "cuda":
+    if with_graphs:
         for name in [name for name in steps if "captured" in name]:
             before = reserved()
             steps[name]()
@@ -240,12 +240,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--full", action="store_true", help="a batch of 32 on the CPU too")
+    parser.add_argument("--eager", action="store_true", help="on a GPU, without CUDA graphs")
     parser.add_argument("--mode", choices=("training", "inference"), action="append")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     batch, rounds = (32, 20) if on_gpu else (32, 1) if options.full else (6, 3)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    rows = [row for mode in options.mode or ("training", "inference") for row in compare(mode, batch, options.device, dtype, rounds=rounds)]
+    rows = [
+        row
+        for mode in options.mode or ("training", "inference")
+        for row in compare(mode, batch, options.device, dtype, rounds=rounds, with_graphs=on_gpu and not options.eager)
+    ]
     measure.write(f"modules-{options.device}" + ("-full" if options.full and not on_gpu else ""), rows)
 
 
