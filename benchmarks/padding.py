@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--lock", help="a file for processes side by side")
-    parser.add_argument("--profile", default="", help="cases whose kernels are listed, for good and foci")
+    parser.add_argument("--profile", default="", help="cases whose kernels are listed, for good, foci and inductor")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -327,7 +327,7 @@ def main() -> None:
                 times = measured(steps, given.device, given.seconds)
                 peaks = {name: {"peak bytes": peak(step)} for name, step in steps.items()} if given.device == "cuda" else {}
                 if case in given.profile.split(","):
-                    profile(steps, ("good", "foci"))
+                    profile(steps, [name for name in ("good", "foci", "inductor") if name in steps])
             for name, ms in times.items():
                 row = {
                     "case": case,

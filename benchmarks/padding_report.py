@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -34,6 +35,18 @@ CASES = {
 }
 
 
+def taken(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    """A table of the passes' time and memory."""
+    lines = ["| case | passes, of the first call | memory stated, MB | more than unpadded at the peak, MB |", "| --- | --- | --- | --- |"]
+    for case in CASES:
+        ours, plain = found.get((case, "foci"), {}), found.get((case, "inductor, no padding"), found.get((case, "good"), {}))
+        if "pass s" in ours and "peak bytes" in plain:
+            share = 100 * ours["pass s"] / ours["first call s"]
+            stated, more = ours["stated bytes"] / 1e6, (ours["peak bytes"] - plain["peak bytes"]) / 1e6
+            lines.append(f"| {case} | {share:.1f} % | {stated:.1f} | {more:.1f} |")
+    return lines
+
+
 def main() -> None:
     rows = [json.loads(line) for line in (RESULTS / "padding.jsonl").read_text().splitlines()]
     found = {(row["case"], row["implementation"]): row for row in rows}
@@ -42,11 +55,11 @@ def main() -> None:
     for case in cases:
         ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
         lines.append(f"| {CASES[case]} | {found[case, 'good']['ms']:.3f} | " + " | ".join(ratios) + " |")
-    last = rows[-1]
-    where = f"{last['device']}, torch {last['torch']}, commit {last['commit']}{' with later changes' if 'tree' in last else ''}; times of the odd size over those of the good one:\n"
+    last, commits = rows[-1], ", ".join(dict.fromkeys(row["commit"] for row in found.values()))
+    where = f"{last['device']}, torch {last['torch']}, commit {commits}; times of the odd size over those of the good one:\n"
     page = (DOCS / "padding.md").read_text()
     before, rest = page.split(BEGIN)
-    measured = "\n".join([where, *lines, "", "![ratios](padding.png)", ""])
+    measured = "\n".join([where, *lines, "", "![ratios](padding.png)", "", *taken(found), ""])
     (DOCS / "padding.md").write_text(before + BEGIN + "\n" + measured + "\n" + END + rest.split(END)[1])
 
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(cases) + 1.5), constrained_layout=True)

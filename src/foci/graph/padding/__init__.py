@@ -1,4 +1,4 @@
-"""Products of bad shapes at the speed of good ones: padded strides, never padded sizes."""
+"""Products of bad shapes at the speed of good ones: dims that grow inside a graph, rows read by groups, padded strides."""
 
 from foci.graph.padding.legal import is_legal_to_pad
 from foci.graph.padding.model import Machine, is_profitable_to_pad, machine_of
