@@ -94,7 +94,15 @@ def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsi
 @pytest.mark.parametrize("family", ["hopper", "ampere"])
 @pytest.mark.parametrize("width", [64, 128, 256, 512])
 def test_half_precision_is_never_left_to_the_smallest_tiles(family, width):
-    apart = {"key_gradient_alone", "value_gradient_alone", "captures", "decode", "key_gradient", "key_gradient_scored"}
+    apart = {
+        "key_gradient_alone",
+        "value_gradient_alone",
+        "captures",
+        "decode",
+        "key_gradient",
+        "key_gradient_scored",
+        "key_gradient_dropped",
+    }
     for kind in set(KINDS) - apart:
         assert rows_of(family, kind, 2, width), kind
 
@@ -177,6 +185,14 @@ def test_generated_functions_read_as_written():
     bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
     made = functions_of(bound.variant, lies_of(bound.captures), half=True)
     assert made.source.split("\n\n\n")[2].strip() == ("def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)")
+    # bounds by row or column, so that a tile has comparisons alone
+    window = bind(None, foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9)), CPU).variant
+    by_query, by_key = functions_of(window, (), half=True).source.split("\n\n\n")[3:]
+    width = "tl.cast(env.ints[0] >> 2, tl.int32)"
+    assert f"(tl.maximum(0, ((q_idx - {width}) + 1)) <= kv_idx)" in by_query
+    assert "(kv_idx <= tl.minimum((kv_len - 1), q_idx))" in by_query
+    assert f"(q_idx <= tl.minimum((q_len - 1), (({width} + kv_idx) - 1)))" in by_key
+    assert "(tl.maximum(0, kv_idx) <= q_idx)" in by_key
     score = made.source.split("\n\n\n")[0]
     assert "tl.load(env.captures[0] + h)" in score
     assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles

@@ -5,7 +5,7 @@ import torch
 
 import foci
 from foci import masks
-from foci.backends.triton.bounds import bounds_of
+from foci.backends.triton.bounds import bounds_of, within
 from foci.binding import bind
 from foci.ir.eager import Env, evaluate
 
@@ -47,6 +47,24 @@ def test_bounds_keep_what_the_mask_keeps(name):
     assert found.is_low or (low == 0).all()
     assert (low >= 0).all()
     assert (high < 37).all()
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("side", ["q_idx", "kv_idx"])
+def test_a_mask_within_bounds_is_the_mask(name, side):
+    bound = bind(None, BOUNDED[name], torch.device("cpu"))
+    mask = bound.variant.mask
+    q, k = torch.arange(31)[:, None], torch.arange(37)
+    for is_inside in (True, False):
+        found = within(mask, side, is_inside=is_inside)
+        if found is None:
+            assert side == "q_idx"
+            continue
+        keep, same = values((mask, found), bound, q, k)
+        assert torch.equal(torch.as_tensor(same).expand(31, 37), keep.expand(31, 37))
+    beyond = within(mask, "kv_idx")
+    assert beyond is not None
+    assert not torch.as_tensor(values((beyond,), bound, q, k + 37)[0]).any()
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)

@@ -25,7 +25,8 @@ class Config(NamedTuple):
     tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
     within a tile. PLAIN: the score function is the identity. NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
     overhangs the keys is visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks,
-    and a tile marked FORCED is attended to whatever the mask says. PRECISION: of float32 products.
+    and a tile marked FORCED is attended to whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for
+    none beyond the last (see `foci.backends.triton.bounds`). PRECISION: of float32 products.
     """
 
     TILE_Q: Any
@@ -46,6 +47,7 @@ class Config(NamedTuple):
     SPLIT_EDGE: Any
     DROPOUT: Any
     BLOCKS: Any
+    BOUNDED: Any
     PRECISION: Any
 
 

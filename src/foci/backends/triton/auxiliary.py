@@ -35,7 +35,7 @@ def weighed(kernel: TritonKernel, operands: Operands, sequences: Sequences, resu
         visits = kernel.visits(call, schedule, "keys")
         call.recorder.launch(
             weigh_columns, (batch * heads * visits.tasks,),
-            query, key, results.lse, columns, weights, kernel.strides(call), kernel.size(call, heads, visits.tasks), visits.spans,
+            query, key, results.lse, columns, weights, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
             visits.table, call.numbers, call.environment, kernel.config(call, schedule, visits), call.functions.both, call.functions.mask,
             num_warps=schedule.warps,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def with_flowing_rows(
     visits = kernel.visits(call, schedule, "queries")
     call.recorder.launch(
         weigh_rows, (batch * heads * visits.tasks,),
-        query, operands.key, results.lse.contiguous(), sums, kernel.strides(call), kernel.size(call, heads, visits.tasks), visits.spans,
+        query, operands.key, results.lse.contiguous(), sums, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
         visits.table, call.numbers._replace(**flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
         call.functions.mask, num_warps=schedule.warps,
     )  # fmt: skip

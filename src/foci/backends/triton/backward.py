@@ -60,10 +60,29 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
 
 
 @triton.jit
-def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """(weights, slope of the score function) of a tile of products."""
+def weights_of(
+    qk,
+    lse2,
+    where,
+    numbers,
+    env,
+    c,
+    both: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    BEYOND: tl.constexpr = "all",
+):
+    """(weights, slope of the score function) of a tile of products.
+
+    BEYOND: what is 0 beyond the last position: "all"; "keys", where queries there have a logsumexp of +inf; or "none", where the mask
+    says it, or such keys come to nothing.
+    """
     b, h, q_idx, kv_idx, q_len, kv_len, tile = where
-    inside = (q_idx < q_len) & (kv_idx < kv_len)
+    inside = kv_idx < kv_len
+    if BEYOND == "all":
+        inside = inside & (q_idx < q_len)
+    column = kv_idx
     if EDGE:
         q_idx = tl.minimum(q_idx, q_len - 1)
         kv_idx = tl.minimum(kv_idx, kv_len - 1)
@@ -74,13 +93,13 @@ def weights_of(qk, lse2, where, numbers, env, c, both: tl.constexpr, mask: tl.co
         exponent, slope = both(qk, numbers.scale, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env)
         p = tl.exp2(exponent)
     if MASKED:
-        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        keep = mask(b, h, q_idx, column if c.BOUNDED else kv_idx, q_len, kv_len, env)
         if c.BLOCKS:
             keep = keep | (tile >= FORCED)
-        if EDGE:
+        if EDGE and BEYOND != "none":
             keep = keep & inside
         p = tl.where(keep, p, 0.0)
-    elif EDGE:
+    elif EDGE and BEYOND != "none":
         p = tl.where(inside, p, 0.0)
     return p, slope
 
@@ -130,7 +149,8 @@ def fold_query_gradient(
         values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
-        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE)
+        BEYOND: tl.constexpr = "none" if MASKED and c.BOUNDED else "keys"
+        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, BEYOND)
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
         dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
@@ -303,7 +323,8 @@ def fold_key_gradient(
         rows = here + tl.arange(0, c.TILE_Q)
         row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
-        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE)
+        # keys beyond the last have rows of dk and dv of their own, which nobody keeps
+        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, "none")
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
             keep = turned(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)

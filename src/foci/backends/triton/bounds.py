@@ -80,9 +80,10 @@ def within(mask: Expr, name: str, *, is_inside: bool = False) -> Expr | None:
     if found is None:
         return None
     # as they stand: simplified, a comparison would be of differences, of which there is one for each score
-    above = node("le", (found.low, variable(name)), DType.BOOL) if found.is_low else const(True)
-    below = node("le", (variable(name), found.high), DType.BOOL) if found.is_high or not is_inside else const(True)
-    return apply("and", above, below)
+    parts = [node("le", (found.low, variable(name)), DType.BOOL)] if found.is_low else []
+    if found.is_high or not is_inside:
+        parts.append(node("le", (variable(name), found.high), DType.BOOL))
+    return functools.reduce(functools.partial(apply, "and"), parts) if parts else const(True)
 
 
 def _is(term: Expr, name: str) -> bool:

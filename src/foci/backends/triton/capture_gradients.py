@@ -33,8 +33,9 @@ __all__ = ["Learned", "Way", "bias_gradient", "capture_gradients", "learned_with
 
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
-_STRETCH: Final = 1024
-"""Keys whose sums wait in memory at a time: queries are read again for each stretch, and longer stretches leave the second cache."""
+_STRETCH: Final = 4096
+"""Keys whose sums wait in memory at a time, in float32 for each query: queries are read again for each stretch, which costs more than
+sums that leave the second cache."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Te
     stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]
     sums = waiting = None
     if is_summed:
-        sums = torch.empty((programs, schedule.tile_q, stretch * schedule.tile_kv), dtype=torch.float32, device=dq.device)
+        sums = torch.empty((programs, stretch, schedule.tile_q * schedule.tile_kv), dtype=torch.float32, device=dq.device)
         waiting = torch.empty((programs, learned.entries, schedule.tile_q, kernel.dims[0]), dtype=torch.float32, device=dq.device)
     config = kernel.config(call, schedule, Visits(0, "all", kernel.dense_spans, kernel.dense_table))
     keys = functools.partial(streamed, config, schedule.tile_kv, call.columns)
@@ -278,7 +279,7 @@ def _launch(
     call.recorder.launch(
         capture_gradient, (programs,),
         queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
-        kernel.strides(call), kernel.size(call, grid.heads, 1), spans,
+        call.strides, kernel.size(call, grid.heads, 1), spans,
         tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
         call.numbers, call.environment, config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous,
         bool(derivative and derivative.axes), num_warps=schedule.warps, num_stages=1,

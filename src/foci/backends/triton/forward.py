@@ -52,16 +52,17 @@ def scores_of(
 ):
     """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
     x = qk
+    column = kv_idx
     if EDGE:
         inside = kv_idx < kv_len
         kv_idx = tl.minimum(kv_idx, kv_len - 1)
     if not c.PLAIN:
         x = score(qk * numbers.scale, b, h, q_idx, kv_idx, q_len, kv_len, env)
     if MASKED:
-        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env)
+        keep = mask(b, h, q_idx, column if c.BOUNDED else kv_idx, q_len, kv_len, env)
         if c.BLOCKS:
             keep = keep | (tile >= FORCED)
-        if EDGE:
+        if EDGE and not c.BOUNDED:
             keep = keep & inside
         x = tl.where(keep, x, float("-inf"))
     elif EDGE:

@@ -18,6 +18,7 @@ from foci.backends.contract import Given, Inputs, Offsets, Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.triton.bounds import within
 from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
 from foci.backends.triton.compiling import side_by_side
 from foci.backends.triton.convexity import begins_late, is_convex
@@ -46,7 +47,7 @@ from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
 from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Problem, Results
 
-__all__ = ["Kernel", "Pass", "TritonKernel", "result_tensors"]
+__all__ = ["Pass", "TritonKernel", "result_tensors"]
 
 
 class Tensors(NamedTuple):
@@ -94,13 +95,15 @@ class TritonKernel:
         self.reads_tiles = self.tile_bytes > 0
         formula = self.problem.formula
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
+        self.is_by_bounds = formula.block_size is None and within(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
         self.forward_kind = "forward" if self.is_dense or self.reads_tiles else "forward_listed" if is_listed else "forward_sparse"
         # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
         is_sloped = score_derivative(self.variant.score).op != "const"
         is_short = is_listed or begins_late(self.variant.mask)
         self.query_kind = "query_gradient_sparse" if is_sloped or is_short else "query_gradient"
-        self.key_kind = "key_gradient_scored" if is_sloped or self.reads_tiles or formula.dropout else "key_gradient"
+        self.key_kind = "key_gradient_scored" if is_sloped or self.reads_tiles else "key_gradient"
+        self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
         self.is_half = is_half(self.problem.dtype)
         self.dense_spans, self.dense_table = DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
@@ -207,13 +210,13 @@ class TritonKernel:
                 return Results(*outputs)
             schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
-            config = self.config(call, schedule, visits)
+            config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds)
             stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
             recorder.launch(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
                 call.strides, self.size(call, rows[1], visits.tasks), visits.spans, visits.table,
-                call.numbers, call.environment, config, call.functions.score, call.functions.mask, num_warps=schedule.warps,
+                call.numbers, call.environment, config, call.functions.score, call.functions.by_query, num_warps=schedule.warps,
             )  # fmt: skip
         return Results(*outputs)
 
@@ -350,14 +353,14 @@ class TritonKernel:
     def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         schedule, operands = self.schedule(self.query_kind), call.operands
         visits = self.visits(call, schedule, "queries")
-        config = self.config(call, schedule, visits)
+        config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
         call.recorder.launch(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
             operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
             call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
+            call.numbers, call.environment, config, call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
@@ -380,7 +383,7 @@ class TritonKernel:
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
             call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.functions.both, call.functions.mask, num_warps=schedule.warps,
+            call.numbers, call.environment, config, call.functions.both, call.functions.by_key, num_warps=schedule.warps,
         )  # fmt: skip
 
     def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
@@ -416,8 +419,8 @@ class TritonKernel:
             takes_descriptors=all(layout.takes_descriptor for layout in layouts.values()),
         )
 
-    def config(self, call: Pass, schedule: Schedule, visits: Visits | None) -> Config:
-        """The compile-time side of a launch."""
+    def config(self, call: Pass, schedule: Schedule, visits: Visits | None, *, is_bounded: bool = False) -> Config:
+        """The compile-time side of a launch; `is_bounded` says by which function it masks, see `Config.BOUNDED`."""
         p = self.problem
         descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
@@ -425,13 +428,10 @@ class TritonKernel:
             (
                 schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.turned,
                 "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
-                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, precision,
+                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, is_bounded,
+                precision,
             )
         )  # fmt: skip
-
-    def strides(self, call: Pass) -> Tensors:
-        """Strides of a call's tensors."""
-        return call.strides
 
     def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
         """Which tiles each task of a kernel visits."""
@@ -445,7 +445,6 @@ class TritonKernel:
         return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
 
 
-Kernel = TritonKernel
 _PROGRAMS: Final = 1056
 """Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 

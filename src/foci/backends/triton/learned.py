@@ -17,6 +17,20 @@ __all__ = ["attention_bias_gradient"]
 
 
 @triton.jit
+def flattened(x, c):
+    """A tile of scores as registers hold it: of a product on tensor cores a thread has pairs of columns, in rows eight apart."""
+    parts = tl.reshape(x, [c.TILE_Q // 16, 2, 8, c.TILE_KV // 8, 4, 2])
+    return tl.reshape(tl.permute(parts, [3, 0, 2, 4, 1, 5]), [c.TILE_Q * c.TILE_KV])
+
+
+@triton.jit
+def unflattened(x, c):
+    """Undoes `flattened`."""
+    parts = tl.reshape(x, [c.TILE_KV // 8, c.TILE_Q // 16, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(parts, [1, 4, 2, 0, 3, 5]), [c.TILE_Q, c.TILE_KV])
+
+
+@triton.jit
 def fold_bias_gradient(
     dq,
     q,
@@ -63,11 +77,10 @@ def fold_bias_gradient(
         if EDGE:
             g = tl.where(p == 0.0, 0.0, g)
         if SUMMED:
-            lying = tl.arange(0, c.TILE_Q)[:, None] * (number(stretch) * c.TILE_KV) + tl.arange(0, c.TILE_KV)[None, :]
-            own = sums + (tile - low) * c.TILE_KV + lying
-            whole = tl.zeros([c.TILE_Q, c.TILE_KV], tl.int1)
-            g += tl.load(own, mask=whole | (is_first == 0), other=0.0)
-            tl.store(own, g, mask=whole | (is_last == 0))
+            own = sums + (tile - low) * (c.TILE_Q * c.TILE_KV) + tl.arange(0, c.TILE_Q * c.TILE_KV)
+            whole = tl.full([c.TILE_Q * c.TILE_KV], 1, tl.int1)
+            g += unflattened(tl.load(own, mask=whole & (is_first == 0), other=0.0), c)
+            tl.store(own, flattened(g, c), mask=whole & (is_last == 0))
         if CONTIGUOUS:
             place = target + rows.to(tl.int64)[:, None] * (number(out_strides.s) * 8) + columns[None, :]
         else:
@@ -110,9 +123,9 @@ def attention_bias_gradient(
 ):
     """dq of one tile of queries of each batch entry that a gradient is summed over, the gradient's rows, and the rows' numbers.
 
-    `target` is the gradient, [B or 1, Hq, Sq, Skv] by `out_strides`. SUMMED: its programs' sums, float32 [programs, TILE_Q, keys of a
-    stretch], and dq on the way, float32 [programs, entries, TILE_Q, D_PAD]; else None. `loops`: batch entries of a program, tiles of a
-    stretch, encoded.
+    `target` is the gradient, [B or 1, Hq, Sq, Skv] by `out_strides`. SUMMED: its programs' sums, float32 [programs, tiles of a stretch,
+    TILE_Q * TILE_KV] in the order of registers, and dq on the way, float32 [programs, entries, TILE_Q, D_PAD]; else None. `loops`:
+    batch entries of a program, tiles of a stretch, encoded.
     """
     entries, stretch = loops
     tiles = number(size.tasks)
@@ -164,7 +177,7 @@ def attention_bias_gradient(
             )  # fmt: skip
             past = own
             if SUMMED:
-                past = own + (whole - low) * c.TILE_KV
+                past = own + (whole - low) * (c.TILE_Q * c.TILE_KV)
             last = (low * 0 + whole, tl.where(is_end, tiles_of_keys, whole), stretch, is_first, is_last)
             acc = fold_bias_gradient(
                 acc, queries, douts, row_lse, row_delta, k, v, here, past, strides, out_strides, at, last, numbers,

@@ -61,7 +61,7 @@ class PagedKernel:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         row_max = torch.empty_like(lse) if kernel.problem.formula.outputs.row_max else None
         call = kernel.begin(operands, {"out": out}, Sequences(kv_length=lengths, stays=False), Recorder((), None))
-        strides = kernel.strides(call)
+        strides = call.strides
         schedule = self._schedule(operands)
         visits = kernel.visits(call, schedule, "queries")
         config = kernel.config(call, schedule, visits)
@@ -86,7 +86,7 @@ class PagedKernel:
             out,
             lse,
             row_max,
-            kernel.strides(call),
+            call.strides,
             size,
             call.numbers,
             config,

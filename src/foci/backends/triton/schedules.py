@@ -36,6 +36,7 @@ KINDS: Final = (
     "forward_listed",
     "key_gradient",
     "key_gradient_scored",
+    "key_gradient_dropped",
     "key_gradient_alone",
     "value_gradient_alone",
     "captures",
@@ -82,6 +83,7 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
+    ("hopper", "key_gradient_dropped", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
     ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
     ("hopper", "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
     ("hopper", "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
@@ -117,6 +119,7 @@ LIKE: Final = {
     "forward_sparse": "forward",
     "forward_listed": "forward",
     "query_gradient_sparse": "query_gradient",
+    "key_gradient_dropped": "key_gradient_scored",
     "bias_gradient": "query_gradient",
 }
 """Kernels that take the rows of another where the table has none of their own."""
