@@ -12,6 +12,7 @@ $OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -127,6 +128,7 @@ def rows() -> list[Row]:
         Row("causal D 192", (2, 16, 8192, 192), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
         *(Row("decode", (b, 32, n, 128), kv_heads=8, sdpa=lambda: {"enable_gqa": True}, peers=("flash", "cudnn")) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
         *(Row("decode ALiBi", (b, 32, n, 128), kv_heads=8, score=lambda: foci.Score(_alibi(32))) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
+        *(Row("decode paged", (b, 32, n, 128), kv_heads=8) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
         Row("jagged", (64, 16, 8192, 128), peers=("varlen", "fa4")),
         Row("jagged causal", (64, 16, 8192, 128), mask=masks.causal, peers=("varlen", "fa4")),
     ]  # fmt: skip
@@ -150,28 +152,55 @@ def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
     return [t.requires_grad_(grad) for t in made[:3]], made[3]
 
 
-def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward and backward of one of foci's backends."""
+PAGE = 256
+"""Keys of a page."""
+
+
+def paged(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Keys and values in pages that lie in disorder, and where they lie."""
+    (b, h, s, d), pages = k.shape, k.shape[2] // PAGE
+    pools = [t.view(b, h, pages, PAGE, d).transpose(1, 2).reshape(b * pages, h, PAGE, d) for t in (k, v)]
+    order = torch.randperm(b * pages, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    pools = [torch.empty_like(t).index_copy_(0, order, t) for t in pools]
+    lengths = torch.full((b,), s, dtype=torch.int32, device=DEVICE)
+    return pools[0], pools[1], {"page_table": order.view(b, pages).int(), "kv_lengths": lengths, "max_kv": s}
+
+
+def planned(row: Row, *, is_tuned: bool = False) -> tuple[Problem, Operands, Tensor]:
+    """A row as a problem with its operands, and the gradient of out."""
     (q, k, v), dout = inputs(row)
     bound = bind(row.score() if row.score else None, row.mask() if row.mask else None, DEVICE)
     jagged: dict[str, Any] = {}
+    layout = Layout.DENSE
+    if row.name.startswith("decode paged"):
+        layout = Layout.PAGED
+        k, v, jagged = paged(k, v)
     if row.name.startswith("jagged"):
         lengths = jagged_lengths()
         cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        layout = Layout.JAGGED
         jagged = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
     seed = torch.tensor([5], device=DEVICE) if row.dropout else None
     operands = Operands(q, k, v, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(row.shape[3]), row.dropout, seed, **jagged)
-    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True), row.dropout > 0)
+    formula = Formula(bound.variant, layout, Outputs(lse=True), row.dropout > 0)
     b, h, s, d = row.shape
     grads = tuple(row.learned and t.is_floating_point() for t in bound.captures)
-    problem = Problem(formula, torch.bfloat16, d, d, h, k.shape[1], bucket(b), bucket(s), bucket(s), True, True, True, grads)
+    wanted = (layout is not Layout.PAGED,) * 3
+    problem = Problem(formula, torch.bfloat16, d, d, h, k.shape[1], bucket(b), bucket(s), bucket(s), *wanted, grads)
+    return dataclasses.replace(problem, tuned=is_tuned), operands, dout.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of one of foci's backends."""
+    problem, operands, dout = planned(row)
     target = target_of(DEVICE)
     reason = load(backend).reject(problem, target)
     if reason:
         raise NotImplementedError(reason)
     kernel = load(backend).compile(Plan(backend, problem, target))
     results = kernel.forward(operands)
-    dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    if not problem.needs_backward:
+        return lambda: kernel.forward(operands), lambda: None
     return lambda: kernel.forward(operands), lambda: kernel.backward(operands, results, Cotangents(dout))
 
 
