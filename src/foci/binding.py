@@ -161,8 +161,8 @@ class _Canonical:
 
 @functools.lru_cache(maxsize=1024)
 def _canonical(score: Expr, mask: Expr) -> _Canonical:
-    score, extra = lift_mask(simplify(score))
-    roots = (score, simplify(apply("and", mask, extra)))
+    score, extra = lift_mask(score)
+    roots = (score, simplify(mask if extra is PLAIN.mask else apply("and", mask, extra)))
     captures: dict[int, int] = {}
     params: dict[bool, dict[int, int]] = {True: {}, False: {}}
     for e in (e for root in roots for e in root.walk()):
@@ -179,7 +179,10 @@ def _canonical(score: Expr, mask: Expr) -> _Canonical:
             return ir.size(captures[_slot(e)], int(e.value[1]))
         return ir.param(params[e.dtype.is_integer][_slot(e)], e.dtype) if e.op == "param" else None
 
-    score, mask = (rewrite(root, renumber) for root in roots)
+    if all(slot == n for order in (captures, *params.values()) for slot, n in order.items()):
+        score, mask = roots
+    else:
+        score, mask = (rewrite(root, renumber) for root in roots)
     for expr in (score, mask):
         verify(expr, len(captures))
     return _Canonical(score, mask, tuple(captures), tuple(params[True]), tuple(params[False]))

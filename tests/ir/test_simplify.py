@@ -104,6 +104,34 @@ def test_equal_functions_are_one_form(pair):
     assert simplify(pair[0]) is simplify(pair[1])
 
 
+LEAST = -(2**31)
+OWN_NEGATIVE = [apply("mul", q, LEAST), apply("sub", apply("mul", q, LEAST), kv), apply("add", apply("mul", q, LEAST), LEAST)]
+
+
+@pytest.mark.parametrize("expr", OWN_NEGATIVE, ids=to_infix)
+def test_a_coefficient_that_is_its_own_negative(expr):
+    for whole in (apply("abs", expr), apply("eq", expr, 1), apply("ne", 2, expr)):
+        once = simplify(whole)
+        before, after = evaluate((whole, once), environment())
+        assert simplify(once) is once and same(before, after)
+
+
+EXCLUDING = [
+    (apply("le", kv, q), apply("lt", q, kv)),
+    (apply("eq", LOADS["int"], kv), apply("ne", LOADS["int"], kv)),
+    (apply("eq", LOADS["bool"], apply("le", kv, q)), apply("ne", LOADS["bool"], apply("le", kv, q))),
+    (apply("lt", SCORE, 1.0), apply("not", apply("lt", SCORE, 1.0))),
+]
+
+
+@pytest.mark.parametrize("pair", EXCLUDING, ids=lambda pair: to_infix(pair[0]))
+def test_conditions_that_exclude_each_other(pair):
+    between = apply("le", apply("add", q, kv), 7)
+    for a, b in (pair, pair[::-1]):
+        assert simplify(apply("and", apply("and", a, between), b)) is const(False)
+        assert simplify(apply("or", apply("or", a, between), b)) is const(True)
+
+
 KEPT = [
     apply("mul", SCORE, 0.0),  # score may be infinite
     apply("sub", SCORE, SCORE),  # inf - inf

@@ -12,26 +12,32 @@ object, so equality is identity and every analysis is memoised on the node.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 __all__ = ["COORDINATES", "LENGTHS", "DType", "Expr", "Payload", "axis", "const", "load", "node", "param", "reduce", "size", "variable"]
 
 
 class DType(Enum):
-    """The four kinds of number of the language; `FLOAT` is the accumulation type of the problem (float32 or float64)."""
+    """The four kinds of number of the language; `FLOAT` is the accumulation type of the problem (float32 or float64).
+
+    Attributes:
+        width: place in the order BOOL < INT32 < INT64 < FLOAT, in which types are promoted.
+        is_integer: INT32 or INT64.
+    """
 
     BOOL = "bool"
     INT32 = "i32"
     INT64 = "i64"
     FLOAT = "float"
 
-    @property
-    def is_integer(self) -> bool:
-        return self in (DType.INT32, DType.INT64)
+    __hash__ = object.__hash__  # members are equal by identity; that of Enum is a function of Python, asked for with every node
+
+    def __init__(self, text: str) -> None:
+        self.width = len(type(self).__members__)
+        self.is_integer = text.startswith("i")
 
 
 COORDINATES: Final = ("b", "h", "q_idx", "kv_idx")
@@ -51,14 +57,22 @@ class Expr:
         value: what `op` needs besides operands: the number of a `const`, the name of a `var`, the slot of a `param`,
             the level of an `axis`, `(slot, dim)` of a `size`, the slot of a `load`, `(kind, level)` of a `reduce`,
             the target of a `cast` or `round_to`.
+        variable_names: what `variables` returns.
+        free: levels of the axes that it reads and does not bind.
+        levels: one more than the highest level of a reduction in it, 0 without one.
+        depth: operations above its deepest leaf; a leaf counts as one.
     """
 
-    __slots__ = ("__weakref__", "args", "dtype", "op", "value")
+    __slots__ = ("__weakref__", "args", "depth", "dtype", "free", "levels", "op", "value", "variable_names")
 
     op: str
     args: tuple[Expr, ...]
     dtype: DType
     value: Payload
+    variable_names: frozenset[str]
+    free: frozenset[int]
+    levels: int
+    depth: int
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an Expr is immutable; tried to set {name!r}")
@@ -74,41 +88,87 @@ class Expr:
     def walk(self) -> Iterator[Expr]:
         """Each distinct node once, operands before users."""
         seen: set[Expr] = set()
-        stack: list[tuple[Expr, bool]] = [(self, False)]
+        stack: list[Expr] = [self]
+        open_: set[Expr] = set()  # nodes whose operands are on the stack above them
         while stack:
-            expr, ready = stack.pop()
-            if ready:
-                yield expr
-            elif expr not in seen:
+            expr = stack[-1]
+            if expr in seen:
+                stack.pop()
+            elif expr in open_ or not expr.args:
                 seen.add(expr)
-                stack.append((expr, True))
-                stack.extend((arg, False) for arg in reversed(expr.args))
+                stack.pop()
+                yield expr
+            else:
+                open_.add(expr)
+                stack.extend(expr.args[::-1])
 
     def variables(self) -> frozenset[str]:
         """Names of the variables the expression reads."""
-        return frozenset(str(e.value) for e in self.walk() if e.op == "var")
+        return self.variable_names
 
 
-_table: weakref.WeakValueDictionary[tuple[object, ...], Expr] = weakref.WeakValueDictionary()
+class _Held(weakref.ref[Expr]):
+    """A reference that knows under which key its node is held: what weakref.WeakValueDictionary has, without its calls in Python."""
+
+    __slots__ = ("key",)
+
+    key: tuple[object, ...]
 
 
-def _identity(value: Payload) -> object:
-    # 0.0 == -0.0, 1 == 1.0 == True and nan != nan must not merge or split constants.
-    if isinstance(value, float):
-        return ("f", "nan" if math.isnan(value) else value.hex())
-    return (type(value).__name__, value)
+_table: dict[tuple[object, ...], _Held] = {}
+
+
+def _forget(gone: _Held) -> None:
+    if _table.get(gone.key) is gone:  # not another node made since
+        del _table[gone.key]
 
 
 def node(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload = None) -> Expr:
     """The one node with these parts. Checks nothing; `foci.ir.ops.apply` types and folds."""
-    key = (op, args, dtype, _identity(value))
-    found = _table.get(key)
+    kind = value.__class__
+    # 0.0 == -0.0, 1 == 1.0 == True and nan != nan must not merge or split constants
+    key = (op, args, dtype, kind, repr(value) if kind is float else value)
+    held = _table.get(key)
+    found = None if held is None else held()
     if found is None:
-        found = object.__new__(Expr)
-        for name, part in (("op", op), ("args", args), ("dtype", dtype), ("value", value)):
-            object.__setattr__(found, name, part)
-        _table[key] = found
+        found = _new(op, args, dtype, value)
+        held = _Held(found, _forget)
+        held.key = key
+        _table[key] = held
     return found
+
+
+_NOTHING: Final[frozenset[Any]] = frozenset()
+
+
+def _new(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload) -> Expr:
+    """A new node, with what is asked of every node worked out from what its operands have."""
+    names, free, levels, depth = _NOTHING, _NOTHING, 0, 1
+    for arg in args:
+        names = arg.variable_names if names <= arg.variable_names else names | arg.variable_names
+        free = arg.free if free <= arg.free else free | arg.free
+        levels = max(levels, arg.levels)
+        depth = max(depth, arg.depth + bool(arg.args))
+    if op == "var":
+        names = frozenset((str(value),))
+    elif op == "axis":
+        free = frozenset((value,))
+    elif op == "reduce":
+        assert isinstance(value, tuple)
+        level = int(value[1])
+        free = (args[0].free - {level}).union(*(extent.free for extent in args[1:]))
+        levels = max(levels, level + 1)
+    made = object.__new__(Expr)
+    put = object.__setattr__
+    put(made, "op", op)
+    put(made, "args", args)
+    put(made, "dtype", dtype)
+    put(made, "value", value)
+    put(made, "variable_names", names)
+    put(made, "free", free)
+    put(made, "levels", levels)
+    put(made, "depth", depth)
+    return made
 
 
 def const(value: bool | int | float) -> Expr:

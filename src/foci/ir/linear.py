@@ -7,8 +7,7 @@ the device do, so the form is exact; comparisons are normalised as if no sum lef
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from foci.ir.expr import DType, Expr, node
 
@@ -18,8 +17,7 @@ Key = Callable[[Expr], Any]
 _SCALARS: Final = ("param", "size")  # the same for every score of a call
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """Sum of `coefficient * term`, plus `constant`, in `dtype` arithmetic."""
 
     terms: Mapping[Expr, int]
@@ -30,19 +28,25 @@ class Linear:
         terms = dict(self.terms)
         for term, coefficient in other.terms.items():
             terms[term] = terms.get(term, 0) + factor * coefficient
-        return Linear(terms, self.constant + factor * other.constant, self.dtype).wrapped()
+        return _wrapped(terms, self.constant + factor * other.constant, self.dtype)
 
     def times(self, factor: int) -> Linear:
-        return Linear({term: c * factor for term, c in self.terms.items()}, self.constant * factor, self.dtype).wrapped()
+        return _wrapped({term: c * factor for term, c in self.terms.items()}, self.constant * factor, self.dtype)
 
-    def wrapped(self) -> Linear:
-        half = 1 << (31 if self.dtype is DType.INT32 else 63)
-        terms = {term: wrapped for term, c in self.terms.items() if (wrapped := (c + half) % (2 * half) - half)}
-        return Linear(terms, (self.constant + half) % (2 * half) - half, self.dtype)
+    def begins_negative(self, key: Key) -> bool:
+        """Whether the first term in the order of `key` is taken, not added. The least integer is its own negative, and added."""
+        first = min(self.terms, key=key, default=None)
+        return first is not None and _lowest(self.dtype) < self.terms[first] < 0
 
-    def of(self, keep: Callable[[Expr, int], bool]) -> Linear:
-        """The terms, without constant, for which `keep(term, coefficient)`."""
-        return Linear({term: c for term, c in self.terms.items() if keep(term, c)}, 0, self.dtype)
+
+def _lowest(dtype: DType) -> int:
+    return -(1 << (31 if dtype is DType.INT32 else 63))
+
+
+def _wrapped(terms: Mapping[Expr, int], constant: int, dtype: DType) -> Linear:
+    half = -_lowest(dtype)
+    kept = {term: wrapped for term, c in terms.items() if (wrapped := (c + half) % (2 * half) - half)}
+    return Linear(kept, (constant + half) % (2 * half) - half, dtype)
 
 
 def linear(e: Expr) -> Linear:
@@ -65,7 +69,7 @@ def linear(e: Expr) -> Linear:
 def rebuilt(form: Linear, key: Key) -> Expr:
     """The expression of a form: positive terms, then negative ones, then the constant, each in the order of `key`."""
     dtype, constant = form.dtype, form.constant
-    lowest = -(1 << (31 if dtype is DType.INT32 else 63))
+    lowest = _lowest(dtype)
     added = sorted((t for t, c in form.terms.items() if c > 0 or c == lowest), key=key)
     taken = sorted((t for t, c in form.terms.items() if lowest < c < 0), key=key)
     total: Expr | None = None
@@ -92,35 +96,35 @@ def compare(op: str, a: Expr, b: Expr, key: Key) -> Expr | bool:
 
     `q - kv < 4`, `q < kv + 4` and `3 >= q - kv` are all `q - kv <= 3`.
     """
-    form = linear(a).plus(linear(b), -1)
+    terms, constant, dtype = linear(a).plus(linear(b), -1)
     if op == "lt":
-        form = form.plus(Linear({}, 1, form.dtype))  # x < 0 is x + 1 <= 0
-    if not form.terms:
-        return {"eq": form.constant == 0, "ne": form.constant != 0}.get(op, form.constant <= 0)
-    moving = form.of(lambda term, c: term.op not in _SCALARS)
-    fixed = form.plus(moving, -1).times(-1)  # moving op fixed
+        constant += 1  # x < 0 is x + 1 <= 0
+    if not terms:
+        constant = _wrapped({}, constant, dtype).constant
+        return {"eq": constant == 0, "ne": constant != 0}.get(op, constant <= 0)
+    moving = Linear({term: c for term, c in terms.items() if term.op not in _SCALARS}, 0, dtype)
+    fixed = _wrapped({term: -c for term, c in terms.items() if term.op in _SCALARS}, -constant, dtype)  # moving op fixed
     if op in ("eq", "ne"):
-        first = min(moving.terms or fixed.terms, key=key)
-        if (moving.terms or fixed.terms)[first] < 0:
+        if (moving if moving.terms else fixed).begins_negative(key):
             moving, fixed = moving.times(-1), fixed.times(-1)
         if not moving.terms:
-            moving, fixed = fixed.of(lambda term, c: True), Linear({}, -fixed.constant, fixed.dtype)
+            moving, fixed = Linear(fixed.terms, 0, dtype), Linear({}, -fixed.constant, dtype)
         return _sides(op, moving, fixed, key)
     if not moving.terms:
-        moving, fixed = fixed.of(lambda term, c: True).times(-1), Linear({}, fixed.constant, fixed.dtype)
+        moving, fixed = Linear(fixed.terms, 0, dtype).times(-1), Linear({}, fixed.constant, dtype)
     strict = fixed.constant == -1
     if strict:
-        fixed = fixed.plus(Linear({}, 1, fixed.dtype))
+        fixed = fixed._replace(constant=0)
     return _sides("lt" if strict else "le", moving, fixed, key)
 
 
 def _sides(op: str, moving: Linear, fixed: Linear, key: Key) -> Expr:
-    positive = moving.of(lambda term, c: c > 0)
-    negative = moving.of(lambda term, c: c < 0).times(-1)
-    if positive.terms and negative.terms and not fixed.terms and not fixed.constant:
-        left, right = positive, negative
-    elif positive.terms:
+    rises = any(c > 0 for c in moving.terms.values())
+    falls = any(c < 0 for c in moving.terms.values())
+    if rises and (fixed.terms or fixed.constant or not falls):
         left, right = moving, fixed
     else:
-        left, right = fixed.times(-1), negative
+        positive = Linear({term: c for term, c in moving.terms.items() if c > 0}, 0, moving.dtype)
+        left = positive if rises else fixed.times(-1)
+        right = positive.plus(moving, -1)
     return node(op, (rebuilt(left, key), rebuilt(right, key)), DType.BOOL)

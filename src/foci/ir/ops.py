@@ -52,7 +52,11 @@ class Op:
 
 def promote(*dtypes: DType) -> DType:
     """The widest of the types: BOOL < INT32 < INT64 < FLOAT."""
-    return max(dtypes, key=list(DType).index)
+    widest = dtypes[0]
+    for dtype in dtypes:
+        if dtype.width > widest.width:
+            widest = dtype
+    return widest
 
 
 def as_expr(value: Expr | bool | int | float) -> Expr:

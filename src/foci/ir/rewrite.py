@@ -50,13 +50,11 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     q_idx + 4
     """
     done: dict[Expr, Expr] = {}
-    has_reduce = False
     for e in expr.walk():
-        rebuilt = rebuild(e, tuple(done[arg] for arg in e.args))
+        rebuilt = rebuild(e, tuple([done[arg] for arg in e.args])) if e.args else e
         changed = rule(rebuilt)
         done[e] = rebuilt if changed is None else changed
-        has_reduce = has_reduce or e.op == "reduce"
-    return canonical_levels(done[expr]) if has_reduce else done[expr]
+    return canonical_levels(done[expr])
 
 
 def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
@@ -68,12 +66,12 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     kv_idx + 3
     """
     # A replacement that reduces must not catch the axes of reductions around it: those move out of the way first.
-    apart = any(e.op == "reduce" for new in replacements.values() for e in new.walk()) and any(e.op == "reduce" for e in expr.walk())
+    apart = expr.levels > 0 and any(new.levels for new in replacements.values())
     source = spread_levels(expr) if apart else expr
     done: dict[Expr, Expr] = {}
     for e in source.walk():
         new = replacements.get(e)
-        done[e] = rebuild(e, tuple(done[arg] for arg in e.args)) if new is None else new
+        done[e] = rebuild(e, tuple([done[arg] for arg in e.args])) if new is None else new
     return canonical_levels(done[source])
 
 
@@ -82,17 +80,7 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
 
 def free_axes(expr: Expr) -> dict[Expr, frozenset[int]]:
     """For each node of `expr`, the levels of the axes it reads and does not bind."""
-    free: dict[Expr, frozenset[int]] = {}
-    none: frozenset[int] = frozenset()
-    for e in expr.walk():
-        if e.op == "axis":
-            assert isinstance(e.value, int)
-            free[e] = frozenset((e.value,))
-        elif e.op == "reduce":
-            free[e] = (free[e.args[0]] - {reduction(e)[1]}) | free[e.args[1]]
-        else:
-            free[e] = none.union(*(free[arg] for arg in e.args))
-    return free
+    return {e: e.free for e in expr.walk()}
 
 
 def spread_levels(expr: Expr) -> Expr:
@@ -120,7 +108,7 @@ def _spread(level: int) -> int:
 
 def canonical_levels(expr: Expr) -> Expr:
     """`expr` with every `reduce` at one above the highest level inside its body, or 0."""
-    if all(reduction(e)[1] == _level_for(e.args[0]) for e in expr.walk() if e.op == "reduce"):
+    if not expr.levels or all(reduction(e)[1] == e.args[0].levels for e in expr.walk() if e.op == "reduce"):
         return expr
     done: dict[Expr, Expr] = {}
     spread = spread_levels(expr)
@@ -132,29 +120,24 @@ def canonical_levels(expr: Expr) -> Expr:
         else:
             done[e] = e if args == e.args else node(e.op, args, e.dtype, e.value)
     result = done[spread]
-    for level in free_axes(result)[result]:  # axes that stay free keep their numbers
+    for level in result.free:  # axes that stay free keep their numbers
         result = rename_axis(result, level, level // LEVEL_SPACING - 1 if level > 0 else level)
     return result
 
 
 def bind(kind: str, level: int, body: Expr, extent: Expr) -> Expr:
     """The reduction of `body` over `axis(level)`, renumbered to the canonical level."""
-    own = _level_for(body)
+    own = body.levels
     return reduce(kind, own, rename_axis(body, level, own), extent)
-
-
-def _level_for(body: Expr) -> int:
-    return max((reduction(e)[1] + 1 for e in body.walk() if e.op == "reduce"), default=0)
 
 
 def rename_axis(expr: Expr, old: int, new: int) -> Expr:
     """`expr` with its free `axis(old)` renamed; reductions that bind `old` themselves keep it."""
     if old == new:
         return expr
-    free = free_axes(expr)
     done: dict[Expr, Expr] = {}
     for e in expr.walk():
-        if old not in free[e]:
+        if old not in e.free:
             done[e] = e
         elif e.op == "axis":
             done[e] = axis(new)

@@ -16,7 +16,7 @@ from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr, Payload, const, load
 from foci.ir.lift import is_lifted
 from foci.ir.linear import compare, linear, rebuilt
 from foci.ir.ops import apply, cast
-from foci.ir.rewrite import canonical_levels, reduction, rewrite, substitute
+from foci.ir.rewrite import reduction, rewrite, substitute
 
 __all__ = ["lift_mask", "simplify"]
 
@@ -55,36 +55,46 @@ def _cast(e: Expr, dtype: DType) -> Expr:
 
 # Order of commuted operands ----------------------------------------------------------------------------------------
 
-_VARIABLES: Final = ("score", *COORDINATES, *LENGTHS)
-_Key = tuple[int, int, bytes, bytes]
-_keys: weakref.WeakKeyDictionary[Expr, _Key] = weakref.WeakKeyDictionary()
+_PLACES: Final = {name: place for place, name in enumerate(("score", *COORDINATES, *LENGTHS))}
+_KINDS: Final = {"var": 0, "param": 2, "size": 2, "const": 3}
 
 
-def _key(expr: Expr) -> _Key:
+class _Key:
     """Variables in their order, then by depth, then run-time numbers, then constants.
 
     Ties are broken by a digest of the shape, which leaves out the numbers of slots and the constants that will be lifted,
     so that neither new constants nor other captures change an order; then by a digest of everything.
     """
-    stack = [expr]
-    while expr not in _keys:
-        e = stack[-1]
-        missing = [arg for arg in e.args if arg not in _keys]
-        if missing:
-            stack += missing
-        else:
-            _keys[e] = _new_key(e)
-            stack.pop()
-    return _keys[expr]
+
+    __slots__ = ("expr", "place")
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
+        self.place = _KINDS.get(expr.op, 1), _PLACES[str(expr.value)] if expr.op == "var" else expr.depth
+
+    def __lt__(self, other: _Key) -> bool:
+        if self.place != other.place:
+            return self.place < other.place
+        return self.expr is not other.expr and _digests(self.expr) < _digests(other.expr)
 
 
-def _new_key(e: Expr) -> _Key:
-    kind = {"var": 0, "param": 2, "size": 2, "const": 3}.get(e.op, 1)
-    depth = 1 + max((_keys[arg][1] for arg in e.args if arg.args), default=0)
-    shapes = (arg.dtype.value if is_lifted(e.op, i, arg) else _keys[arg][2].hex() for i, arg in enumerate(e.args))
+_known_digests: weakref.WeakKeyDictionary[Expr, tuple[bytes, bytes]] = weakref.WeakKeyDictionary()
+
+
+def _digests(expr: Expr) -> tuple[bytes, bytes]:
+    """Digests of the shape and of everything."""
+    if expr not in _known_digests:
+        for e in expr.walk():
+            if e not in _known_digests:
+                _known_digests[e] = _new_digests(e)
+    return _known_digests[expr]
+
+
+def _new_digests(e: Expr) -> tuple[bytes, bytes]:
+    parts = [_known_digests[arg] for arg in e.args]
+    shapes = [arg.dtype.value if is_lifted(e.op, i, arg) else parts[i][0].hex() for i, arg in enumerate(e.args)]
     shape = _digest(e.op, e.dtype.value, _shape_of(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
-    whole = _digest(e.op, e.dtype.value, repr(e.value), *(_keys[arg][3].hex() for arg in e.args))
-    return kind, _VARIABLES.index(str(e.value)) if e.op == "var" else depth, shape, whole
+    return shape, _digest(e.op, e.dtype.value, repr(e.value), *(whole.hex() for _, whole in parts))
 
 
 _SLOTTED: Final = ("load", "param", "size")
@@ -100,7 +110,7 @@ def _digest(*parts: str) -> bytes:
 
 def _in_order(e: Expr) -> Expr:
     a, b = e.args
-    return e if _key(a) <= _key(b) else node(e.op, (b, a), e.dtype)
+    return node(e.op, (b, a), e.dtype) if _Key(b) < _Key(a) else e
 
 
 def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
@@ -125,12 +135,18 @@ def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
     if not operands:
         assert drop is not None
         return drop
-    if e.dtype is DType.BOOL and absorb is not None and any(_make("not", arg) in operands for arg in operands):
+    if e.dtype is DType.BOOL and absorb is not None and any(_make("not", arg) in operands for arg in _may_contradict(operands)):
         return absorb
-    first, *rest = sorted(operands, key=_key)
+    first, *rest = sorted(operands, key=_Key)
     for arg in rest:
         first = node(e.op, (first, arg), e.dtype)
     return first
+
+
+def _may_contradict(operands: set[Expr]) -> list[Expr]:
+    """Those of which one is part of any pair that excludes each other: a negation costs as much as a comparison."""
+    orders = [arg for arg in operands if arg.op in ("lt", "le")]
+    return orders[1:] + [arg for arg in operands if arg.op in ("not", "ne")]
 
 
 # Rules, by operation -----------------------------------------------------------------------------------------------
@@ -142,7 +158,7 @@ def _is(e: Expr, value: float) -> bool:
 
 def _add(e: Expr) -> Expr | None:
     if e.dtype.is_integer:
-        return rebuilt(linear(e), _key)
+        return rebuilt(linear(e), _Key)
     a, b = e.args
     if _is(a, 0.0):
         return b
@@ -157,7 +173,7 @@ def _add(e: Expr) -> Expr | None:
 
 def _sub(e: Expr) -> Expr | None:
     if e.dtype.is_integer:
-        return rebuilt(linear(e), _key)
+        return rebuilt(linear(e), _Key)
     a, b = e.args
     if _is(b, 0.0):
         return a
@@ -165,14 +181,14 @@ def _sub(e: Expr) -> Expr | None:
         return _make("neg", b)
     if b.op == "neg":
         return _make("add", a, b.args[0])
-    if b.op == "const" and _key(a) < _key(b):  # x - 3 is x + -3
+    if b.op == "const" and _Key(a) < _Key(b):  # x - 3 is x + -3
         return _make("add", a, apply("neg", b))
     return None
 
 
 def _neg(e: Expr) -> Expr | None:
     if e.dtype.is_integer:
-        return rebuilt(linear(e), _key)
+        return rebuilt(linear(e), _Key)
     a = e.args[0]
     if a.op == "neg":
         return a.args[0]
@@ -186,7 +202,7 @@ def _neg(e: Expr) -> Expr | None:
 def _mul(e: Expr) -> Expr | None:
     a, b = e.args
     if e.dtype.is_integer:
-        return rebuilt(linear(e), _key) if a.op == "const" or b.op == "const" else _in_order(e)
+        return rebuilt(linear(e), _Key) if a.op == "const" or b.op == "const" else _in_order(e)
     for x, y in ((a, b), (b, a)):
         if _is(y, 1.0):
             return x
@@ -239,11 +255,11 @@ def _abs(e: Expr) -> Expr | None:
         return a
     if a.op in ("neg", "sub") and a.dtype is DType.FLOAT:
         turned = a.args[0] if a.op == "neg" else _make("sub", a.args[1], a.args[0])
-        return _make("abs", turned) if a.op == "neg" or _key(turned) < _key(a) else None
+        return _make("abs", turned) if a.op == "neg" or _Key(turned) < _Key(a) else None
     if a.dtype.is_integer:
         form = linear(a)
-        if form.terms and form.terms[min(form.terms, key=_key)] < 0:
-            return _make("abs", rebuilt(form.times(-1), _key))
+        if form.begins_negative(_Key):
+            return _make("abs", rebuilt(form.times(-1), _Key))
     return None
 
 
@@ -303,7 +319,7 @@ def _comparison(e: Expr) -> Expr | None:
         truth = _of_truth(e)
         if truth is not None:
             return truth
-        form = compare(e.op, a, b, _key)
+        form = compare(e.op, a, b, _Key)
         return const(form) if isinstance(form, bool) else form
     if a.dtype is DType.BOOL:
         return _bool_comparison(e)
@@ -418,7 +434,7 @@ def lift_mask(score: Expr) -> tuple[Expr, Expr]:
     """
     score = simplify(score)
     rest, mask = _split(score)
-    return canonical_levels(simplify(rest)), canonical_levels(simplify(mask))
+    return (score, mask) if rest is score else (simplify(rest), simplify(mask))
 
 
 def _split(e: Expr) -> tuple[Expr, Expr]:
