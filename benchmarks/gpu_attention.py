@@ -1,24 +1,27 @@
 """Attention on the GPU at hand: foci's backends and their peers, in one run.
 
     python benchmarks/gpu_attention.py --compile 0/8     # one of eight processes that fill the caches
-    python benchmarks/gpu_attention.py [row ...]         # times; one line each, a table last
+    python benchmarks/gpu_attention.py [row ...]         # times; a line for each row
+    python benchmarks/gpu_attention.py --part 0/4 --lock /tmp/lock     # one of four that get ready side by side and time one at a time
 
 Peers: FlexAttention compiled, FlashAttention-4 where `flash_attn.cute` is found, torch's FLASH, cuDNN and EFFICIENT backends of
 scaled_dot_product_attention, varlen_attn.
 Medians of CUDA events. TFLOP/s over the attended area, backward 2.5 times the forward. Lines go to
-$OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions.
+$OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions; `number` is the row's place in the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,7 +289,18 @@ def flops(row: Row) -> float:
     return 4.0 * b * h * d * area
 
 
-def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Holds the lock of processes of which one times while others get ready."""
+    if not lock:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure(row: Row, name: str, *, only_compile: bool, lock: str = "") -> dict[str, Any] | None:
     """One line: TFLOP/s and milliseconds of forward and backward."""
     try:
         forward, backward = ours(row, name) if name in OURS else peer(row, name)
@@ -300,7 +314,8 @@ def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None
         forward(), backward()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        times = [triton.testing.do_bench(f, warmup=15, rep=80, return_mode="median") for f in (forward, backward)]
+        with alone(lock):
+            times = [triton.testing.do_bench(f, warmup=15, rep=80, return_mode="median") for f in (forward, backward)]
     except Exception as error:
         print(f"{row.name} {row.shape} {name}: {type(error).__name__} {str(error)[-300:]}", flush=True)
         return None
@@ -329,33 +344,33 @@ def measure(row: Row, name: str, *, only_compile: bool) -> dict[str, Any] | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", default="", help="i/n: only fill the caches, every n-th row")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th row, from the i-th")
+    parser.add_argument("--lock", default="", help="a file for processes side by side")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--backends", default=",".join(OURS), help="of foci")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    todo = [row for row in rows() if not options.names or row.name in options.names]
-    part, parts = map(int, (options.compile or "0/1").split("/"))
+    todo = [(number, row) for number, row in enumerate(rows()) if not options.names or row.name in options.names]
+    part, parts = map(int, (options.compile or options.part).split("/"))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
-    table = []
-    for row in todo[part::parts]:
+    for number, row in todo[part::parts]:
         found = {}
         for name in (*options.backends.split(","), *(() if options.no_peers else row.peers)):
-            line = measure(row, name, only_compile=bool(options.compile))
+            line = measure(row, name, only_compile=bool(options.compile), lock=options.lock)
             if line is not None:
                 found[name] = line
                 if out is not None:
                     with out.open("a") as file:
-                        file.write(json.dumps(line | about) + "\n")
+                        file.write(json.dumps({"number": number} | line | about) + "\n")
         b, h, s, d = row.shape
         shown = "  ".join(
             f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"
             for n, m in found.items()
         )
-        table.append(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}")
         if not options.compile:
-            print(table[-1], flush=True)
+            print(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}", flush=True)
 
 
 if __name__ == "__main__":
