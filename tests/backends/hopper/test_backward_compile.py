@@ -22,7 +22,7 @@ from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 GRADIENTS = ("attention_key_gradient", "attention_query_gradient", "attention_gradients")
 LAUNCHED = {
-    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient"),
+    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient", "mark_tiles", "rank_tiles"),
     kernel: ("prepare_rows",),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
@@ -33,14 +33,17 @@ CASES = {
     "plain": {"fused": True},
     "causal": {"mask": masks.causal(), "fused": True},
     "causal D 64": {"mask": masks.causal(), "dim": 64, "fused": True},
+    "grouped heads": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
     "D 16": {"dim": 16},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64},
-    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "stack": 400, "fused": True},
-    "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 560, "fused": True},
-    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16},
+    "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 400},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True},
+    "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "fused": True},
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
-    "dropout": {"dropout": 0.1, "stack": 1400, "fused": True},
+    "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64, "stack": 400},
+    "dropout": {"dropout": 0.1, "stack": 1100},
 }
 
 
@@ -89,7 +92,7 @@ def posed(case):
     dim, dtype = case.get("dim", 128), case.get("dtype", torch.bfloat16)
     query, key = (
         torch.zeros(1 if case.get("jagged") else 2, 4, 512, dim, dtype=dtype),
-        torch.zeros(1 if case.get("jagged") else 2, 2, 512, dim, dtype=dtype),
+        torch.zeros(1 if case.get("jagged") else 2, case.get("kv_heads", 4), 512, dim, dtype=dtype),
     )
     value = torch.zeros(*key.shape[:3], case.get("value_dim", dim), dtype=dtype)
     cu = torch.tensor([0, 200, 512])
@@ -99,7 +102,9 @@ def posed(case):
     seed = torch.tensor([1]) if dropout else None
     operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, seed, **jagged)
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
-    problem = Problem(formula, dtype, dim, value.shape[-1], 4, 2, 2, 512, 512, True, True, True, tuple(False for _ in bound.captures))
+    problem = Problem(
+        formula, dtype, dim, value.shape[-1], 4, key.shape[1], 2, 512, 512, True, True, True, tuple(False for _ in bound.captures)
+    )
     gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
     return gradients, operands, torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
 

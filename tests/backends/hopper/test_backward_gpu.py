@@ -32,6 +32,18 @@ CASES = {
     "jagged, causal, D 64": {"lengths": LENGTHS, "mask": masks.causal(), "dim": 64},
     "negative scale": {"scale": -0.1, "mask": masks.causal()},
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "rows": 900},
+    "window, D 64": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 300)), "dim": 64, "rows": 900, "keys": 950},
+    "window of later keys, grouped heads": {
+        "mask": foci.Mask(lambda b, h, q, k: (k >= q + 70) & (k - q < 500)),
+        "rows": 700,
+        "keys": 1000,
+        "heads": 8,
+        "kv_heads": 2,
+    },
+    "document": {"mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000)), "rows": 900},
+    "document, D 64": {"mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000)), "rows": 900, "dim": 64},
+    "stripes": {"mask": foci.Mask(lambda b, h, q, k: (q // 64 + k // 128) % 3 != 0), "rows": 960},
+    "by head": {"mask": foci.Mask(lambda b, h, q, k: (abs(q - k) * (h + 1)) < 500), "rows": 700},
     "D 256": {"mask": masks.causal(), "dim": 256, "rows": 500, "keys": 300},
     "D 64, Dv 128": {"dim": 64, "value_dim": 128},
     "D 16": {"dim": 16},
@@ -55,7 +67,7 @@ def test_gradients_are_those_of_float64(name, apart):
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64"])
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document"])
 def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)

@@ -16,7 +16,7 @@ class Config(NamedTuple):
     "lists" (see `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the
     scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
     attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
-    PERSISTENT: a program takes one task after another.
+    PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys.
     """
 
     CONSUMERS: Any
@@ -36,6 +36,7 @@ class Config(NamedTuple):
     LOW: Any = None
     WORDS: Any = None
     PERSISTENT: Any = None
+    GROUPED: Any = None
 
 
 class Marked(NamedTuple):

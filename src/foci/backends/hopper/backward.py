@@ -6,6 +6,7 @@ What precedes the launches, what is kept between calls, and gradients of capture
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from foci.backends.hopper.arguments import Config
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
+from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
 from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
@@ -34,7 +36,7 @@ from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
 from foci.ir.expr import const
-from foci.problem import Operands
+from foci.problem import Layout, Operands
 
 __all__ = ["HopperGradients"]
 
@@ -60,8 +62,10 @@ FUSED: Final = {(64, 64): Cut(128, 128, 2), (128, 128): Cut(64, 128, 2)}
 """By padded head dims, where one kernel computes all."""
 SUMS: Final = 2
 """Float32 sums of dq, to which the tiles of keys add in turn: with more of them fewer wait for each other."""
-CACHED: Final = 32 << 20
-"""Bytes of sums of the heads whose tiles of keys come together, so that they stay in the cache."""
+TOGETHER: Final = 4
+"""Heads whose tiles of keys come together, so that their sums stay in the cache."""
+_ranks: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
+"""Kept as long as the visits are that they belong to."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -93,9 +97,11 @@ class HopperGradients(host.TritonKernel):
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
-        self.can_fuse = self.is_prefix and self.dims in FUSED and HAS_ADD
-        is_plain = self.variant.score.op == "var" and not formula.dropout
-        self.is_fused = self.can_fuse and is_plain  # else what a score needs does not fit the registers besides
+        is_one = self.problem.q_heads == self.problem.kv_heads or "h" not in mask.variables()
+        is_ranked = formula.layout is Layout.DENSE and formula.block_size is None and is_one
+        is_plain = self.variant.score.op == "var" and not formula.dropout  # else what a score needs does not fit the registers besides
+        self.can_fuse = is_plain and (self.is_prefix or is_ranked) and self.dims in FUSED and HAS_ADD
+        self.is_fused = self.can_fuse and self.is_prefix
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -188,16 +194,17 @@ class HopperGradients(host.TritonKernel):
         count = slots * (SUMS * batch * heads)
         turns = recorder.empty((count + 1,), (1,), torch.int32, streams.query)
         sums = recorder.empty((count * 32, 256), (256, 1), torch.float32, streams.query)
-        longest = length if operands.cu_q is None else max(1, operands.max_q)
-        together = max(1, CACHED // (SUMS * heads // kv_heads * longest * self.dims[0] * 4))
-        order = Order(turns, encode(slots), encode(together), tl.constexpr(SUMS))
-        config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
+        together = max(1, TOGETHER * kv_heads // heads)
+        mode = "causal" if is_causal(self.variant) else "all"
+        found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
+        order = Order(turns, encode(slots), encode(together), tl.constexpr(SUMS), self._ranked(call, found, by_key.tasks))
+        config = self._cut_config(call, cut, found.mode)
         recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
-            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, call.numbers,
+            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, found.table,
             operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
         recorder.launch(
@@ -205,6 +212,24 @@ class HopperGradients(host.TritonKernel):
             sums, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
+
+    def _ranked(self, call: host.Pass, found: Visits, tasks: int) -> Tensor | None:
+        """Ranks of the tiles of keys of a table, which are found once."""
+        counts, lists = found.table.counts, found.table.lists
+        if counts is None:
+            return None
+        ranks = _ranks.get(found)
+        if ranks is None:
+            rows, width = counts.shape[0], found.table.width >> 2
+            ranks = _ranks[found] = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
+            recorder = Recorder((), None)  # by itself: a pass reads what it made
+            if lists is not None:
+                recorder.launch(clear_turns, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
+            config = self._cut_config(call, FUSED[self.dims], found.mode)
+            recorder.launch(mark_tiles, (rows,), ranks, found.table, config, 128, num_warps=1)
+            recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, found.table, encode(tasks), 128, num_warps=4)
+        call.recorder.keep((ranks,))
+        return ranks
 
     def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:
         """Zeros in the rows of packed gradients that belong to no sequence."""
@@ -227,6 +252,7 @@ class HopperGradients(host.TritonKernel):
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
+                None, None, None, p.q_heads != p.kv_heads,
             )
         )  # fmt: skip
 

@@ -5,11 +5,12 @@ Two warpgroups hold 64 keys each, as in `backward_keys`. They exchange the gradi
 each computes half of the tile's share in dq, 64 columns of 128 or 64 rows of 128, and leaves it in shared memory. From there a warp
 adds it to float32 sums in device memory by TMA, in a fixed order (`backward_turns`), while the warpgroups go on.
 
-It holds where the tiles of keys that a tile of queries visits are the first so many: without a mask, and under the causal one.
+Which tiles are visited is found by arithmetic without a mask and under the causal one; else they come from a table, with their ranks.
+Scores are the products themselves: what functions of them need would not fit the registers besides.
 """
 
-from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
-from foci.backends.hopper.backward_turns import SHARE, add_shares, put_share, query_runs, take_place
+from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
@@ -19,8 +20,8 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, c):
-    """One warp: keys and values once, then the queries of each head that shares them, from the last to the first."""
+def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, table, ranks, c):
+    """One warp: keys and values once, then the queries of each head that shares them, each tile for one after the other."""
     q, do, lse, delta, k, v = sources
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
@@ -28,16 +29,15 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, c):
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
+    group = members_of(size, c)
     mbarrier.expect(kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
         copy_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, k_tiles.index(half), c.JAGGED)
         copy_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, v_tiles.index(half), c.JAGGED)
-    last, ending, whole, diagonal = query_runs(first, q_len, kv_len, c)
-    count = ending + whole + diagonal
-    group = number(size.group)
-    for n in range(0, count * group):
-        h = kv_h * group + n // count
-        here = (last - n % count) * c.TILE_Q
+    runs = query_runs(table, ranks, b, kv_h * group, tile, q_len, kv_len, c)
+    for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
+        h = kv_h * group + n % group
+        here = nth_tile(table, runs, n // group, c) * c.TILE_Q
         at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
         stage = n % c.STAGES
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
@@ -67,7 +67,7 @@ def begin_share(ds_tiles, k_tiles, two, c, half: gl.constexpr):
 
 @gluon.jit
 def fold_fused(
-    sums, held, buffers, bars, at, run, n, scale, numbers, env, aux, c,
+    sums, held, buffers, bars, at, run, n, table, group, scale, env, aux, c,
     half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys, and their share to dq. MASKED tiles may also overhang."""
@@ -77,11 +77,11 @@ def fold_fused(
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
     b, h, kv_idx, q_len, kv_len = at
-    last, count = run
+    line, last, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
-    for i in range(0, count):
-        tile = last - i
+    for i in range(0, count * group):
+        tile = tile_at(table, line, last - i // group, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         two = n % 2
@@ -95,17 +95,9 @@ def fold_fused(
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        if c.DROPOUT:
-            keep = keep_places(numbers, b, h, q_idx, kv_idx)
-        dropped = p
-        if c.DROPOUT:
-            dropped = gl.where(keep, p * numbers.keep_factor, 0.0)
-        dropped = gl.convert_layout(dropped.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True)
-        dv = warpgroup_mma(dropped, douts, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-        if c.DROPOUT:
-            dp = gl.where(keep, dp * numbers.keep_factor, 0.0)
         ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
@@ -131,7 +123,7 @@ def fused_consumer(
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
-    spans, size, numbers, scale, env = told
+    spans, size, table, ranks, scale, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
@@ -143,22 +135,20 @@ def fused_consumer(
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
     dk = gl.zeros([ROWS, c.D_PAD], gl.float32, product(c.D_PAD))
     dv = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
-    last, ending, whole, diagonal = query_runs(first, q_len, kv_len, c)
     mbarrier.wait(kv_full, 0)
     n = 0
-    group = number(size.group)
-    for member in range(0, group):
-        h = kv_h * group + member
-        aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
-        at = (b, h, kv_idx, q_len, kv_len)
-        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, (last, ending), n, scale, numbers, env, aux, c, half, both, mask, True)
-        dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending, whole), n, scale, numbers, env, aux, c, half, both, mask, False
-        )
-        dk, dv, n = fold_fused(
-            (dk, dv), held, buffers, bars, at, (last - ending - whole, diagonal), n, scale, numbers, env, aux, c,
-            half, both, mask, True,
-        )  # fmt: skip
+    group = members_of(size, c)
+    # a mask that tells heads apart comes with one head to a group
+    h = kv_h * group
+    aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
+    at = (b, h, kv_idx, q_len, kv_len)
+    line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, b, h, tile, q_len, kv_len, c)
+    # masked tiles, whole ones, masked ones
+    for part in range(0, 2):
+        run = (line, gl.where(part == 0, last, before_last), gl.where(part == 0, ending, before))
+        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, True)
+        run = (line, whole_last, gl.where(part == 0, whole, 0))
+        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, False)
     if n > 0:
         fence_async_shared()
         mbarrier.arrive(share_bars[0].index((n - 1) % 2), count=1)
@@ -176,7 +166,7 @@ def fused_consumer(
 
 @gluon.jit
 def attention_gradients(
-    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, numbers, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * 32, 256],
@@ -200,13 +190,13 @@ def attention_gradients(
     fence_async_shared()
     held = (k_tiles, v_tiles)
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
-    told = (spans, size, numbers, scale, env)
+    told = (spans, size, table, order.ranks, scale, env)
     gl.warp_specialize(
         [
             (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask)),
             (fused_consumer, (1, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask)),
-            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, c)),
-            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, c)),
+            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, table, order.ranks, c)),
+            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The order in which tiles of keys add to the sums of dq, and the warp that adds.
 
-Tiles of keys add to a tile of queries one after the other, from the first to the last, so a sum has one order and the same bits each
-time. Where there are two sums, the even tiles add to one and the odd ones to the other. Programs take their tiles in the order in which
-they start, so nothing waits for a tile that has not begun.
+Tiles of keys that a tile of queries visits add to it one after the other, from the first to the last, so a sum has one order and the same
+bits each time. Where there are two sums, they add to one and the other in turn. Programs take their tiles in the order in which they
+start, so nothing waits for a tile that has not begun.
 """
 
 from typing import Any, NamedTuple
@@ -18,16 +18,27 @@ class Order(NamedTuple):
 
     turns: int32 [1 + SUMS * B * Hq * slots] of zeros: the next place to take, then how many tiles of keys have added to a slot.
     slots: tiles of queries of a head. heads: kv heads whose tiles of keys come together. SUMS: sums of a slot, a `tl.constexpr`.
+    ranks: as `backward_ranks` leaves them, where a mask is neither causal nor keeps everything.
     """
 
     turns: Any
     slots: Any
     heads: Any
     SUMS: Any
+    ranks: Any = None
 
 
 SHARE = gl.constexpr((32, 256))
 """How a tile's share in dq, 8192 numbers, lies in shared memory and in the sums: in the order of `put_share`, a box that one copy takes."""
+
+
+@gluon.jit
+def members_of(size, c):
+    """Query heads that share keys, a constant where it is one."""
+    if c.GROUPED:
+        return number(size.group)
+    else:
+        return 1
 
 
 @gluon.jit
@@ -59,87 +70,129 @@ def take_place(order, size, spans, c):
 
 
 @gluon.jit
-def query_runs(first, q_len, kv_len, c):
-    """Tiles of queries from the last to the first: (last, masked at the end, whole, masked at the diagonal)."""
-    count = (q_len + c.TILE_Q - 1) // c.TILE_Q
-    low = count * 0
-    whole_from = count * 0
-    if c.MODE == "causal":
-        low = gl.minimum(first // c.TILE_Q, count)
-        whole_from = gl.minimum((first + c.TILE_KV - 1 + c.TILE_Q - 1) // c.TILE_Q, count)
-    over = gl.where(q_len % c.TILE_Q != 0, 1, 0)
-    ending = gl.minimum(over, count - low)
-    whole = gl.maximum(count - ending - whole_from, 0)
-    diagonal = count - ending - whole - low
+def query_runs(table, ranks, b, h, tile, q_len, kv_len, c):
+    """Tiles of queries that a tile of keys visits, in three runs: (line of the table, last place of masked ones, how many, of whole ones,
+    of masked ones before these). Each goes from its last place down; a place is a tile, or one in the lists (`tile_at`)."""
+    first = tile * c.TILE_KV
+    if c.MODE == "ranges" or c.MODE == "lists":
+        line = (b * number(table.b_stride) + h * number(table.h_stride) + tile).to(gl.int64)
+        counts = table.counts + line * 4
+        if c.MODE == "ranges":
+            low = gl.load(counts)
+            whole_last = gl.load(counts + 2) - 1
+            whole = whole_last + 1 - gl.load(counts + 1)
+            last = gl.load(counts + 3) - 1
+            ending = last - whole_last
+            before_last = whole_last - whole
+            before = before_last + 1 - low
+        else:
+            whole = gl.load(counts)
+            part = gl.load(counts + 1)
+            last = whole + part - 1
+            ending = gl.load(ranks + (line + 1) * number(table.width) - 1)
+            whole_last = whole - 1
+            before_last = last - ending
+            before = part - ending
+    else:
+        line = tile.to(gl.int64)
+        count = (q_len + c.TILE_Q - 1) // c.TILE_Q
+        low = count * 0
+        whole_from = count * 0
+        if c.MODE == "causal":
+            low = gl.minimum(first // c.TILE_Q, count)
+            whole_from = gl.minimum((first + c.TILE_KV - 1 + c.TILE_Q - 1) // c.TILE_Q, count)
+        over = gl.where(q_len % c.TILE_Q != 0, 1, 0)
+        last = count - 1
+        ending = gl.minimum(over, count - low)
+        whole_last = last - ending
+        whole = gl.maximum(count - ending - whole_from, 0)
+        before_last = whole_last - whole
+        before = count - ending - whole - low
     if first + c.TILE_KV > kv_len:
         # keys that are not there must not be looked up: every tile is an edge
-        ending = count - low
+        ending = ending + whole + before
         whole = whole * 0
-        diagonal = diagonal * 0
-    return count - 1, ending, whole, diagonal
+        before = before * 0
+    return line, last, ending, whole_last, whole, before_last, before
 
 
 @gluon.jit
-def await_turn(turn, count):
-    """Waits until `count` tiles of keys have added; copies that begin afterwards see what they added."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred done;
-        .reg .u32 seen;
-        again:
-        ld.acquire.gpu.global.u32 seen, [$1];
-        setp.ge.u32 done, seen, $2;
-        @!done bra again;
-        fence.proxy.async.global;
-        mov.u32 $0, seen;
-        }""",
-        "=r,l,r",
-        [turn, count],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def tile_at(table, line, place, c):
+    """The tile of queries at a place of a run."""
+    if c.MODE == "lists":
+        return gl.load(table.lists + line * number(table.width) + place)
+    else:
+        return place
 
 
 @gluon.jit
-def pass_turn(turn, count):
-    """Waits until what this warp has begun to add is in memory, and says that `count` tiles of keys have added.
-
-    `tma.store_wait` waits only until shared memory has been read.
-    """
-    gl.inline_asm_elementwise(
-        """cp.async.bulk.wait_group 0;
-        fence.proxy.async.global;
-        bar.warp.sync 0xffffffff;
-        st.release.gpu.global.u32 [$1], $2;
-        mov.u32 $0, 0;""",
-        "=r,l,r",
-        [turn, count],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def nth_tile(table, runs, i, c):
+    """The i-th tile of queries of all three runs."""
+    line, last, ending, whole_last, whole, before_last, before = runs
+    place = last - i
+    if c.MODE == "lists":
+        place = gl.where(i < ending, place, gl.where(i < ending + whole, whole_last + ending - i, before_last + ending + whole - i))
+    return tile_at(table, line, place, c)
 
 
 @gluon.jit
-def add_shares(sums, order, shares, bars, place, spans, size, c):
+def rank_of(order, table, line, tile, query_tile, c):
+    """How many tiles of keys before this one visit a tile of queries."""
+    if c.MODE == "ranges" or c.MODE == "lists":
+        return gl.load(order.ranks + line * number(table.width) + query_tile)
+    else:
+        return tile
+
+
+@gluon.jit
+def at_turn(instructions: gl.constexpr, turn, count):
+    """Runs instructions on $1, the address of a turn, and $2, a count; they leave a number in $0, which nothing reads."""
+    gl.inline_asm_elementwise(instructions, "=r,l,r", [turn, count], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# waits until so many tiles of keys have added; copies that begin afterwards see what they added
+AWAIT = gl.constexpr(
+    """{
+    .reg .pred done;
+    .reg .u32 seen;
+    again:
+    ld.acquire.gpu.global.u32 seen, [$1];
+    setp.ge.u32 done, seen, $2;
+    @!done bra again;
+    fence.proxy.async.global;
+    mov.u32 $0, seen;
+    }"""
+)
+# waits until what this warp has begun to add is in memory (`tma.store_wait` only until shared memory has been read), and says that so
+# many have added
+PASS = gl.constexpr(
+    """cp.async.bulk.wait_group 0;
+    fence.proxy.async.global;
+    bar.warp.sync 0xffffffff;
+    st.release.gpu.global.u32 [$1], $2;
+    mov.u32 $0, 0;"""
+)
+
+
+@gluon.jit
+def add_shares(sums, order, shares, bars, place, spans, size, table, c):
     """One warp: adds the shares of a tile of keys in dq to the sums, each in its turn."""
     share_full, share_empty = bars
     b, memory_b, kv_h, tile = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    last, ending, whole, diagonal = query_runs(tile * c.TILE_KV, q_len, kv_len, c)
-    count = ending + whole + diagonal
-    group = number(size.group)
+    group = members_of(size, c)
     slots = number(order.slots)
-    # the sum, the batch entry, the first of the heads that share these keys
-    first = (tile % order.SUMS * number(size.batch) + memory_b) * number(size.heads) * group + kv_h * group
-    turn = tile // order.SUMS
-    for n in range(0, count * group):
-        slot = (first + n // count) * slots + last - n % count
+    heads = number(size.heads) * group
+    runs = query_runs(table, order.ranks, b, kv_h * group, tile, q_len, kv_len, c)
+    for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
+        query_tile = nth_tile(table, runs, n // group, c)
+        rank = rank_of(order, table, runs[0], tile, query_tile, c)
+        turn = rank // order.SUMS
+        slot = ((rank % order.SUMS * number(size.batch) + memory_b) * heads + kv_h * group + n % group) * slots + query_tile
         if c.JAGGED:
             slot += q_start // c.TILE_Q + b
         at = n % 2
-        await_turn(order.turns + 1 + slot, turn)
+        at_turn(AWAIT, order.turns + 1 + slot, turn)
         mbarrier.wait(share_full.index(at), (n // 2) & 1)
         # the first to be there stores, so that sums need not be cleared
         if turn == 0:
@@ -148,7 +201,7 @@ def add_shares(sums, order, shares, bars, place, spans, size, c):
             begin_add(sums, [slot * SHARE[0], 0], shares.index(at))
         tma.store_wait(0)
         mbarrier.arrive(share_empty.index(at), count=1)
-        pass_turn(order.turns + 1 + slot, turn + 1)
+        at_turn(PASS, order.turns + 1 + slot, turn + 1)
 
 
 @gluon.jit

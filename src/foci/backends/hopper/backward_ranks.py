@@ -1,0 +1,54 @@
+# mypy: ignore-errors
+"""Ranks of tiles of keys: how many before each visit the same tile of queries. By them they add to dq (`backward_turns`)."""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import number
+
+
+@triton.jit
+def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
+    """1 where a tile of keys visits a tile of queries. One program for each row of the table.
+
+    ranks: int32 [rows, width], for lists zeros; the last column is how many tiles of a list are partial and behind all full ones.
+    table: what tiles of keys visit. c: of which MODE is read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    width = number(table.width)
+    counts = table.counts + row * 4
+    line = ranks + row * width
+    if c.MODE == "ranges":
+        first = tl.load(counts)
+        behind = tl.load(counts + 3)
+        for start in range(0, width - 1, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            tl.store(line + at, ((at >= first) & (at < behind)).to(tl.int32), mask=at < width - 1)
+    else:
+        whole = tl.load(counts)
+        count = whole + tl.load(counts + 1)
+        entries = table.lists + row * width
+        last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+        ending = 0
+        for start in range(0, count, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            tile = tl.load(entries + at, mask=at < count, other=-1)
+            tl.store(line + tile, tl.full([CHUNK], 1, tl.int32), mask=at < count)
+            ending += tl.sum(((at >= whole) & (tile > last)).to(tl.int32), 0)
+        tl.store(line + width - 1, ending)
+
+
+@triton.jit
+def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
+    """Sums of the marks of `mark_tiles` over the tiles of keys before each, in place. Programs: batch entries and heads of the table,
+    tiles of queries by CHUNK. `tasks`: tiles of keys, encoded."""
+    width = number(table.width)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < width - 1
+    line = ranks + tl.program_id(0).to(tl.int64) * number(tasks) * width + at
+    rank = tl.zeros([CHUNK], tl.int32)
+    for _ in range(0, number(tasks)):
+        mark = tl.load(line, mask=inside, other=0)
+        tl.store(line, rank, mask=inside)
+        rank += mark
+        line += width

@@ -1,0 +1,123 @@
+"""Tiles that a tile of keys visits and their ranks, by which shares in dq are added in order: natively or in the interpreter."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+
+backward = pytest.importorskip("foci.backends.hopper.backward", reason="needs a Triton with Gluon")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+OWNERS = (torch.arange(1000, device=DEVICE) % 7 == 0).cumsum(0) // 40
+REACH = torch.tensor([40, 150, 600, 0], device=DEVICE)
+CASES = {
+    "window": {"mask": lambda b, h, q, k: (q >= k) & (q - k < 300)},
+    "window of later keys": {"mask": lambda b, h, q, k: (k >= q + 70) & (k - q < 500), "rows": 300},
+    "document": {"mask": lambda b, h, q, k: OWNERS[q] == OWNERS[k]},
+    "document, causal": {"mask": lambda b, h, q, k: (OWNERS[q] == OWNERS[k]) & (q >= k), "dim": 64},
+    "by head": {"mask": lambda b, h, q, k: abs(q - k) <= REACH[h], "rows": 700},
+    "by batch entry": {"mask": lambda b, h, q, k: abs(q - k) < 100 + 200 * b},
+    "stripes": {"mask": lambda b, h, q, k: (q // 64 + k // 128) % 3 != 0, "rows": 960},
+    "steep": {"mask": lambda b, h, q, k: (q >= 5 * k) & (q < 5 * k + 40)},
+}
+KEYS = 950
+
+
+class Caught(Exception):
+    """What the kernel would be launched with."""
+
+
+class Catching:
+    signature = backward.attention_gradients.signature
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise Caught(dict(zip(self.signature.parameters, args, strict=True)))
+
+        return launch
+
+
+def launched(mask, rows=1000, dim=128):
+    """Arguments of the kernel that computes all gradients."""
+    query = torch.zeros(2, 4, rows, dim, dtype=torch.float16, device=DEVICE)
+    key = torch.zeros(2, 2, KEYS, dim, dtype=torch.float16, device=DEVICE)
+    bound = bind(None, foci.Mask(mask), DEVICE)
+    operands = Operands(query, key, key, bound.captures, bound.ints, bound.floats, 0.1)
+    wanted = (True, True, True, tuple(False for _ in bound.captures))
+    asked = Problem(Formula(bound.variant, Layout.DENSE), torch.float16, dim, dim, 4, 2, 2, rows, KEYS, *wanted)
+    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
+    kernel.is_fused = True
+    with pytest.raises(Caught) as caught:
+        kernel.backward(operands, Results(query, query[..., 0].float()), Cotangents(query))
+    return caught.value.args[0]
+
+
+def walk(args, row, first, count):
+    """Tiles of queries that a tile of keys visits, as `backward_turns.query_runs` says: (tile, whether it is taken as whole)."""
+    table, c = args["table"], args["c"]
+    counts = table.counts[row].tolist()
+    if c.MODE.value == "ranges":
+        low, whole_first, whole_last, last = counts
+        found = [(tile, whole_first <= tile < whole_last) for tile in range(last - 1, low - 1, -1)]
+    else:
+        entries, ending = table.lists[row].tolist(), int(args["order"].ranks[row, -1])
+        whole, part = entries[: counts[0]], entries[counts[0] : counts[0] + counts[1]]
+        behind = part[len(part) - ending :]
+        assert all(tile > max(whole, default=-1) for tile in behind)
+        found = [(tile, False) for tile in reversed(behind)]
+        found += [(tile, True) for tile in reversed(whole)]
+        found += [(tile, False) for tile in reversed(part[: len(part) - ending])]
+    return found if first + count <= KEYS else [(tile, False) for tile, _ in found]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
+    monkeypatch.setattr(backward, "attention_gradients", Catching())
+    case = CASES[name]
+    args = launched(**case)
+    c, table, ranks = args["c"], args["table"], args["order"].ranks
+    rows, tile_q, tile_kv = case.get("rows", 1000), c.TILE_Q.value, c.TILE_KV.value
+    tasks, b_stride, h_stride = -(-KEYS // tile_kv), table.b_stride >> 2, table.h_stride >> 2
+    q, k = torch.arange(rows, device=DEVICE)[:, None], torch.arange(KEYS, device=DEVICE)[None, :]
+    for b in range(2):
+        for h in range(4):
+            keep = case["mask"](b, h, q, k).expand(rows, KEYS)
+            walks, added = [], {}
+            for tile in range(tasks):
+                row = b * b_stride + h * h_stride + tile
+                walks.append(walk(args, row, tile * tile_kv, tile_kv))
+                visited = [query_tile for query_tile, _ in walks[-1]]
+                assert len(set(visited)) == len(visited)
+                for query_tile in range(-(-rows // tile_q)):
+                    part = keep[query_tile * tile_q :][:tile_q, tile * tile_kv :][:, :tile_kv]
+                    assert query_tile in visited or not part.any()
+                    assert (query_tile, True) not in walks[-1] or (part.all() and part.shape == (tile_q, tile_kv))
+                for query_tile in visited:
+                    assert int(ranks[row, query_tile]) == added.get(query_tile, 0)
+                    added[query_tile] = added.get(query_tile, 0) + 1
+            # two tiles of keys at a time, which wait for their turns, come to an end
+            turns, waiting, running = {}, list(range(tasks)), []
+            while waiting or running:
+                running += [[waiting.pop(0), 0] for _ in range(min(len(waiting), 2 - len(running)))]
+                moved = False
+                for one in list(running):
+                    tile, at = one
+                    if at == len(walks[tile]):
+                        running.remove(one)
+                        moved = True
+                    else:
+                        query_tile = walks[tile][at][0]
+                        row = b * b_stride + h * h_stride + tile
+                        if turns.get(query_tile, 0) == int(ranks[row, query_tile]):
+                            turns[query_tile] = turns.get(query_tile, 0) + 1
+                            one[1] += 1
+                            moved = True
+                assert moved
+            assert turns == added
