@@ -98,8 +98,11 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The tensor, of one dimension at least, which broadcasts to [B, Hq, Sq, Skv].
 
     Raises:
+        TypeError: if it is nested.
         ValueError: if it does not, or is on another device.
     """
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor; got a NestedTensor: give nested queries and keys a mask or score function")
     if tensor.device != query.device:
         raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
     if tensor.dim() == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci import backends
 from foci.backends.contract import Backend, Given, Inputs, Kernel, Offsets, Repeating
-from foci.backends.sequences import check_spans
+from foci.backends.sequences import check_pages, check_spans
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
@@ -170,6 +170,8 @@ def forward_of(call: Chosen, operands: Operands) -> Results:
         _tell(call.decision, backward=False)
     if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # elsewhere one would have to wait for them
         check_spans(operands)
+    if operands.page_table is not None and operands.page_table.device.type == "cpu":
+        check_pages(operands)
     if _is_empty(operands):
         return _empty_results(call.formula, operands)
     with as_written(operands.query):

@@ -12,7 +12,7 @@ from foci import masks, scores
 from foci.arguments import broadcast, causal_bias, mask_parts, score_parts
 from foci.core import Function
 from foci.dispatch import run, run_packed
-from foci.jagged import attend_nested, is_nested
+from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.prepare import Extras, check_integers, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
 from foci.variant import Mask
@@ -120,6 +120,8 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
+        if not enable_gqa:
+            check_ungrouped(query, key, value)
         score, mask = _mask_argument(attn_mask, query, key, is_causal=is_causal)
         return attend_nested(
             (query, key, value), score, mask, Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)

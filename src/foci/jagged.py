@@ -16,7 +16,7 @@ from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results
 
-__all__ = ["Packed", "attend_nested", "decision_nested", "is_nested"]
+__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "is_nested"]
 
 
 def is_nested(*tensors: Tensor) -> bool:
@@ -67,6 +67,14 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError("Expected query, key, and value to be ragged in the length or before it; they are ragged in the head dim")
 
 
+def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises a ValueError if there are fewer heads of key or value than of the query, but for one that all share."""
+    having = [t for t in (query, key, value) if not t.is_nested or (t.layout == torch.jagged and _ragged(t) == 2)]
+    heads = [t.shape[1] for t in having if t.dim() == 4]
+    if len(set(heads) - {1}) > 1:
+        raise ValueError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
+
+
 def _ragged(tensor: Tensor) -> int:
     return tensor._ragged_idx  # type: ignore[attr-defined, no-any-return]
 
@@ -74,6 +82,8 @@ def _ragged(tensor: Tensor) -> int:
 def _extremes(tensor: Tensor) -> tuple[int | None, int | None]:
     """Longest and shortest sequence of a NestedTensor; computed once for a set of offsets, which keeps them."""
     nested: Any = tensor
+    if nested.offsets().shape[0] == 1:
+        return 0, 0
     if torch.compiler.is_compiling():
         return nested._maybe_max_seqlen, nested._maybe_min_seqlen
     return nested._get_max_seqlen(), nested._get_min_seqlen()
@@ -140,6 +150,8 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     q, k, v = (_pack(t, batch) for t in tensors)
     if k.values.shape[2] != v.values.shape[2]:
         raise ValueError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
+    if not (_are_equal(k.offsets, v.offsets) and _are_equal(k.lengths, v.lengths)):
+        raise ValueError(f"key and value must have the same sequences; got offsets {k.offsets.tolist()} and {v.offsets.tolist()}")
     heads = max(k.values.shape[1], v.values.shape[1])
     where = replace(
         extras, cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=_bound(q), max_kv=_bound(k),
@@ -147,6 +159,13 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     )  # fmt: skip
     packed = (_heads(q.values, heads), _heads(k.values, heads), _heads(v.values, heads))
     return _Call(packed, where, batch, q if query.is_nested else None, k if key.is_nested else None)
+
+
+def _are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether these are one tensor, or hold the same on the CPU; elsewhere nobody waits to know."""
+    if ours is theirs or ours is None or theirs is None:
+        return ours is theirs
+    return ours.device.type != "cpu" or torch.compiler.is_compiling() or torch.equal(ours, theirs)
 
 
 def _bound(packed: Packed) -> int:

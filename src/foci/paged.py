@@ -41,7 +41,8 @@ def paged_attention(
         value: [pages, Hkv, page_size, Dv].
         page_table: int32 or int64 [B, pages of a row]; entries behind a row's last page are never used.
         kv_lengths: int32 or int64 [B], keys of each row.
-        max_kv: a bound of `kv_lengths`; by default all that the table holds. It is never read from the device.
+        max_kv: a bound of `kv_lengths`; by default all that the table holds. It is never read from the device; on a GPU nobody looks
+            whether lengths and pages keep to their bounds.
         mask: a `foci.Mask` or a function (b, h, q_idx, kv_idx) -> bool.
         score, sink, scale, dropout_p: as in `foci.attention`.
         return_aux: auxiliary outputs to return besides; `column_sums` are [B, Hq, max_kv], `weights` are not to be had.
@@ -69,8 +70,10 @@ def paged_attention(
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
         raise TypeError(f"mask must be a foci.Mask or a function: rows have lengths of their own; got {type(mask).__name__}")
     room = page_table.shape[1] * key.shape[2]
-    if max_kv is not None and not 0 <= max_kv <= room:
-        raise ValueError(f"max_kv must be from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}")
+    if max_kv is not None and (isinstance(max_kv, bool) or not isinstance(max_kv, (int, torch.SymInt)) or not 0 <= max_kv <= room):
+        raise ValueError(
+            f"max_kv must be an integer from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}"
+        )
     outputs = checked_outputs(return_aux, sink)
     if outputs.weights:
         raise ValueError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")

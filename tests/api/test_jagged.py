@@ -296,6 +296,17 @@ def test_no_backend_says_why():
     assert all(name in str(caught.value) for name in foci.backends.names())
 
 
+def test_a_batch_of_nothing():
+    q = torch.nested.nested_tensor_from_jagged(rand(0, 4, 8), offsets=torch.tensor([0])).transpose(1, 2)
+    assert foci.attention(q, q, q).shape[0] == 0
+
+
+def test_a_nested_mask_is_refused():
+    q = nested((3, 5), 2, 8)[1]
+    with pytest.raises(TypeError, match="attn_mask must be a dense tensor; got a NestedTensor"):
+        foci.scaled_dot_product_attention(q, q, q, attn_mask=q)
+
+
 # Errors in torch's words -------------------------------------------------------------------------------------------
 
 
@@ -316,6 +327,8 @@ def wrong(name):
         ),
         "batch": (q, *(nested((3, 5, 1), 2, 8)[1] for _ in range(2))),
         "tokens": (q, nested((3, 5), 2, 8)[1], nested((3, 6), 2, 8)[1]),
+        "lengths": (q, nested((3, 5), 2, 8)[1], nested((5, 3), 2, 8)[1]),
+        "grouped": (nested((3, 5), 4, 8)[1], k, k),
         "strided": tuple(torch.nested.nested_tensor([rand(2, 3, 8)]) for _ in range(3)),
         "heads": (q, *(nested((3, 5), 3, 8)[1] for _ in range(2))),
     }[name]
@@ -331,8 +344,10 @@ MESSAGES = {
     "head dim": "ragged in the head dim",
     "batch": "query has batch size 2; it must be 3 or 1",
     "tokens": "same sequences; got float64.1, 2, 8, 8. on cpu and float64.1, 2, 9, 8. on cpu when packed",
+    "lengths": r"same sequences; got offsets \[0, 3, 8\] and \[0, 5, 8\]",
+    "grouped": "have 4, 2, 2 heads: grouped heads need enable_gqa=True",
     "strided": "query must be a NestedTensor of jagged layout, layout=torch.jagged; got layout torch.strided",
-    "heads": "number of query heads must be a multiple of the number of key heads; got 2 and 3",
+    "heads": "have 2, 3, 3 heads: grouped heads need enable_gqa=True",
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.ir.expr import LENGTHS
 from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
 
-__all__ = ["Sequence", "check_spans", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
+__all__ = ["Sequence", "check_pages", "check_spans", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,24 @@ def check_spans(operands: Operands) -> None:
                     f"the sequences of {name} must follow each other within its {tokens.shape[2]} tokens; got one from {start} to {stop}, "
                     f"the next from {following}"
                 )
+
+
+def check_pages(operands: Operands) -> None:
+    """Checks that every row of a paged call has a length that its pages hold, and that these are pages of the pool. Reads them on the host.
+
+    Raises:
+        ValueError: if one has not.
+    """
+    o = operands
+    assert o.page_table is not None
+    assert o.kv_lengths is not None
+    pages, page = o.key.shape[0], o.key.shape[2]
+    for b, (row, length) in enumerate(zip(o.page_table.tolist(), o.kv_lengths.tolist(), strict=True)):
+        if not 0 <= length <= o.max_kv:
+            raise ValueError(f"kv_lengths must be from 0 to max_kv, {o.max_kv}; got {length} for row {b}")
+        for number in row[: -(-length // page)]:
+            if not 0 <= number < pages:
+                raise ValueError(f"page_table must hold numbers of the pool's {pages} pages; got {number} for row {b}")
 
 
 def _spans(offsets: Tensor | None, lengths: Tensor | None) -> list[tuple[int, int]]:
