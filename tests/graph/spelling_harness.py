@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import foci
 from foci.graph import Compiler
+from foci.graph.recognise import _with_values
 from foci.graph.verify import Float64
 
 BATCH, HEADS, DIM = 2, 4, 8
@@ -178,3 +179,22 @@ def sites_of(function: Callable[..., Any], inputs: tuple[Any, ...], **options: A
     with foci.observe() as log:
         run(*inputs)
     return log.fusions
+
+
+def graph_of(function, *tensors):
+    """The graph of a function of tensors, each node with an example value."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    tracer = fx.Tracer()
+    root = Module()
+    names = [f"x{n}" for n in range(len(tensors))]
+    space = {"f": function}
+    exec(f"def forward(self, {', '.join(names)}):\n    return f({', '.join(names)})", space)
+    Module.forward = space["forward"]
+    graph = tracer.trace(root)
+    module = fx.GraphModule(root, graph)
+    _with_values(module, tensors)
+    return module

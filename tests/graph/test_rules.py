@@ -5,18 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from spelling_harness import graph_of
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foci.graph.emit import Sizes
 from foci.graph.indices import Digit, NoRule, regroup
 from foci.graph.inplace import without_writes
 from foci.graph.lift import Lift
 from foci.graph.masking import leading_scale, masked
 from foci.graph.products import product_of
-from foci.graph.reading import call_of, location_of
-from foci.graph.recognise import _with_values
-from foci.graph.spelled import divided_early
+from foci.graph.reading import location_of
 from foci.graph.weights import softmax_of
 from foci.ir import expr as ir
 from foci.ir.eager import Env, evaluate
@@ -24,25 +21,6 @@ from foci.ir.ops import apply
 from foci.ir.simplify import simplify
 
 NAMES = ("b", "h", "q_idx", "kv_idx")
-
-
-def graph_of(function, *tensors):
-    """The graph of a function of tensors, each node with an example value."""
-
-    class Module(torch.nn.Module):
-        def forward(self, *args):
-            return function(*args)
-
-    tracer = fx.Tracer()
-    root = Module()
-    names = [f"x{n}" for n in range(len(tensors))]
-    space = {"f": function}
-    exec(f"def forward(self, {', '.join(names)}):\n    return f({', '.join(names)})", space)
-    Module.forward = space["forward"]
-    graph = tracer.trace(root)
-    module = fx.GraphModule(root, graph)
-    _with_values(module, tensors)
-    return module
 
 
 def dynamo_graph_of(function, tensor):
@@ -324,7 +302,6 @@ SOFTMAXES = {
     "method": lambda x: x.softmax(3),
     "torch": lambda x: torch.softmax(x, dim=-1, dtype=torch.float64),
     "logarithm": lambda x: torch.log_softmax(x, -1).exp(),
-    "written out": lambda x: (lambda e: e / e.sum(-1, keepdim=True))(x.exp()),
 }
 
 
@@ -335,35 +312,8 @@ def test_spellings_of_softmax(name):
     assert (softmax.dim, softmax.source.op) == (3, "placeholder")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: (lambda e: e / e.sum(-1))(x[0, :1, :1].exp()),  # not kept: another broadcast
-        lambda x: (lambda e: e / (e.sum(-1, keepdim=True) + 1))(x.exp()),
-        lambda x: (lambda e: e / x.exp2().sum(-1, keepdim=True))(x.exp()),
-        lambda x: x.sigmoid(),
-    ],
-)
-def test_what_is_no_softmax(function):
-    assert softmax_of(result_of(graph_of(function, X))) is None
-
-
-def test_a_late_division_comes_before_the_product():
-    module = graph_of(lambda x, y: (x.exp() @ y) / x.exp().sum(-1, keepdim=True), X, X.mT)
-    twice = module.code
-    divided_early(module.graph, Sizes(module.graph), FakeTensorMode())
-    module.recompile()
-    assert module.code == twice  # two exponentials are two tensors
-
-    def late(x, y):
-        raised = x.exp()
-        return (raised @ y) / raised.sum(-1, keepdim=True)
-
-    module = graph_of(late, X, X.mT)
-    divided_early(module.graph, Sizes(module.graph), None)
-    module.recompile()
-    assert call_of(result_of(module)).name == "matmul"
-    torch.testing.assert_close(module(X, X.mT), late(X, X.mT))
+def test_what_is_no_softmax():
+    assert softmax_of(result_of(graph_of(lambda x: x.sigmoid(), X))) is None
 
 
 def names(module):

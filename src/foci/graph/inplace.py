@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foci.graph.reading import call_of, storage_of, tensor_of, value_of
+from foci.graph.reading import Call, call_of, storage_of, tensor_of, value_of
 
 __all__ = ["without_writes"]
 
@@ -35,6 +35,12 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
         aliases.setdefault(storage, []).append(node)
     for node in list(graph.nodes):
         call = call_of(node)
+        if call is not None and _is_fill(call):
+            target = call.args[0]
+            if storages[target] is not None and _is_private(node, target, aliases[storages[target]], position):
+                _fill(graph, node, position, mode)
+                _rewire(node, target, position, mode)
+            continue
         if call is None or not call.in_place or not call.args or not isinstance(call.args[0], fx.Node) or "out" in call.kwargs:
             continue
         target = call.args[0]
@@ -79,6 +85,31 @@ def _keeps_type(target: fx.Node, others: tuple[Any, ...]) -> bool:
         if isinstance(value, float) and not own.dtype.is_floating_point:
             return False
     return True
+
+
+def _is_fill(call: Call) -> bool:
+    """Whether it is `x[mask] = number`."""
+    if call.name != "setitem" or not all(isinstance(arg, fx.Node) for arg in call.args[:2]) or not isinstance(call.args[2], (int, float)):
+        return False
+    target, mask = map(tensor_of, call.args[:2])
+    return target is not None and mask is not None and mask.dtype is torch.bool and target.is_floating_point()
+
+
+def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> None:
+    """`x[mask] = number` as `masked_fill(x, mask, number)`."""
+    target, mask, number = node.args
+    assert isinstance(target, fx.Node) and isinstance(mask, fx.Node)
+    own, where = tensor_of(target), tensor_of(mask)
+    assert own is not None and where is not None
+    if where.dim() < own.dim():
+        index: Any = (..., *(None,) * (own.dim() - where.dim()))
+        with graph.inserting_before(node):
+            mask = graph.call_function(operator.getitem, (mask, index))
+        position[mask] = position[node]
+        with mode or contextlib.nullcontext():
+            mask.meta["example_value"] = where[index]
+    node.target, node.args = torch.masked_fill, (target, mask, number)
+    node.meta["example_value"] = own
 
 
 def _functional(node: fx.Node) -> bool:

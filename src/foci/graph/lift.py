@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
 from foci.graph.reading import (
+    CASTS,
     Call,
     Size,
     call_of,
@@ -31,6 +32,7 @@ from foci.graph.reading import (
     tensor_of,
     value_of,
 )
+from foci.graph.truth import is_truth
 from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -39,11 +41,7 @@ from foci.ir.simplify import simplify
 from foci.ir.trace import Symbol, TraceError, Tracer, dtype_of
 from foci.ir.vocabulary import WORDS
 
-__all__ = ["CASTS", "PASSED", "Lift", "stops_gradient"]
-
-CASTS: Final = frozenset((
-    "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type",
-))  # fmt: skip
+__all__ = ["PASSED", "Lift", "stops_gradient"]
 
 # Cheap enough to be evaluated once per score.
 POINTWISE: Final = frozenset((
@@ -167,6 +165,8 @@ class Lift:
             raise NoRule("the scores go through a dropout")
         if call.name in CASTS or call.name == "detach":
             return self._cast(node, call, index)
+        if call.name == "log" and node not in self._on_path and is_truth(call.argument(0, "input")):
+            return self._logarithm(call.argument(0, "input"), index)
         if call.name in POINTWISE or (call.name in _OF_SCORES and self._worthwhile(node)):
             return self._pointwise(call, index)
         return None
@@ -197,6 +197,12 @@ class Lift:
         if target.dtype in (torch.int32, torch.int64) and value.dtype.is_integer:
             return value
         return cast(value, dtype_of(target.dtype))
+
+    def _logarithm(self, truth: fx.Node, index: Index) -> Expr:
+        """Of what is 0 or 1: a mask to add."""
+        value = self.element(truth, broadcast_index(index, shape_of(truth)))
+        kept = value if value.dtype is DType.BOOL else apply("ne", value, cast(ir.const(False), value.dtype))
+        return apply("where", kept, 0.0, -math.inf)
 
     def _pointwise(self, call: Call, index: Index) -> Expr | None:
         def operand(arg: Any) -> Any:

@@ -15,13 +15,13 @@ from foci.binding import Bound, bind_expressions
 from foci.graph.emit import Emitter
 from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index, size_of
 from foci.graph.layout import Layout, arrange, source_place, uncast_place
-from foci.graph.masking import leading_scale, masked
+from foci.graph.masking import canonical, leading_scale, masked
 from foci.graph.match import Match, Place
 from foci.graph.profitable import obstacle
 from foci.graph.reading import device_of, dtype_of, hint_of, is_half, shape_of
 from foci.graph.views import step
 from foci.ir import expr as ir
-from foci.ir.expr import Expr
+from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
 from foci.ir.simplify import simplify
 from foci.ir.trace import Tracer
@@ -124,8 +124,9 @@ def _check_zeroed(match: Match, layout: Layout, mask: Expr) -> None:
     """Weights that are zeroed after the softmax must be masked before it."""
     for node, index, when in match.walk.zeroed:
         zero = match.lift.element(node, broadcast_index(index, shape_of(node)))
-        zero = simplify(layout.placed(zero if when else apply("not", zero), match.lift.number))
-        if simplify(apply("and", mask, zero)) is not ir.const(False):
+        zero = zero if zero.dtype is DType.BOOL else apply("ne", zero, ir.const(0))
+        zero = canonical(layout.placed(zero if when else apply("not", zero), match.lift.number))
+        if simplify(apply("not", zero)) is not mask and simplify(apply("and", mask, zero)) is not ir.const(False):
             raise NoRule("weights that the scores do not mask are zeroed after the softmax")
 
 

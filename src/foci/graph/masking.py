@@ -25,7 +25,7 @@ from foci.ir.ranges import Range
 from foci.ir.rewrite import rewrite, substitute
 from foci.ir.simplify import simplify
 
-__all__ = ["LOWEST", "Masked", "leading_scale", "masked"]
+__all__ = ["LOWEST", "Masked", "canonical", "leading_scale", "masked"]
 
 LOWEST: Final = -6e4
 """A constant at or under this one masks: float16's lowest number is -65504, and no score comes near."""
@@ -46,13 +46,18 @@ class Masked:
     lowest: float = -math.inf
 
 
+def canonical(e: Expr) -> Expr:
+    """Simplified, with numbers that stand for conditions as conditions."""
+    return simplify(rewrite(simplify(e), _canonical))
+
+
 def masked(score: Expr) -> Masked:
     """The score with its lowest constants as a mask.
 
     Args:
         score: of the variable `score` and the coordinates.
     """
-    score = simplify(rewrite(simplify(score), _canonical))
+    score = canonical(score)
     found = _split(score)
     if found is None or "score" in found[1].variables():
         return Masked(score, _TRUE, uniform=False)
@@ -64,6 +69,17 @@ def masked(score: Expr) -> Masked:
         return Masked(score, _TRUE, uniform=False)
     finite = lowest != -math.inf
     return Masked(simplify(rest), keep, uniform=finite and not _surely_attends(keep), lowest=lowest)
+
+
+_CHOSEN: Final = frozenset(("add", "sub", "mul", "div", "neg", "eq", "ne", "lt", "le"))
+
+
+def _one(e: Expr) -> Expr:
+    return ir.const(1.0 if e.dtype is DType.FLOAT else 1)
+
+
+def _zero(e: Expr) -> Expr:
+    return ir.const(0.0 if e.dtype is DType.FLOAT else 0)
 
 
 def _is_low(e: Expr) -> bool:
@@ -84,7 +100,9 @@ def _canonical(e: Expr) -> Expr | None:
         and _is_low(e.args[1])
     ):
         return e.args[2]  # clamped from below by what no score comes near
-    if e.op in ("add", "sub", "mul", "div", "neg", "eq", "ne", "lt", "le") and e.args[0].dtype is DType.FLOAT:
+    if e.op == "mul" and all(a.op == "where" and a.args[1:] == (_one(a), _zero(a)) for a in e.args):
+        return apply("where", apply("and", *(a.args[0] for a in e.args)), *e.args[0].args[1:])
+    if e.op in _CHOSEN and e.args[0].dtype is not DType.BOOL:
         choices = [n for n, a in enumerate(e.args) if a.op == "where" and a.args[1].op == a.args[2].op == "const"]
         others = [a for n, a in enumerate(e.args) if n not in choices]
         if len(choices) == 1 and all(a.op == "const" for a in others):
@@ -162,11 +180,18 @@ def leading_scale(score: Expr) -> tuple[Expr, float]:
     >>> leading_scale(apply("add", apply("mul", variable("score"), 0.125), variable("kv_idx")))
     (score + float(kv_idx), 0.125)
     """
+    total = 1.0
+    while (found := _one_scale(score)) is not None:
+        score, total = found[0], total * found[1]
+    return score, total
+
+
+def _one_scale(score: Expr) -> tuple[Expr, float] | None:
     s = ir.variable("score")
     uses = [e for e in score.walk() if s in e.args]
     scales: set[float] = set()
     for e in uses:
         if e.op not in ("mul", "div") or e.args[0] is not s or not isinstance(e.args[1].value, float) or e.args[1].op != "const":
-            return score, 1.0
+            return None
         scales.add(e.args[1].value if e.op == "mul" else 1.0 / e.args[1].value)
-    return (substitute(score, dict.fromkeys(uses, s)), scales.pop()) if len(scales) == 1 else (score, 1.0)
+    return (substitute(score, dict.fromkeys(uses, s)), scales.pop()) if len(scales) == 1 else None

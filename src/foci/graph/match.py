@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
-from foci.graph.lift import CASTS, PASSED, Lift, stops_gradient
+from foci.graph.lift import PASSED, Lift, stops_gradient
 from foci.graph.products import Product, product_of
-from foci.graph.reading import Size, call_of, device_of, dtype_of, is_tensor, needs_grad, same_size, shape_of
+from foci.graph.reading import CASTS, Size, call_of, device_of, dtype_of, is_tensor, needs_grad, same_size, shape_of
 from foci.graph.weights import Softmax, Walk, walk_up
 from foci.ir import expr as ir
 from foci.ir.expr import Expr

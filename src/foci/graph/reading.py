@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = [
+    "CASTS",
     "Call",
     "Size",
     "call_of",
@@ -54,6 +55,10 @@ _IN_PLACE_OPERATORS: Final = frozenset((
     "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
 ))  # fmt: skip
 _STRIP: Final = re.compile(r"^__r?(\w+?)__$")
+
+CASTS: Final = frozenset((
+    "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "type_as", "convert_element_type",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,20 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import NeedsSplit, NoRule
 from foci.graph.inline import open_composites
 from foci.graph.inplace import without_writes
-from foci.graph.lift import CASTS
 from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.nested import body_of
 from foci.graph.products import Product, product_of
-from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
+from foci.graph.reading import CASTS, call_of, location_of, rank_of, reads_only_shape, value_of
 from foci.graph.replacing import erase, erase_dead, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
-from foci.graph.spelled import divided_early
 from foci.graph.views import VIEWS
 from foci.graph.weights import Softmax, softmax_of
 from foci.ir.trace import TraceError
@@ -63,7 +62,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
     without_writes(graph, mode)
     erase_dead(graph)
     sizes = Sizes(graph)
-    divided_early(graph, sizes, mode)
+    without_softmaxes_by_hand(graph, sizes, mode)
     writes = Writes.of(graph)
     for node in list(graph.nodes):
         body = body_of(module, node)

@@ -77,7 +77,7 @@ def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
 
 _MAKERS = frozenset((
     "arange", "zeros", "ones", "full", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "tril",
-    "triu", "eye", "size", "sym_size",
+    "triu", "eye", "size", "sym_size", "sum", "softmax", "any", "all",
 ))  # fmt: skip
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from foci.graph.indices import Index, NoRule, broadcast_index
-from foci.graph.lift import CASTS, Lift, stops_gradient
-from foci.graph.reading import Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.lift import Lift, stops_gradient
+from foci.graph.reading import CASTS, Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.truth import is_truth
 from foci.graph.views import step
 from foci.ir.simplify import simplify
 
@@ -46,9 +47,7 @@ def softmax_of(node: fx.Node) -> Softmax | None:
         if not is_tensor(source) or not isinstance(dim, int):
             return None
         return Softmax(node, source, dim % rank_of(source), frozenset({node}))
-    if call.name == "exp":
-        return _of_logarithm(node, call)
-    return _of_quotient(node, call) if call.name == "div" else None
+    return _of_logarithm(node, call) if call.name == "exp" else None
 
 
 def _of_logarithm(node: fx.Node, call: Call) -> Softmax | None:
@@ -83,54 +82,6 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
 
 def _single(dim: Any) -> Any:
     return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-
-
-def _of_quotient(node: fx.Node, call: Call) -> Softmax | None:
-    """exp(x) / exp(x).sum(dim, keepdim=True)."""
-    if len(call.args) != 2 or not (is_tensor(call.args[0]) and is_tensor(call.args[1])):
-        return None
-    top, bottom = call.args
-    exponential, total = call_of(top), call_of(bottom)
-    inside, guarded = {node, top, bottom}, False
-    if exponential is not None and total is not None and exponential.name == "exp" and _keeps_from_zero(total, bottom):
-        guarded, bottom = True, total.args[0]
-        total = call_of(bottom)
-        inside.add(bottom)
-    if exponential is None or total is None or exponential.name != "exp" or total.name != "sum" or total.args[0] is not top:
-        return None
-    dim = _single(total.argument(1, "dim", total.kwargs.get("axis")))
-    if not isinstance(dim, int) or not total.argument(2, "keepdim", False):
-        return None
-    if guarded and not _has_largest_zero(exponential.args[0], dim % rank_of(top)):
-        return None
-    return Softmax(node, exponential.args[0], dim % rank_of(top), frozenset(inside))
-
-
-def _keeps_from_zero(call: Call, node: fx.Node) -> bool:
-    """Whether a sum of 1 or more is what it was: after a bound of 1 or less, or a number too small to add."""
-    if not call.args or not is_tensor(call.args[0]):
-        return False
-    if call.name in ("clamp", "clamp_min"):
-        least = number_of(call.argument(1, "min"))
-        return isinstance(least, (int, float)) and least <= 1 and number_of(call.argument(2, "max")) is None
-    small = number_of(call.args[1]) if call.name == "add" and len(call.args) == 2 and not call.kwargs else None
-    return isinstance(small, (int, float)) and 0 <= small < torch.finfo(dtype_of(node)).eps / 4
-
-
-def _has_largest_zero(node: Any, dim: int) -> bool:
-    """Whether it is x - x.max(dim, keepdim=True), so that its exponentials sum to 1 or more along the dimension."""
-    call = call_of(node) if isinstance(node, fx.Node) else None
-    if call is None or call.name != "sub" or len(call.args) != 2 or call.kwargs:
-        return False
-    source, largest = call.args
-    while (made := call_of(largest) if isinstance(largest, fx.Node) else None) is not None:
-        if made.name in ("amax", "max"):
-            along = _single(made.argument(1, "dim", made.kwargs.get("axis")))
-            return made.args[0] is source and along in (dim, dim - rank_of(source)) and bool(made.argument(2, "keepdim", False))
-        if made.name not in ("detach", "getitem", "getattr"):
-            return False
-        largest = made.args[0]
-    return False
 
 
 @dataclass
@@ -245,6 +196,9 @@ def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None
         return
     shape = shape_of(other)
     if shape and not same_size(shape[-1], 1):
+        if is_truth(other):
+            walk.zeroed.append((other, walk.index, False))
+            return
         raise NoRule("the weights are multiplied by a tensor that differs between keys")
     if not unmoved and shape and not all(same_size(n, 1) for n in shape):
         raise NoRule("the weights are multiplied by a tensor and then moved")
@@ -284,7 +238,7 @@ def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax, lift: Lift)
         fill, when = (other, False) if kept is source else (kept, True)
     if not is_tensor(mask) or not _is_zero(fill, walk.index, lift):
         raise NoRule("weights are replaced after the softmax")
-    tested = _tested_empty(mask, softmax)
+    tested = frozenset((mask,)) if _asks_for_nan(mask, source) else _tested_empty(mask, softmax)
     if tested is None:
         walk.zeroed.append((mask, walk.index, when))
     elif when:
@@ -299,6 +253,12 @@ def _is_zero(fill: Any, index: Index, lift: Lift) -> bool:
         return bool(number_of(fill) == 0)
     value = simplify(lift.element(fill, broadcast_index(index, shape_of(fill))))
     return value.op == "const" and value.value == 0
+
+
+def _asks_for_nan(mask: fx.Node, weights: fx.Node) -> bool:
+    """Whether it asks which weights are no numbers: those of rows without scores."""
+    call = call_of(mask)
+    return call is not None and call.name == "isnan" and call.args[0] is weights
 
 
 def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:

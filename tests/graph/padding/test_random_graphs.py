@@ -83,10 +83,8 @@ def as_it_is(graph, inputs):
     return make_boxed_func(graph)
 
 
-def compare(program, m, k, n, trained, grow):
-    """Runs the program padded and as it is; the same values and strides, or an error. Returns the paddings."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(m, k, dtype=torch.float64), torch.randn(k, n, dtype=torch.float64)]
+def run_both(program, inputs, trained, grow):
+    """Outputs and gradients of the program as it is and padded, and the paddings."""
     recorder = Recorder(machine(4.0), grow=grow)
     results = []
     plain = {"fw_compiler": as_it_is, "decompositions": select_decomp_table()}
@@ -98,18 +96,41 @@ def compare(program, m, k, n, trained, grow):
         used = [out for out in outputs if out.requires_grad]
         gradients = torch.autograd.grad(sum(out.square().mean() for out in used), leaves, allow_unused=True) if used else ()
         results.append((*outputs, *gradients))
+    return *results, recorder.paddings
+
+
+def compare(program, m, k, n, trained, grow):
+    """The same values and strides padded and as it is, or an error. Returns the paddings."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(m, k, dtype=torch.float64), torch.randn(k, n, dtype=torch.float64)]
+    *results, paddings = run_both(program, inputs, trained, grow)
     for expected, got in zip(*results, strict=True):
         assert (expected is None) == (got is None)
         if expected is not None:
             torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8 * float(1 + expected.detach().abs().max()))
             assert got.stride() == expected.stride()
-    return recorder.paddings
+    return paddings
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
 def test_padded_equals_unpadded(program, m, k, n, trained, grow):
     compare(program, m, k, n, trained, grow)
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.sampled_from([float("nan"), float("inf"), float("-inf")]), st.randoms())
+def test_finite_results_stay_where_others_are_not(program, m, k, n, trained, bad, random):
+    torch.manual_seed(0)
+    inputs = [torch.randn(m, k, dtype=torch.float64), torch.randn(k, n, dtype=torch.float64)]
+    for x in inputs:
+        x.view(-1)[random.randrange(x.numel())] = bad
+    expected, got, _ = run_both(program, inputs, trained, grow=True)
+    for theirs, mine in zip(expected, got, strict=True):
+        if theirs is not None:
+            finite = theirs.isfinite()
+            assert not mine[~finite].isfinite().any()
+            torch.testing.assert_close(mine[finite], theirs[finite], rtol=1e-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("trained", [False, True])

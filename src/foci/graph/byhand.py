@@ -1,0 +1,345 @@
+"""Softmax by hand, exponentials over their sum, brought to `torch.softmax` where it stands between two products.
+
+`e / e.sum(-1, keepdim=True)` is one spelling of many. The sum may lose its dimension and get it back, be of exponentials that were
+computed a second time, be kept from zero, be inverted and multiplied, or divide the product with the values. The exponentials may
+be powers of two, and masked after they were raised. All are one question: what is summed, and is it what is divided, element by element?
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from foci.graph.emit import Emitter, Sizes
+from foci.graph.indices import Digit, Index, NeedsSplit, NoRule, broadcast_index
+from foci.graph.match import path_to
+from foci.graph.products import Product, product_of
+from foci.graph.reading import CASTS, Call, Size, call_of, dtype_of, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.replacing import erase_dead
+from foci.graph.same import Values
+from foci.graph.truth import is_truth
+from foci.graph.views import VIEWS, step
+from foci.ir import expr as ir
+
+__all__ = ["without_softmaxes_by_hand"]
+
+
+def without_softmaxes_by_hand(graph: fx.Graph, sizes: Sizes, mode: FakeTensorMode | None) -> None:
+    """Brings the spellings of softmax in `graph` that stand between two products to `torch.softmax`."""
+    values = Values(graph)
+    changed = False
+    for node in list(graph.nodes):
+        for quotient in _quotients(node):
+            found = _normalised(quotient, values)
+            if found is not None and _stands_between(quotient, found.scores):
+                _rewrite(graph, quotient, found, Emitter(graph, node, mode, sizes))
+                changed = True
+                break
+    if changed:
+        erase_dead(graph)
+
+
+@dataclass(frozen=True)
+class _Quotient:
+    """`node` = top / bottom, or top * bottom where `inverted`; with `product`, what is normalised is one of its operands, `top`."""
+
+    node: fx.Node
+    top: fx.Node
+    bottom: fx.Node
+    inverted: bool
+    index: Index
+    product: Product | None = None
+
+
+@dataclass(frozen=True)
+class _Normalised:
+    """exp(scores), zero where a mask says so, over its sum.
+
+    Attributes:
+        masks: what is kept, each with the truth that keeps.
+        factor: of the scores.
+    """
+
+    scores: fx.Node
+    dims: tuple[int, ...]
+    factor: float = 1.0
+    masks: tuple[tuple[fx.Node, bool], ...] = ()
+
+
+@dataclass
+class _Sum:
+    """A sum found above the divisor: of what, over which dimensions, and the nodes on the way."""
+
+    source: fx.Node
+    dims: frozenset[int]
+    index: tuple[Any, ...]
+    guarded: bool
+    chain: list[fx.Node] = field(default_factory=list)
+
+
+def _quotients(node: fx.Node) -> Iterator[_Quotient]:
+    """The ways in which a node may be a softmax by hand."""
+    call = call_of(node)
+    if call is None or not is_tensor(node) or call.in_place:
+        return
+    index = _atoms(shape_of(node))
+    if call.name == "softmin" and is_tensor(call.argument(0, "input")):
+        yield _Quotient(node, node, node, False, index)
+    if call.name == "normalize" and number_of(call.argument(1, "p", 2.0)) == 1:
+        yield _Quotient(node, call.args[0], node, False, index)
+    if call.name not in ("div", "mul") or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
+        return
+    for top, bottom in ((call.args[0], call.args[1]), (call.args[1], call.args[0]))[: 1 if call.name == "div" else 2]:
+        if _same_shape(top, node):
+            yield _Quotient(node, top, bottom, call.name == "mul", index)
+        product = product_of(top)
+        if product is not None and _same_shape(top, node) and product.addend is None and product.alpha == 1 and len(top.users) == 1:
+            at = dict(zip(product.out, index, strict=True))
+            for side in (0, 1):
+                own = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
+                yield _Quotient(node, product.operands[side], bottom, call.name == "mul", own, replace(product, node=top))
+
+
+_SUMMED: Final = (Digit(ir.axis(-(1 << 20)), -1),)
+
+
+def _atoms(shape: Sequence[Size]) -> Index:
+    return tuple(() if same_size(n, 1) else (Digit(ir.axis(-1 - i), n),) for i, n in enumerate(shape))
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    return rank_of(a) == rank_of(b) and all(map(same_size, shape_of(a), shape_of(b)))
+
+
+def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
+    call = call_of(quotient.node)
+    assert call is not None
+    if call.name == "softmin":
+        dim = call.argument(1, "dim")
+        return _Normalised(call.argument(0, "input"), (dim % rank_of(quotient.node),), -1.0) if isinstance(dim, int) else None
+    total = _by_norm(quotient, call) if call.name == "normalize" else _sum_above(quotient)
+    if total is None or not values.same(quotient.top, total.source) or not _is_over_rows(quotient, total):
+        return None
+    found = _raised(total.source, tuple(sorted(total.dims)), total.chain)
+    alone = {*total.chain, quotient.node, quotient.top, total.source, *([quotient.product.node] if quotient.product else ())}
+    if found is None or found.dims != tuple(range(found.dims[0], found.dims[-1] + 1)):
+        return None
+    if any(user not in alone for node in alone - {quotient.node} for user in node.users):
+        return None
+    unshifted = _without_largest(found.scores, found.dims[0]) if len(found.dims) == 1 else None
+    if (total.guarded and (found.masks or unshifted is None)) or dtype_of(found.scores) != dtype_of(quotient.top):
+        return None
+    return found if unshifted is None else replace(found, scores=unshifted)
+
+
+def _by_norm(quotient: _Quotient, call: Call) -> _Sum | None:
+    """Of `normalize(e, p=1, dim)`: its divisor is the sum of what is positive, kept from zero."""
+    dim, least = call.argument(2, "dim", 1), number_of(call.argument(3, "eps", 1e-12))
+    if not isinstance(dim, int) or not isinstance(least, float) or least > 1 or call.argument(4, "out") is not None:
+        return None
+    dims = frozenset((dim % rank_of(quotient.node),))
+    return _Sum(quotient.top, dims, tuple(() if n in dims else d for n, d in enumerate(quotient.index)), guarded=True)
+
+
+def _sum_above(quotient: _Quotient) -> _Sum | None:
+    """The sum that the divisor is, read at the index of the quotient."""
+    node, inverted, guarded, chain = quotient.bottom, False, False, []
+    index = broadcast_index(_atoms(shape_of(quotient.node)), shape_of(node))
+    while (call := call_of(node)) is not None and is_tensor(node):
+        chain.append(node)
+        if call.name == "sum":
+            return _read_sum(call, index, guarded, chain) if inverted == quotient.inverted else None
+        below = _inverse(call)
+        if below is not None:
+            node, inverted = below, not inverted
+            continue
+        if inverted == quotient.inverted and _keeps_from_zero(call, node):
+            node, guarded = call.args[0], True
+            continue
+        moved = _moved(node, index)
+        if moved is None:
+            return None
+        node, index = moved
+    return None
+
+
+def _moved(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
+    try:
+        return step(node, index, _constant, _unread)
+    except (NoRule, NeedsSplit):
+        return None
+
+
+def _constant(size: Size) -> ir.Expr:
+    if isinstance(size, int):
+        return ir.const(size)
+    raise NoRule("a size that is no constant")
+
+
+def _unread(node: fx.Node, index: Index) -> ir.Expr:
+    raise NoRule("an index that is a tensor")
+
+
+def _inverse(call: Call) -> fx.Node | None:
+    """`x` of 1 / x."""
+    inverted: Any = None
+    if call.name == "reciprocal" or (call.name == "pow" and number_of(call.args[1]) == -1):
+        inverted = call.args[0]
+    if call.name == "div" and number_of(call.args[0]) == 1 and not call.kwargs:
+        inverted = call.args[1]
+    return inverted if isinstance(inverted, fx.Node) and is_tensor(inverted) else None
+
+
+def _read_sum(call: Call, index: Index, guarded: bool, chain: list[fx.Node]) -> _Sum | None:
+    source, given = call.argument(0, "input"), call.argument(1, "dim", call.kwargs.get("axis"))
+    dims = given if isinstance(given, (list, tuple)) else (given,)
+    if not is_tensor(source) or call.argument(3, "dtype") is not None or not dims or not all(isinstance(d, int) for d in dims):
+        return None
+    summed, rest = frozenset(d % rank_of(source) for d in dims), iter(index)
+    kept = bool(call.argument(2, "keepdim", False))
+    full = tuple(next(rest) if kept or n not in summed else () for n in range(rank_of(source)))
+    return _Sum(source, summed, full, guarded, chain)
+
+
+def _is_over_rows(quotient: _Quotient, total: _Sum) -> bool:
+    """Whether each element is divided by the sum of its own row."""
+    if len(total.index) != len(quotient.index):
+        return False
+    if quotient.product is not None and total.dims != {n for n, digits in enumerate(quotient.index) if digits is _SUMMED}:
+        return False
+    return all(n in total.dims or a == b for n, (a, b) in enumerate(zip(quotient.index, total.index, strict=True)))
+
+
+def _raised(node: fx.Node, dims: tuple[int, ...], chain: list[fx.Node]) -> _Normalised | None:
+    """What was raised, and how it was masked; adds the nodes on the way to `chain`."""
+    masks: list[tuple[fx.Node, bool]] = []
+    shape = node
+    while (call := call_of(node)) is not None and is_tensor(node) and _same_shape(node, shape):
+        chain.append(node)
+        if call.name in ("exp", "exp2"):
+            factor = 1.0 if call.name == "exp" else math.log(2)
+            source = call.argument(0, "input")
+            return _Normalised(source, dims, factor, tuple(masks)) if _same_shape(source, shape) else None
+        if call.name == "softmax" and masks:
+            dim, source = call.argument(1, "dim", -1), call.argument(0, "input")
+            over = isinstance(dim, int) and dims == (dim % rank_of(node),)
+            return _Normalised(source, dims, 1.0, tuple(masks)) if over else None
+        above = _unmasked(call)
+        if above is None:
+            return None
+        node, kept, truth = above
+        masks.append((kept, truth))
+    return None
+
+
+def _unmasked(call: Call) -> tuple[fx.Node, fx.Node, bool] | None:
+    """(x, mask, truth that keeps) of a node that is x where it is kept and else zero."""
+    if call.name == "mul" and len(call.args) == 2 and all(map(is_tensor, call.args)):
+        for x, other in (call.args, call.args[::-1]):
+            if is_truth(other):
+                return x, other, True
+    if call.name == "masked_fill" and number_of(call.argument(2, "value")) == 0 and is_tensor(call.args[0]):
+        return call.args[0], call.argument(1, "mask"), False
+    if call.name == "where" and len(call.args) == 3 and number_of(call.args[2]) == 0 and all(map(is_tensor, call.args[:2])):
+        condition, x = call.args[:2]
+        return (x, condition, True) if dtype_of(condition) == torch.bool else None
+    return None
+
+
+def _keeps_from_zero(call: Call, node: fx.Node) -> bool:
+    """Whether a sum of 1 or more is what it was: after a bound of 1 or less, or a number too small to add."""
+    if not call.args or not is_tensor(call.args[0]):
+        return False
+    if call.name in ("clamp", "clamp_min"):
+        least = number_of(call.argument(1, "min"))
+        return isinstance(least, (int, float)) and least <= 1 and number_of(call.argument(2, "max")) is None
+    small = number_of(call.args[1]) if call.name == "add" and len(call.args) == 2 and not call.kwargs else None
+    return isinstance(small, (int, float)) and 0 <= small < torch.finfo(dtype_of(node)).eps / 4
+
+
+def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
+    """`x` of x - x.max(dim), whose exponentials sum to 1 or more along the dimension."""
+    call = call_of(node)
+    if call is None or call.name != "sub" or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
+        return None
+    source, largest = call.args
+    index = broadcast_index(_atoms(shape_of(node)), shape_of(largest))
+    while (made := call_of(largest)) is not None:
+        if made.name in ("amax", "max"):
+            return source if made.args[0] is source and _is_over(made, index, dim) else None
+        if made.name == "detach" or (made.name in ("getitem", "getattr") and not is_tensor(made.args[0])):
+            largest = made.args[0]
+            continue
+        moved = _moved(largest, index)
+        if moved is None:
+            return None
+        largest, index = moved
+    return None
+
+
+def _is_over(call: Call, index: Index, dim: int) -> bool:
+    """Whether the largest over `dim`, read at `index`, is that of the same row."""
+    given = call.argument(1, "dim", call.kwargs.get("axis"))
+    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    rows = _atoms(shape_of(call.args[0]))
+    if not isinstance(given, int) or given % len(rows) != dim:
+        return False
+    kept, rest = bool(call.argument(2, "keepdim", False)), iter(index)
+    own = [next(rest) if kept or n != dim else () for n in range(len(rows))]
+    return all(n == dim or a == b for n, (a, b) in enumerate(zip(rows, own, strict=True)))
+
+
+_MOST_BELOW: Final = 32
+
+
+def _stands_between(quotient: _Quotient, scores: fx.Node) -> bool:
+    """Whether there are products above and below."""
+    below = quotient.product is not None or any(product_of(user) is not None for user in _below(quotient.node))
+    return below and bool(path_to(scores)[0])
+
+
+def _below(node: fx.Node) -> Iterator[fx.Node]:
+    """The readers of a node and of what it becomes."""
+    stack, seen = [node], {node}
+    while stack and len(seen) < _MOST_BELOW:
+        for user in stack.pop().users:
+            call = call_of(user)
+            if call is None or user in seen:
+                continue
+            seen.add(user)
+            yield user
+            if call.name in _ON or call.name in VIEWS or call.name in CASTS:
+                stack.append(user)
+
+
+_ON: Final = frozenset(("dropout", "mul", "div", "masked_fill", "where", "nan_to_num"))
+
+
+def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: Emitter) -> None:
+    scores, node = found.scores, quotient.node
+    if found.factor != 1.0:
+        scores = emitter.call(operator.mul, scores, found.factor)
+    for mask, keeps in found.masks:
+        kept = mask if dtype_of(mask) == torch.bool else emitter.call(operator.ne, mask, 0)
+        scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, kept) if keeps else kept, -math.inf)
+    first, last = found.dims[0], found.dims[-1]
+    if first == last:
+        weights = emitter.call(torch.softmax, scores, first)
+    else:
+        weights = emitter.call(torch.softmax, emitter.method("flatten", scores, first, last), first)
+        weights = emitter.method("reshape", weights, tuple(map(emitter.size, shape_of(scores))))
+    if quotient.product is not None:
+        old = quotient.product.node
+        with graph.inserting_before(node):
+            replaced = {n: n for n in old.all_input_nodes} | {quotient.top: weights}
+            weights = graph.node_copy(old, replaced.__getitem__)
+        weights.meta["example_value"] = value_of(node)
+    node.replace_all_uses_with(weights)
+    graph.erase_node(node)

@@ -1,0 +1,46 @@
+"""Which nodes of a graph hold the same values, because the same operation made them of the same values."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import fx
+
+from foci.graph.lift import PASSED
+from foci.graph.products import product_of
+from foci.graph.reading import call_of, is_tensor, is_written
+from foci.graph.safety import Writes
+
+__all__ = ["Values"]
+
+_RANDOM: Final = frozenset(("dropout",))
+
+
+class Values:
+    """Numbers nodes by value when first asked; linear in the graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._numbers: dict[fx.Node, int] = {}
+
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        if a is b:
+            return True
+        if not self._numbers:
+            self._count()
+        return self._numbers.get(a, -1) == self._numbers.get(b, -2)
+
+    def _count(self) -> None:
+        Writes.of(self._graph)
+        known: dict[object, int] = {}
+        for node in self._graph.nodes:
+            self._numbers[node] = known.setdefault(self._key(node), len(known))
+
+    def _key(self, node: fx.Node) -> object:
+        call = call_of(node)
+        if call is None or call.in_place or not is_tensor(node) or is_written(node) or call.name in _RANDOM:
+            return node
+        if call.name not in PASSED and call.name != "sum" and product_of(node) is None:
+            return node
+        args, kwargs = fx.map_arg((call.args, dict(call.kwargs)), lambda n: f"%{self._numbers[n]}")
+        return f"{call.name} {args!r} {sorted(kwargs.items())!r}"
