@@ -30,8 +30,9 @@ class Compiled:
 class StandIn:
     """Stands in for a kernel."""
 
-    def __init__(self, function, arch, found, file):
+    def __init__(self, function, arch, found, file, is_read_only):
         self.function, self.arch, self.found, self.file, self.signature = function, arch, found, file, function.signature
+        self.is_read_only = is_read_only
 
     def __getitem__(self, grid):
         def compile_it(*args, **options):
@@ -41,6 +42,7 @@ class StandIn:
 
     def compiled(self, args, options):
         import triton
+        from triton._C.libtriton import ir
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, make_backend
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -52,7 +54,14 @@ class StandIn:
         bound, specialization, _ = binder(*args, **options)
         parsed, signature, constants, attributes = self.function._pack_args(backend, dict(options), bound, specialization, options)
         kind = GluonASTSource if self.function.is_gluon() else ASTSource
-        kernel = triton.compile(kind(self.function, signature, constants, attributes), target=target, options=parsed.__dict__)
+        source = kind(self.function, signature, constants, attributes)
+        if self.is_read_only:
+            context = ir.context()
+            ir.load_dialects(context)
+            backend.load_dialects(context)
+            source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+            return Compiled(self.function.__name__, None, None, "")
+        kernel = triton.compile(source, target=target, options=parsed.__dict__)
         self.file.write_bytes(kernel.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         if not tool.exists():
@@ -65,13 +74,14 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
-    """stand_in({module: names of its kernels}, arch): the list that fills with `Compiled` as they would be launched."""
+    """stand_in({module: names of its kernels}, arch): the list that fills with `Compiled` as they would be launched. With
+    is_read_only Triton reads their Python and compiles no further, a small part of the time."""
 
-    def put(kernels, arch):
+    def put(kernels, arch, *, is_read_only=False):
         found = []
         for module, names in kernels.items():
             for name in names:
-                monkeypatch.setattr(module, name, StandIn(getattr(module, name), arch, found, tmp_path / "kernel.cubin"))
+                monkeypatch.setattr(module, name, StandIn(getattr(module, name), arch, found, tmp_path / "kernel.cubin", is_read_only))
         return found
 
     return put

@@ -100,6 +100,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_triton_reads_every_kernel(name, stand_in, monkeypatch):
+    # the interpreter takes Python that the compiler does not, and compiling takes minutes
+    case = CASES[name]
+    found = stand_in(LAUNCHED, 90, is_read_only=True)
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    launch_paged(case, 90) if "page" in case else launch(case, 90)
+    assert found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("name", CASES)

@@ -71,17 +71,15 @@ def weights_of(
     mask: tl.constexpr,
     MASKED: tl.constexpr,
     EDGE: tl.constexpr,
-    BEYOND: tl.constexpr = "all",
+    CUT: tl.constexpr,
 ):
     """(weights, slope of the score function) of a tile of products.
 
-    BEYOND: what is 0 beyond the last position: "all"; "keys", where queries there have a logsumexp of +inf; or "none", where the mask
-    says it, or such keys come to nothing.
+    Queries beyond the last have a logsumexp of +inf. CUT: keys beyond it are cut off here; otherwise the mask does, or they come to
+    nothing.
     """
     b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     inside = kv_idx < kv_len
-    if BEYOND == "all":
-        inside = inside & (q_idx < q_len)
     column = kv_idx
     if EDGE:
         q_idx = tl.minimum(q_idx, q_len - 1)
@@ -96,10 +94,10 @@ def weights_of(
         keep = mask(b, h, q_idx, column if c.BOUNDED else kv_idx, q_len, kv_len, env)
         if c.BLOCKS:
             keep = keep | (tile >= FORCED)
-        if EDGE and BEYOND != "none":
+        if EDGE and CUT:
             keep = keep & inside
         p = tl.where(keep, p, 0.0)
-    elif EDGE and BEYOND != "none":
+    elif EDGE and CUT:
         p = tl.where(inside, p, 0.0)
     return p, slope
 
@@ -149,8 +147,7 @@ def fold_query_gradient(
         values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
-        BEYOND: tl.constexpr = "none" if MASKED and c.BOUNDED else "keys"
-        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, BEYOND)
+        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
         dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
@@ -324,7 +321,7 @@ def fold_key_gradient(
         row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
         # keys beyond the last have rows of dk and dv of their own, which nobody keeps
-        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, "none")
+        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
             keep = turned(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)

@@ -57,7 +57,7 @@ def dscore(
     dp = value_product(douts, values, row_delta, 1, c)
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
-    p, _ = weights_of(qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE)
+    p, _ = weights_of(qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE, True)
     inner_q = q_idx
     inner_kv = kv_idx
     if EDGE:

@@ -69,7 +69,7 @@ def fold_bias_gradient(
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         columns = here + tl.arange(0, c.TILE_KV)
         kv_idx = columns[None, :]
-        p, slope = weights_of(qk, lse2[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, tile), numbers, env, c, both, mask, False, EDGE)
+        p, slope = weights_of(qk, lse2[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, tile), numbers, env, c, both, mask, False, EDGE, True)
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
         dp = with_flow(dp, numbers, b, h, b, q_idx, columns[None, :], q_len, kv_len) - delta[:, None]

@@ -43,7 +43,7 @@ def tile_weights(queries, keys, lse, at, rows, kv_idx, q_len, kv_len, tile, numb
     natural = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
     base = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     where = (b, h, rows[:, None], kv_idx[None, :], q_len, kv_len, tile)
-    p, _ = weights_of(qk, base[:, None], where, numbers, env, c, both, mask, c.MODE != "all", True)
+    p, _ = weights_of(qk, base[:, None], where, numbers, env, c, both, mask, c.MODE != "all", True, True)
     return p
 
 
