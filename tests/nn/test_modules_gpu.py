@@ -64,6 +64,22 @@ def test_decoder():
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("length", [S, 1 << 14])  # the host looks through the one itself
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "bias", "nothing"])
+def test_packings(kind, length, batch_first):
+    hidden = padding(length)
+    mask = {
+        "right": hidden, "left": hidden.flip(1), "holes": rand(B, length) > 0.5, "nothing": hidden & False,
+        "bias": torch.where(hidden, -torch.inf, rand(B, length)),
+    }[kind]  # fmt: skip
+    found, wanted = (foci.nn.Packing.from_mask(m, batch_first=batch_first) for m in (mask.cuda(), mask))
+    assert (found.longest, found.shape, found.batch_first) == (wanted.longest, wanted.shape, wanted.batch_first)
+    for name in ("offsets", "indices", "columns", "starts", "bias"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert one is None if other is None else one.is_cuda and torch.equal(one.cpu(), other), name
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_cache(page_size):
     model, x = encoder(rotary=foci.nn.RotaryEmbedding(16)).cuda().eval(), rand(B, 30, E).cuda()

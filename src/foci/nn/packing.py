@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class _Nest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
         return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
+
+
+def _scattered(rows: Tensor, indices: Tensor, total: int) -> Tensor:
+    if not (rows.requires_grad and torch.is_grad_enabled()):
+        return rows.new_zeros((total, *rows.shape[1:])).index_copy_(0, indices, rows)
+    scattered: Tensor = _Scatter.apply(rows, indices, total)  # type: ignore[no-untyped-call]
+    return scattered
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,22 +164,26 @@ class Packing:
         if is_nested(padded):
             return _nested_values(padded)
         rows = padded.flatten(0, 1)
-        return rows if self.indices is None else _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call]
+        if self.indices is None:
+            return rows
+        if not (rows.requires_grad and torch.is_grad_enabled()):
+            return rows.index_select(0, self.indices)
+        gathered: Tensor = _Gather.apply(rows, self.indices)  # type: ignore[no-untyped-call]
+        return gathered
 
     def pad(self, tokens: Tensor) -> Tensor:
         """The inverse of `pack`: zeros where no token is, or a NestedTensor if the batch was one."""
         if self.nested is not None:
             return self._nest(tokens)
         if self.indices is not None:
-            tokens = _Scatter.apply(tokens, self.indices, self.shape[0] * self.shape[1])  # type: ignore[no-untyped-call]
+            tokens = _scattered(tokens, self.indices, self.shape[0] * self.shape[1])
         return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
 
     def padded(self, tokens: Tensor) -> Tensor:
         """[B, longest, ...] of [T, ...], zeros behind the end of each sequence."""
         ids = self.sequence_ids(tokens.shape[0])
         places = torch.arange(tokens.shape[0], device=tokens.device) - self.offsets[ids] + ids * self.longest
-        full: Tensor = _Scatter.apply(tokens, places, self.batch * self.longest)  # type: ignore[no-untyped-call]
-        return torch.unflatten(full, 0, (self.batch, self.longest))
+        return torch.unflatten(_scattered(tokens, places, self.batch * self.longest), 0, (self.batch, self.longest))
 
     def _nest(self, tokens: Tensor) -> Tensor:
         whole: Any = self.whole
@@ -231,36 +242,49 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
 
 
 def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
-    floating = padding.is_floating_point()
-    keep = padding > -torch.inf if floating else padding.logical_not()
-    batch, length = keep.shape
-    if keep.numel() == 0:
+    batch, length = padding.shape
+    if padding.numel() == 0:
         return None
+    read, device = padding.detach(), padding.device
+    if padding.is_cuda and padding.numel() <= _FEW:
+        read = read.cpu()
+    floating = padding.is_floating_point()
+    keep = read > -torch.inf if floating else read.logical_not()
     lengths = keep.sum(1)
     rises = (keep[:, 1:] > keep[:, :-1]).sum(1)
     facts = [lengths, rises, keep[:, 0]]
     if floating:
-        facts.append((keep & (padding != 0)).any(1))
-    filled, inner_rises, first, *added = torch.stack(facts).tolist()  # the one synchronisation
+        facts.append((keep & (read != 0)).any(1))
+    filled, inner_rises, first, *added = torch.stack(facts).tolist()  # the one synchronisation, of a mask that lies on the device
     tokens, longest, inner = sum(filled), max(filled), max(inner_rises)
     runs = max(rise + start for rise, start in zip(inner_rises, first, strict=True))
     bias_used = any(any(row) for row in added) or padding.requires_grad
     if tokens == batch * length and not bias_used:
         return None
-    flat = torch.nonzero_static(keep.flatten(), size=tokens).squeeze(1)
+    flat = keep.flatten().nonzero() if keep.device.type == "cpu" else torch.nonzero_static(keep.flatten(), size=tokens)
+    flat = flat.squeeze(1)
     columns = flat % length if inner > 0 or not batch_first else None
     offsets = lengths.new_zeros(batch + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
+
+    def sent(found: Tensor) -> Tensor:
+        return found.to(device, non_blocking=True)
+
+    indices = sent(flat if columns is None or batch_first else columns * batch + flat // length)
     return Packing(
-        offsets=offsets,
+        offsets=sent(offsets),
         longest=longest,
         shape=(batch, length),
-        indices=flat if columns is None or batch_first else columns * batch + flat // length,
-        columns=None if inner == 0 else columns,
-        starts=keep.long().argmax(1) if inner > 0 and runs <= 1 else None,
-        bias=padding.flatten().index_select(0, flat) if bias_used else None,
+        indices=indices,
+        columns=None if columns is None or inner == 0 else sent(columns),
+        starts=sent(keep.long().argmax(1)) if inner > 0 and runs <= 1 else None,
+        bias=padding.flatten().index_select(0, sent(flat)) if bias_used else None,
         batch_first=batch_first,
     )
+
+
+_FEW: Final = 1 << 15
+"""Elements of a mask at most that the host looks through itself: it launches kernels that do for longer."""
 
 
 def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:
