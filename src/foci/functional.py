@@ -15,7 +15,7 @@ from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.prepare import Extras, check_integers, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
-from foci.variant import Mask
+from foci.variant import Mask, picklable
 
 __all__ = ["FlexAuxOutput", "causal_lower_right", "causal_upper_left", "flex_attention", "scaled_dot_product_attention", "varlen_attn"]
 
@@ -46,6 +46,7 @@ def _checked_length(name: str, length: Any) -> int:
     return length  # type: ignore[return-value]
 
 
+@picklable
 def causal_upper_left(seq_len_q: int, seq_len_kv: int) -> CausalMask:
     """The causal mask whose diagonal starts in the upper left corner: query i attends to keys 0 to i.
 
@@ -61,6 +62,7 @@ def causal_upper_left(seq_len_q: int, seq_len_kv: int) -> CausalMask:
     return CausalMask(_checked_length("seq_len_q", seq_len_q), _checked_length("seq_len_kv", seq_len_kv), lower_right=False)
 
 
+@picklable
 def causal_lower_right(seq_len_q: int, seq_len_kv: int) -> CausalMask:
     """The causal mask whose diagonal ends in the lower right corner: the last query attends to every key.
 

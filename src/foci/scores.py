@@ -1,6 +1,6 @@
 """Scores by name. Each returns a `foci.Score`; combine them with `>>`, first to last.
 
-To add one: a function here, and an entry in `EXAMPLES`. Tensors may be learned: they receive gradients.
+To add one: a `picklable` function here, and an entry in `EXAMPLES`. Tensors may be learned: they receive gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from foci.example import ScoreExample, Sizes
-from foci.variant import Score
+from foci.variant import Score, picklable
 
 __all__ = ["EXAMPLES", "alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]
 
 
+@picklable
 def identity() -> Score:
     """The score as it is: the neutral element of `>>`.
 
@@ -48,6 +49,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return (*regular, *between)
 
 
+@picklable
 def alibi(slopes: int | Tensor, *, symmetric: bool = False) -> Score:
     """Attention with linear biases: a penalty that grows with the distance, by a slope for each head (Press et al., 2022).
 
@@ -85,6 +87,7 @@ def alibi(slopes: int | Tensor, *, symmetric: bool = False) -> Score:
     return Score(penalise, name="alibi")
 
 
+@picklable
 def softcap(cap: float) -> Score:
     """Scores held within (-cap, cap): `cap * tanh(score / cap)` (Bello et al., 2017; Gemma 2, 2024, section 2).
 
@@ -104,6 +107,7 @@ def softcap(cap: float) -> Score:
     return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score * inverse), name=f"softcap({cap})")
 
 
+@picklable
 def temperature(value: float | Tensor) -> Score:
     """Scores divided by a temperature.
 
@@ -127,6 +131,7 @@ def temperature(value: float | Tensor) -> Score:
     return Score(lambda score, b, h, q_idx, kv_idx: score * inverse, name="temperature")
 
 
+@picklable
 def bias(values: Tensor) -> Score:
     """A tensor added to the scores.
 
@@ -151,6 +156,7 @@ def bias(values: Tensor) -> Score:
     return Score(add, name="bias")
 
 
+@picklable
 def relative_position(table: Tensor) -> Score:
     """A bias by the distance from query to key, which is held within the table (Shaw et al., 2018, equation 4).
 
@@ -178,6 +184,7 @@ def relative_position(table: Tensor) -> Score:
     return Score(add, name="relative_position")
 
 
+@picklable
 def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
     """A bias by the bucket of the distance: one for each small distance, then logarithmic (Raffel et al., 2020, section 2.1).
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,7 +15,10 @@ from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
 from foci.ir.trace import length_symbol
 
-__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "q_len"]
+__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "picklable", "q_len"]
+
+_Made = TypeVar("_Made", bound="Mask | Score")
+_Arguments = ParamSpec("_Arguments")
 
 
 def q_len() -> Any:
@@ -45,7 +49,35 @@ def _length(name: str) -> Any:
     return length_symbol(name)
 
 
-class Mask:
+def picklable(factory: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+    """The factory, whose masks or scores are pickled and copied as a call of it: functions within functions cannot be."""
+
+    @functools.wraps(factory)
+    def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+        return _recorded(factory(*args, **kwargs), make, args, kwargs)
+
+    return make
+
+
+def _recorded(value: _Made, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> _Made:
+    value._recipe = (make, args, kwargs or {})
+    return value
+
+
+def _made(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return make(*args, **kwargs)
+
+
+class _Recorded:
+    """What is pickled and copied as the call that made it, so that a copy captures the copies of its tensors; by attributes otherwise."""
+
+    _recipe: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self._recipe is None else (_made, self._recipe)
+
+
+class Mask(_Recorded):
     """Which keys a query attends to, as a value: `function(b, h, q_idx, kv_idx)`, true where it does.
 
     Masks compose: `&` keeps what both keep, `|` what either keeps, `~` the opposite. The other operand may be a
@@ -70,15 +102,18 @@ class Mask:
 
     def __and__(self, other: Callable[..., Any]) -> Mask:
         left, right = self.function, _mask_function(other)
-        return Mask(lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) & right(b, h, q_idx, kv_idx), name=_joined(self, "&", other))
+        both = Mask(lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) & right(b, h, q_idx, kv_idx), name=_joined(self, "&", other))
+        return _recorded(both, operator.and_, (self, other))
 
     def __or__(self, other: Callable[..., Any]) -> Mask:
         left, right = self.function, _mask_function(other)
-        return Mask(lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) | right(b, h, q_idx, kv_idx), name=_joined(self, "|", other))
+        either = Mask(lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) | right(b, h, q_idx, kv_idx), name=_joined(self, "|", other))
+        return _recorded(either, operator.or_, (self, other))
 
     def __invert__(self) -> Mask:
         function = self.function
-        return Mask(lambda b, h, q_idx, kv_idx: ~function(b, h, q_idx, kv_idx), name=f"~{_label(self)}")
+        opposite = Mask(lambda b, h, q_idx, kv_idx: ~function(b, h, q_idx, kv_idx), name=f"~{_label(self)}")
+        return _recorded(opposite, operator.invert, (self,))
 
     __rand__ = __and__
     __ror__ = __or__
@@ -90,7 +125,7 @@ class Mask:
         return f"Mask({_label(self)})"
 
 
-class Score:
+class Score(_Recorded):
     """What happens to scores before the softmax, as a value: `function(score, b, h, q_idx, kv_idx)`.
 
     `first >> second` applies `first`, then `second` to its result.
@@ -114,9 +149,10 @@ class Score:
 
     def __rshift__(self, other: Callable[..., Any]) -> Score:
         first, then = self.function, _score_function(other)
-        return Score(
+        both = Score(
             lambda score, b, h, q_idx, kv_idx: then(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx), name=_joined(self, ">>", other)
         )
+        return _recorded(both, operator.rshift, (self, other))
 
     def __rrshift__(self, other: Callable[..., Any]) -> Score:
         return Score(_score_function(other)) >> self

@@ -1,6 +1,6 @@
 """Masks by name. Each returns a `foci.Mask`; combine them with `&`, `|` and `~`.
 
-To add one: a function in one of the modules here, and an entry in that module's `EXAMPLES`.
+To add one: a function in one of the modules here, `picklable`, and an entry in that module's `EXAMPLES`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from foci.example import MaskExample, Sizes
-from foci.variant import Mask
+from foci.variant import Mask, picklable
 
 __all__ = ["EXAMPLES", "natten"]
 
 
+@picklable
 def natten(extent: tuple[int, ...], kernel: int | tuple[int, ...], *, dilation: int | tuple[int, ...] = 1) -> Mask:
     """The `kernel` nearest positions of each dimension; at a border the neighborhood shifts inside.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.example import MaskExample, Sizes
-from foci.variant import Mask, kv_len, q_len
+from foci.variant import Mask, kv_len, picklable, q_len
 
 __all__ = [
     "EXAMPLES",
@@ -25,6 +25,7 @@ __all__ = [
 Align = Literal["upper_left", "lower_right"]
 
 
+@picklable
 def everything() -> Mask:
     """Every query attends every key: the neutral element of `&`.
 
@@ -35,6 +36,7 @@ def everything() -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: torch.ones_like(q_idx, dtype=torch.bool), name="everything")
 
 
+@picklable
 def causal() -> Mask:
     """Keys up to the query's own position, aligned to the upper left: `q_idx >= kv_idx` (Vaswani et al., 2017).
 
@@ -45,6 +47,7 @@ def causal() -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, name="causal")
 
 
+@picklable
 def inverse_causal() -> Mask:
     """Keys from the query's own position on: `q_idx <= kv_idx`.
 
@@ -55,6 +58,7 @@ def inverse_causal() -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: q_idx <= kv_idx, name="inverse_causal")
 
 
+@picklable
 def causal_lower_right() -> Mask:
     """Causal with the last query at the last key, as decoding with a KV cache wants it.
 
@@ -67,6 +71,7 @@ def causal_lower_right() -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: q_idx + (kv_len() - q_len()) >= kv_idx, name="causal_lower_right")
 
 
+@picklable
 def window(left: int | None, right: int | None = 0, *, align: Align = "upper_left") -> Mask:
     """Keys from `left` positions before the query to `right` positions after it (Beltagy et al., 2020, section 3.1).
 
@@ -103,6 +108,7 @@ def window(left: int | None, right: int | None = 0, *, align: Align = "upper_lef
     return Mask(attend, name=f"window({left}, {right}{', lower_right' if lower_right else ''})")
 
 
+@picklable
 def dilated_window(left: int, right: int = 0, *, dilation: int) -> Mask:
     """Every `dilation`-th key, `left` of them before the query and `right` after it (Beltagy et al., 2020, section 3.1).
 
@@ -130,6 +136,7 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> Mask:
     return Mask(attend, name=f"dilated_window({left}, {right}, dilation={dilation})")
 
 
+@picklable
 def global_window(left: int, right: int, global_tokens: int | Tensor) -> Mask:
     """A window, and tokens that attend everything and that everything attends (Beltagy et al., 2020, section 3.1).
 
@@ -164,6 +171,7 @@ def global_window(left: int, right: int, global_tokens: int | Tensor) -> Mask:
     return Mask(attend, name=f"global_window({left}, {right})")
 
 
+@picklable
 def block_diffusion(length: int, *, block: int) -> Mask:
     """Block discrete diffusion: a noisy half, then a clean half, each `length` long (Arriola et al., 2025, section 3.2).
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from foci.example import MaskExample, Sizes
 from foci.masks.positional import check_tensor
-from foci.variant import Mask
+from foci.variant import Mask, picklable
 
 __all__ = ["EXAMPLES", "causal_or_bidirectional", "dense", "document", "document_offsets", "key_padding", "padding", "prefix_lm"]
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 
 
+@picklable
 def prefix_lm(prefix: int | Tensor) -> Mask:
     """Causal, but the first `prefix` keys are seen by all (Raffel et al., 2020, section 3.2.1).
 
@@ -41,6 +42,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < prefix), name="prefix_lm")
 
 
+@picklable
 def causal_or_bidirectional(bounds: Tensor) -> Mask:
     """Queries before their batch entry's bound are causal, later ones attend everything.
 
@@ -61,6 +63,7 @@ def causal_or_bidirectional(bounds: Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (q_idx >= bounds[b]) | (q_idx >= kv_idx), name="causal_or_bidirectional")
 
 
+@picklable
 def document(ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
     """Packed documents: a query attends the keys of its own document (Krell et al., 2021).
 
@@ -118,6 +121,7 @@ def _ids(offsets: Tensor) -> Tensor:
     return torch.bucketize(positions, offsets[1:], right=True, out_int32=True)
 
 
+@picklable
 def padding(lengths: Tensor, q_lengths: Tensor | None = None) -> Mask:
     """Keys within the length of their batch entry.
 
@@ -141,6 +145,7 @@ def padding(lengths: Tensor, q_lengths: Tensor | None = None) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) & (q_idx < rows[b]), name="padding")
 
 
+@picklable
 def key_padding(keep: Tensor) -> Mask:
     """Keys that a bool tensor keeps, such as a tokenizer's attention mask.
 
@@ -159,6 +164,7 @@ def key_padding(keep: Tensor) -> Mask:
     return Mask(lambda b, h, q_idx, kv_idx: keep[b, kv_idx], name="key_padding")
 
 
+@picklable
 def dense(mask: Tensor) -> Mask:
     """Any bool tensor: True where a query attends.
 
