@@ -37,7 +37,7 @@ CASES = {
     "D 16": {"dim": 16},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64},
-    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "fused": True},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 400},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True},
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "fused": True},
@@ -76,15 +76,20 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         ({"dim": 80}, True),
         ({"score": scores.softcap(20.0)}, False),
         ({"dropout": 0.1}, False),
-        ({"mask": CASES["document"]["mask"]}, False),
+        ({"mask": CASES["document"]["mask"]}, True),
+        ({"mask": CASES["document"]["mask"], "jagged": True}, False),
+        ({"mask": masks.causal(), "score": scores.alibi(4)}, True),
+        ({"mask": masks.causal(), "score": scores.alibi(4), "kv_heads": 2}, False),
+        ({"score": foci.Score(lambda s, b, h, q, k, ids=DOCUMENTS: s + ids[k])}, True),
+        ({"score": foci.Score(lambda s, b, h, q, k, ids=DOCUMENTS: s + ids[q])}, False),
         ({"dim": 256}, False),
         ({"value_dim": 64}, False),
     ],
 )
 def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monkeypatch):
-    assert posed(case)[0].is_fused == one
+    assert (posed(case)[0].fused is not None) == one
     monkeypatch.setattr(backward, "HAS_ADD", False)
-    assert not posed(case)[0].is_fused
+    assert posed(case)[0].fused is None
 
 
 def posed(case):
@@ -114,7 +119,7 @@ def launch(case):
     gradients, operands, out = posed(case)
     query = operands.query
     if case.get("fused"):
-        gradients.is_fused = True
+        assert gradients.fused is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
-    gradients.is_fused = False
+    gradients.fused = None
     gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

@@ -123,7 +123,7 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
 
     assert "forward measured at 1.43 of triton's rate" in said()
     assert "backward" not in said()
-    assert said(**TRAINED).endswith("backward measured at 1.32 of triton's rate")
+    assert said(**TRAINED).endswith("backward measured at 1.41 of triton's rate")
     assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.72 of triton's rate, so taken from triton")
 
 

@@ -16,7 +16,8 @@ class Config(NamedTuple):
     "lists" (see `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the
     scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
     attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
-    PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys.
+    PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys. BOUNDED: queries
+    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later.
     """
 
     CONSUMERS: Any
@@ -37,6 +38,8 @@ class Config(NamedTuple):
     WORDS: Any = None
     PERSISTENT: Any = None
     GROUPED: Any = None
+    BOUNDED: Any = None
+    DEFERS: Any = None
 
 
 class Marked(NamedTuple):

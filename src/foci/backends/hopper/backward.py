@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
+from foci.backends.hopper.backward_schedules import KEYS, QUERIES, Cut, Fused, fused_schedule, is_prefix
 from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
@@ -30,40 +31,18 @@ from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.reduction import HAS_ADD
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import Spans, encode
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
 from foci.ir.expr import const
-from foci.problem import Layout, Operands
+from foci.problem import Operands
 
 __all__ = ["HopperGradients"]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a kernel is cut up: rows and keys of a tile, tiles that stream by in flight."""
-
-    tile_q: int
-    tile_kv: int
-    stages: int
-
-    @property
-    def tiles(self) -> Tiles:
-        """The same as the search for visited tiles takes it."""
-        return Tiles(self.tile_q, self.tile_kv, 4, self.stages)
-
-
-QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
-"""By the wider of the padded head dims."""
-KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
-FUSED: Final = {(64, 64): Cut(128, 128, 2), (128, 128): Cut(64, 128, 2)}
-"""By padded head dims, where one kernel computes all."""
-SUMS: Final = 2
-"""Float32 sums of dq, to which the tiles of keys add in turn: with more of them fewer wait for each other."""
-TOGETHER: Final = 4
-"""Heads whose tiles of keys come together, so that their sums stay in the cache."""
 _ranks: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -96,12 +75,9 @@ class HopperGradients(host.TritonKernel):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
-        self.is_prefix = (is_causal(self.variant) or (mask.op == "const" and mask.value is True)) and formula.block_size is None
-        is_one = self.problem.q_heads == self.problem.kv_heads or "h" not in mask.variables()
-        is_ranked = formula.layout is Layout.DENSE and formula.block_size is None and is_one
-        is_plain = self.variant.score.op == "var" and not formula.dropout  # else what a score needs does not fit the registers besides
-        self.can_fuse = is_plain and (self.is_prefix or is_ranked) and self.dims in FUSED and HAS_ADD
-        self.is_fused = self.can_fuse and self.is_prefix
+        self.is_prefix = is_prefix(self.problem)
+        self.is_bounded_by_key = formula.block_size is None and bounds_of(mask, "q_idx") is not None
+        self.fused = fused_schedule(self.problem) if HAS_ADD else None
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -121,8 +97,8 @@ class HopperGradients(host.TritonKernel):
         self._prepare(call, given, (lse2, delta))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, self._lines(call, lse2, delta))
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        if dq is not None and dk is not None and dv is not None and self.is_fused:
-            self._all_gradients(call, streams, (dq, dk, dv))
+        if dq is not None and dk is not None and dv is not None and self.fused is not None:
+            self._all_gradients(call, streams, (dq, dk, dv), self.fused)
         else:
             self._apart(call, streams, (lse2, delta), (dq, dk, dv))
         if operands.cu_q is not None:
@@ -183,29 +159,29 @@ class HopperGradients(host.TritonKernel):
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
-    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor], schedule: Fused) -> None:
         """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
         operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
         (batch, heads), length, kv_heads = streams.query.shape[:2], call.rows, streams.key.shape[1]
-        cut = FUSED[self.dims]
+        cut = schedule.cut
         by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
         # a sequence begins anew in a tile
         slots = length // cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
-        count = slots * (SUMS * batch * heads)
+        count = slots * (schedule.sums * batch * heads)
         turns = recorder.empty((count + 1,), (1,), torch.int32, streams.query)
         sums = recorder.empty((count * 32, 256), (256, 1), torch.float32, streams.query)
-        together = max(1, TOGETHER * kv_heads // heads)
+        together = max(1, schedule.together * kv_heads // heads)
         mode = "causal" if is_causal(self.variant) else "all"
         found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
-        order = Order(turns, encode(slots), encode(together), tl.constexpr(SUMS), self._ranked(call, found, by_key.tasks))
-        config = self._cut_config(call, cut, found.mode)
+        order = Order(turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._ranked(call, found, cut, by_key.tasks))
+        config = self._cut_config(call, cut, found.mode, defers=schedule.defers)
         recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
             *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, found.table,
-            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
+            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
@@ -213,7 +189,7 @@ class HopperGradients(host.TritonKernel):
             operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
 
-    def _ranked(self, call: host.Pass, found: Visits, tasks: int) -> Tensor | None:
+    def _ranked(self, call: host.Pass, found: Visits, cut: Cut, tasks: int) -> Tensor | None:
         """Ranks of the tiles of keys of a table, which are found once."""
         counts, lists = found.table.counts, found.table.lists
         if counts is None:
@@ -225,7 +201,7 @@ class HopperGradients(host.TritonKernel):
             recorder = Recorder((), None)  # by itself: a pass reads what it made
             if lists is not None:
                 recorder.launch(clear_turns, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
-            config = self._cut_config(call, FUSED[self.dims], found.mode)
+            config = self._cut_config(call, cut, found.mode)
             recorder.launch(mark_tiles, (rows,), ranks, found.table, config, 128, num_warps=1)
             recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, found.table, encode(tasks), 128, num_warps=4)
         call.recorder.keep((ranks,))
@@ -246,13 +222,13 @@ class HopperGradients(host.TritonKernel):
     def _functions(self, operands: Operands, resident: str) -> Functions:
         return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
-    def _cut_config(self, call: host.Pass, cut: Cut, mode: str) -> Config:
+    def _cut_config(self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False) -> Config:
         p = self.problem
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, None, None, p.q_heads != p.kv_heads,
+                None, None, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers,
             )
         )  # fmt: skip
 

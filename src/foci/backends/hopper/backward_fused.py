@@ -6,13 +6,14 @@ each computes half of the tile's share in dq, 64 columns of 128 or 64 rows of 12
 adds it to float32 sums in device memory by TMA, in a fixed order (`backward_turns`), while the warpgroups go on.
 
 Which tiles are visited is found by arithmetic without a mask and under the causal one; else they come from a table, with their ranks.
-Scores are the products themselves: what functions of them need would not fit the registers besides.
+A score is the product and what is added to it: what other functions need would not fit the registers besides.
 """
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
+from foci.backends.hopper.masking import kept
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
 from foci.backends.triton.tiles import number, sequence
 
@@ -76,8 +77,9 @@ def fold_fused(
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, h, kv_idx, q_len, kv_len = at
+    b, h, kv_idx, q_len, kv_len, ends = at
     line, last, count = run
+    BOUNDED: gl.constexpr = c.BOUNDED
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, count * group):
@@ -94,7 +96,10 @@ def fold_fused(
         s = warpgroup_mma_wait(1, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-        p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        where = (b, h, q_idx, kv_idx, q_len, kv_len, tile)
+        p, slope = weights_of(s, lse2, where, scale, env, aux, c, both, mask, MASK and not BOUNDED, MASKED and not BOUNDED)
+        if MASKED and BOUNDED:
+            p = kept(p, ends[0] - tile * c.TILE_Q, ends[1] - tile * c.TILE_Q)
         dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
@@ -103,15 +108,19 @@ def fold_fused(
         ds_tiles.index(two * 2 + half).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(two), count=1)
-        # one fence for both: that of the share which the tile before left
-        mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
+        if c.DEFERS:
+            # one fence for both: that of the share which the tile before left
+            mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
         mbarrier.wait(ds_full.index(two), (n // 2) & 1)
         share = begin_share(ds_tiles, k_tiles, two, c, half)
-        dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
-        mbarrier.arrive(empty.index(stage), count=1)
-        share = warpgroup_mma_wait(0, deps=[share])
+        dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
+        share, dv = warpgroup_mma_wait(1, deps=[share, dv])
         put_share(shares, share, share_bars, n, half)
+        if not c.DEFERS:
+            fence_async_shared()
+            mbarrier.arrive(share_bars[0].index(two), count=1)
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
@@ -119,7 +128,7 @@ def fold_fused(
 @gluon.jit
 def fused_consumer(
     half: gl.constexpr, held, buffers, bars, outputs, place, told, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
@@ -141,7 +150,12 @@ def fused_consumer(
     # a mask that tells heads apart comes with one head to a group
     h = kv_h * group
     aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
-    at = (b, h, kv_idx, q_len, kv_len)
+    ends = 0
+    if c.BOUNDED:
+        keys = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        low, high = bounds(b, h, gl.minimum(keys, kv_len - 1), q_len, kv_len, env)
+        ends = (low, gl.where(keys < kv_len, high, -1))
+    at = (b, h, kv_idx, q_len, kv_len, ends)
     line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, b, h, tile, q_len, kv_len, c)
     # masked tiles, whole ones, masked ones
     for part in range(0, 2):
@@ -149,9 +163,9 @@ def fused_consumer(
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, True)
         run = (line, whole_last, gl.where(part == 0, whole, 0))
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, False)
-    if n > 0:
+    if c.DEFERS:
         fence_async_shared()
-        mbarrier.arrive(share_bars[0].index((n - 1) % 2), count=1)
+        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
     v.store(dv.to(v.dtype))
@@ -167,7 +181,7 @@ def fused_consumer(
 @gluon.jit
 def attention_gradients(
     q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * 32, 256],
     a slot to a tile. Tensors come as descriptors, lse in base 2 and delta as `backward_sums.align_rows` leaves them."""
@@ -193,8 +207,8 @@ def attention_gradients(
     told = (spans, size, table, order.ranks, scale, env)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask)),
-            (fused_consumer, (1, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask)),
+            (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
+            (fused_consumer, (1, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
             (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, table, order.ranks, c)),
             (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c)),
         ],

@@ -4,7 +4,7 @@
     score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
     both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
-    bounds(b, h, q_idx, q_len, kv_len, env) -> (first key, last key), where a mask has them (`foci.backends.triton.bounds`)
+    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
 keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
@@ -89,11 +89,11 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
     parts = {"score": ("score, ", roots[:1]), "both": ("score, ", roots[1:3]), "mask": ("", roots[3:])}
     for name, (first, exprs) in parts.items():
         sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
-    found = bounds_of(variant.mask)
+    found = bounds_of(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
     exprs = (const(0), const(0)) if found is None else (found.low, found.high)
     emitted = emit(exprs, spelling)
-    ends = ", ".join(f"q_idx * 0 + {result}" for result in emitted.results)
-    sources["bounds"] = _function("bounds", "b, h, q_idx, q_len, kv_len, env", (*_indent(emitted.lines), f"    return {ends}"))
+    ends = ", ".join(f"{resident} * 0 + {result}" for result in emitted.results)
+    sources["bounds"] = _function("bounds", f"b, h, {resident}, q_len, kv_len, env", (*_indent(emitted.lines), f"    return {ends}"))
     made = {name: jit_function(name, source) for name, source in sources.items()}
     return Functions(**made, outer=outer, source="\n\n".join(sources.values()))
 

@@ -9,7 +9,7 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
-__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "marks_of", "scores_of"]
+__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "kept", "marks_of", "scores_of"]
 
 ROWS = gl.constexpr(64)
 # what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
@@ -50,6 +50,14 @@ def from_first(x, limit):
     """-inf before the first key of a row."""
     y, column, lane = by_column(x)
     y = gl.where(column >= by_rows(limit, y) - lane, y, float("-inf"))
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def kept(x, first, last):
+    """0 before the first and behind the last column of a row."""
+    y, column, lane = by_column(x)
+    y = gl.where((column >= by_rows(first, y) - lane) & (column <= by_rows(last, y) - lane), y, 0.0)
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 

@@ -1,0 +1,89 @@
+"""How the backward kernels are cut up, and which problems one kernel takes whole, by padded head dims and kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from foci.backends.causal import is_causal
+from foci.backends.hopper.rates import kind_of
+from foci.backends.triton.schedules import Schedule as Tiles
+from foci.backends.triton.schedules import padded
+from foci.ir.derivative import score_derivative
+from foci.ir.expr import Expr, const
+from foci.problem import Layout, Problem
+
+__all__ = ["KEYS", "QUERIES", "Cut", "Fused", "fused_schedule", "is_prefix"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a kernel is cut up: rows and keys of a tile, tiles that stream by in flight."""
+
+    tile_q: int
+    tile_kv: int
+    stages: int
+
+    @property
+    def tiles(self) -> Tiles:
+        """The same as the search for visited tiles takes it."""
+        return Tiles(self.tile_q, self.tile_kv, 4, self.stages)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How one kernel computes all gradients.
+
+    `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
+    tiles of keys add in turn: with more of them fewer wait for each other. `defers`: see `arguments.Config`.
+    """
+
+    cut: Cut
+    together: int = 4
+    sums: int = 2
+    defers: bool = True
+
+
+QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
+"""By the wider of the padded head dims."""
+KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
+_NARROW: Final = Cut(128, 128, 2)
+_WIDE: Final = Cut(64, 128, 2)
+FUSED: Final[dict[tuple[int, str], Fused]] = {
+    # (both head dims, padded; kind)
+    (64, "full"): Fused(_NARROW),
+    (64, "causal"): Fused(_NARROW, defers=False),
+    (64, "window"): Fused(_NARROW, sums=1),
+    (64, "document"): Fused(_NARROW),
+    (64, "score"): Fused(_NARROW, defers=False),
+    (128, "full"): Fused(_WIDE),
+    (128, "causal"): Fused(_WIDE, defers=False),
+    (128, "window"): Fused(_WIDE, sums=1),
+    (128, "document"): Fused(_WIDE),
+    (128, "score"): Fused(_WIDE, defers=False),
+}
+"""As measured on an H200 (`foci.backends.hopper.rates`)."""
+
+
+def is_prefix(problem: Problem) -> bool:
+    """Whether the tiles that are visited are found by arithmetic: all, or those of the causal mask."""
+    mask = problem.variant.mask
+    return problem.formula.block_size is None and (is_causal(problem.variant) or (mask.op == "const" and mask.value is True))
+
+
+def fused_schedule(problem: Problem) -> Fused | None:
+    """How one kernel takes a problem, or None where several do."""
+    formula, variant, width = problem.formula, problem.variant, padded(problem.head_dim)
+    if formula.dropout or formula.block_size is not None or padded(problem.value_dim) != width:
+        return None
+    if formula.layout is not Layout.DENSE and not is_prefix(problem):
+        return None
+    if problem.q_heads != problem.kv_heads and "h" in variant.mask.variables() | variant.score.variables():
+        return None
+    return FUSED.get((width, kind_of(problem))) if _is_shifted(variant.score) else None
+
+
+def _is_shifted(score: Expr) -> bool:
+    """Whether a score is the product and what can be added without reading memory for each row: more would not fit the registers."""
+    reads = {name for e in score.walk() if e.op in ("load", "reduce") for name in e.variables()}
+    return "q_idx" not in reads and score_derivative(score) == const(1.0)
