@@ -316,3 +316,28 @@ def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
         padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
         encoder(rand(3, 9, E).requires_grad_(), src_key_padding_mask=padding, **options).sum().backward()
     assert len(recall._known) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_products_that_end_with_relu(dtype):
+    model, x = stack(nn=foci.nn).eval().to(dtype), rand(B, S, E).to(dtype)
+    with torch.no_grad():
+        out = model(x, src_key_padding_mask=HIDDEN)
+    assert torch.equal(out, model(x, src_key_padding_mask=HIDDEN).detach())
+
+
+def test_sparse_weights_end_with_relu_too():
+    model, x = stack(nn=foci.nn).eval(), rand(B, S, E)
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=HIDDEN)
+        for layer in model.layers:
+            layer.linear1.weight = torch.nn.Parameter(layer.linear1.weight.to_sparse_csr())
+        torch.testing.assert_close(model(x, src_key_padding_mask=HIDDEN), want)
+
+
+def test_forward_derivatives_without_a_graph():
+    layer, x, tangent = stack(nn=foci.nn).layers[0].eval(), rand(T, E), rand(T, E, seed=1)
+    want = torch.func.jvp(layer._ff_block, (x,), (tangent,))[1]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        out = layer._ff_block(torch.autograd.forward_ad.make_dual(x, tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, want)

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -18,6 +19,7 @@ __all__ = ["Call", "activated", "caller", "is_alone", "is_silent", "linear_relu"
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
 _CALL: Final = torch.nn.Module.__call__
+_ENDS_WITH_RELU: Final = frozenset(("cpu", "cuda"))
 
 
 def is_alone() -> bool:
@@ -55,20 +57,21 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it."""
-    if bias is None or not x.is_cuda:
+    """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it, on the CPU it writes in place."""
+    if bias is None or x.device.type not in _ENDS_WITH_RELU:
         return torch.relu(F.linear(x, weight, bias))
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
 
 
 def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """The activation of what a linear layer gives."""
-    if activation is F.relu and x.is_cuda and x.dim() == 2 and not torch.is_grad_enabled() and is_alone():
+    if activation is F.relu and x.dim() == 2 and not torch.is_grad_enabled() and is_alone():
         kind = type(module)
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         is_plain = kind is torch.nn.Linear and kind.forward is _COMPUTE[kind][0] and is_silent(module)
-        is_whole = weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype
-        if is_plain and is_whole and is_plain_eager((x, weight, bias)) and not torch._C._is_any_autocast_enabled():  # type: ignore[arg-type]
+        is_whole = weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype and weight.layout == torch.strided
+        is_seen = forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled()
+        if is_plain and is_whole and not is_seen and is_plain_eager((x, weight, bias)):  # type: ignore[arg-type]
             return linear_relu(x, weight, bias)  # type: ignore[arg-type]
     return activation(caller()(module, x))
 
