@@ -16,7 +16,7 @@ from foci import masks, scores
 from foci.backends.triton import BACKEND
 from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.exponents import exponent_of, slope_of
-from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded, rows_of, schedule_for, shared_bytes
+from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded, rows_of, schedule_for, shared_bytes, splits_for
 from foci.binding import bind
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import DType
@@ -89,6 +89,15 @@ def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsi
             assert sum(wide) > 256  # float32 with large heads: declined, with the reason
             continue
         assert shared_bytes(kind, found, wide, itemsize, scratch=scratch) <= LIMITS[arch]
+
+
+@pytest.mark.parametrize(("groups", "tiles", "wanted"), [(512, 64, 1), (32, 512, 4), (8, 1024, 16), (8, 8, 2), (100, 1024, 9), (1, 3, 1)])
+def test_a_decode_is_split_until_few_multiprocessors_idle(groups, tiles, wanted):
+    splits = splits_for(groups, tiles, 90, 200000)
+    rounds = -(-groups * splits // 132)
+    assert splits == wanted
+    assert splits == max(1, tiles // 4) or rounds * 132 <= 1.05 * groups * splits
+    assert splits_for(8, 1024, 90, 100000) == 32  # a multiprocessor has room for two
 
 
 @pytest.mark.parametrize("family", ["hopper", "ampere"])

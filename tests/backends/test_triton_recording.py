@@ -286,7 +286,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
         "make_tensordesc_arg",
         lambda arg, facts: described.append((arg.base.data_ptr(), facts)) or [f"map of {arg.base.data_ptr()}"],
     )
-    monkeypatch.setattr(recording, "_RELEASE", (3, 6))
+    monkeypatch.setattr(recording, "RELEASE", (3, 6))
     given = []
     compiled = Compiled("kernel", [], 4)
     compiled.run = Launcher(given, [{"swizzle": 3}])
@@ -303,7 +303,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
             assert before == (8, 1, 1, 0, 7, 0, 0, None, None, (4, 1, 0), None, None, None)
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
-    monkeypatch.setattr(recording, "_RELEASE", (3, 9))
+    monkeypatch.setattr(recording, "RELEASE", (3, 9))
     assert recording.direct(compiled, (8, 1, 1, 0, 7), noted) is None
 
 

@@ -13,7 +13,7 @@ from foci.backends.triton.tiles import (
     FORCED,
     LOG2E,
     clear_gaps,
-    find,
+    find_for_gradient,
     keep_tile,
     load_tile,
     number,
@@ -179,7 +179,7 @@ def attention_query_gradient(
     mask: tl.constexpr,
 ):
     """dq of one tile of queries, and what the other kernels need to know of its rows."""
-    b, memory_b, h, task, tile = find(size, spans, c, True)
+    b, memory_b, h, task, tile = find_for_gradient(size, spans, c, True)
     if c.JAGGED and b < 0:
         if tile == 0:
             clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
@@ -346,7 +346,7 @@ def attention_key_gradient(
     q, k, v, do, lse2, delta, dk, dv, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
 ):
     """dk and dv of one tile of keys, summed over the query heads that share it."""
-    b, memory_b, kv_h, task, tile = find(size, spans, c, False)
+    b, memory_b, kv_h, task, tile = find_for_gradient(size, spans, c, False)
     if c.JAGGED and b < 0:
         if tile == 0:
             columns = number(size.columns)

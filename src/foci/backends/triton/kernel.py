@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +39,7 @@ from foci.backends.triton.known import (
     tokens_at,
 )
 from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
-from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, tile_bytes
+from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import layout_of, streamed
 from foci.backends.triton.tuning import fitted
@@ -266,7 +266,8 @@ class TritonKernel:
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
-        splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if self.plan.target.arch else min(3, tiles)
+        taken = shared_bytes("decode", schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
+        splits = splits_for(groups, tiles, self.plan.target.arch, taken)
         programs, width = groups * splits, self.dims[1]
         partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
@@ -443,10 +444,6 @@ class TritonKernel:
         """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
         query, key = call.operands.query, call.operands.key
         return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
-
-
-_PROGRAMS: Final = 1056
-"""Programs a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

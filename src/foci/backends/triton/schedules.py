@@ -25,6 +25,7 @@ __all__ = [
     "schedule_for",
     "scratch_of",
     "shared_bytes",
+    "splits_for",
     "tile_bytes",
 ]
 
@@ -61,6 +62,9 @@ class Schedule:
 LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory a block may take, bytes, by compute capability (CUDA programming guide, table of technical specifications)."""
 
+MULTIPROCESSORS: Final[dict[int, int]] = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+"""Of a large device of each compute capability."""
+
 _S = Schedule
 _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16, 4, 1))
 
@@ -91,7 +95,7 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
     ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
     ("hopper", "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
-    ("hopper", "decode", 2, 128): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
+    ("hopper", "decode", 2, 128): (_S(64, 128, 4, 3, True), _S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
     ("hopper", "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
     ("hopper", "bias_gradient", 2, 64): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
     ("hopper", "bias_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
@@ -198,3 +202,18 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
             # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
             return replace(row, turned=True) if itemsize == 4 and kind.startswith(("key_gradient", "value_gradient")) else row
     return None
+
+
+def splits_for(groups: int, tiles: int, arch: int, taken: int) -> int:
+    """Programs that share the keys of each of `groups` decodes of `tiles` tiles: the fewest, of four tiles or more, that leave a twentieth
+    of the device idle at most; or of those the ones that leave least.
+
+    Args:
+        arch: as in `schedule_for`.
+        taken: shared memory of a program, which decides how many a multiprocessor holds.
+    """
+    if arch == 0:
+        return min(3, tiles)
+    slots = MULTIPROCESSORS.get(arch, 108) * max(1, LIMITS.get(arch, 101376) // taken)
+    idle = {n: -(-groups * n // slots) * slots / (groups * n) - 1 for n in range(1, max(1, tiles // 4) + 1)}
+    return next((n for n, share in idle.items() if share <= 0.05), min(idle, key=lambda n: idle[n]))

@@ -7,6 +7,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HEAD_GROUP = tl.constexpr(8)
+GRADIENT_GROUP = tl.constexpr(2)
 FORCED = tl.constexpr(1 << 30)
 
 
@@ -17,18 +18,18 @@ def number(x):
 
 
 @triton.jit
-def place(n, size, LONGEST_FIRST: tl.constexpr):
+def place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     """(batch entry, head, task) of the n-th program.
 
-    Heads go in groups that share what the cache holds; within a group the last tiles, longest under a causal mask, first.
+    Heads go in groups of TOGETHER, which share what the cache holds; within a group the last tiles, longest under a causal mask, first.
     """
     heads = number(size.batch) * number(size.heads)
     tasks = number(size.tasks)
-    group = n // (HEAD_GROUP * tasks)
-    within = n - group * HEAD_GROUP * tasks
-    members = tl.minimum(HEAD_GROUP, heads - group * HEAD_GROUP)
+    group = n // (TOGETHER * tasks)
+    within = n - group * TOGETHER * tasks
+    members = tl.minimum(TOGETHER, heads - group * TOGETHER)
     task = within // members
-    bh = group * HEAD_GROUP + within - task * members
+    bh = group * TOGETHER + within - task * members
     b = bh // number(size.heads)
     h = bh - b * number(size.heads)
     if LONGEST_FIRST:
@@ -43,12 +44,21 @@ def find(size, spans, c, LONGEST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """(b that functions are told, batch entry in memory, head, task, tile) of the n-th program; b < 0 for the tile-th spare one.
+def find_for_gradient(size, spans, c, LONGEST_FIRST: tl.constexpr):
+    """`find` where a program streams twice as much, so that the cache holds fewer heads."""
+    return find_among(tl.program_id(0), size, spans, c, LONGEST_FIRST, GRADIENT_GROUP)
 
-    Tasks of packed sequences are in their order already.
-    """
-    memory_b, h, task = place(n, size, LONGEST_FIRST and not c.JAGGED)
+
+@triton.jit
+def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
+    """(b that functions are told, batch entry in memory, head, task, tile) of the n-th program; b < 0 for the tile-th spare one."""
+    return find_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
+
+
+@triton.jit
+def find_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
+    """`find_nth` with so many heads at a time. Tasks of packed sequences are in their order already."""
+    memory_b, h, task = place(n, size, LONGEST_FIRST and not c.JAGGED, TOGETHER)
     b = memory_b
     tile = task
     if c.JAGGED:
