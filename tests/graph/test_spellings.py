@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from spelled_forms import FORMS
+from spelled_images import IMAGES
 from spelled_masks import MASKS
 from spelled_models import MODELS
 from spelled_people import PEOPLE
@@ -13,7 +14,7 @@ from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled, fuse
 
 import foci
 
-SPELLINGS = (*FORMS, *MODELS, *TRICKS, *PEOPLE, *MASKS)
+SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *MASKS)
 LENGTH, LONGER = 20, 27
 
 

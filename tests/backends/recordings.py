@@ -1,0 +1,138 @@
+"""Stand-ins for kernels, which note what they are launched with; passes to launch."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.problem import Formula, Operands, Problem, Target
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from foci.backends.triton import kernel, known, recording, sparsity
+
+MODULES = {
+    kernel: (
+        "attention_forward",
+        "prepare_rows",
+        "attention_query_gradient",
+        "attention_key_gradient",
+        "attention_decode",
+        "combine_splits",
+    ),
+    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
+}
+
+
+class Compiled:
+    """Stands in for a compiled kernel: notes what its launcher is given."""
+
+    packed_metadata = (4, 1, 0)
+    function = 7
+
+    def __init__(self, name, launched, count):
+        self.name, self.launched, self.count = name, launched, count
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        assert rest[:3] == (None, None, None)
+        assert len(rest[3:]) == self.count
+        self.launched.append((self.name, (x, y, z), flat(rest[3:])))
+
+
+class Function:
+    """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`."""
+
+    def __init__(self, function, worked_out, launched):
+        name = function.__name__
+        self.signature = function.signature
+        self.name, self.worked_out, self.compiled = name, worked_out, Compiled(name, launched, len(self.signature.parameters))
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            assert_plain((grid, args))
+            bound = self.signature.bind(*args)
+            bound.apply_defaults()
+            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values()))))
+            return self.compiled
+
+        return run
+
+
+def assert_plain(value):
+    """Triton knows int, and nothing that is one besides."""
+    assert not isinstance(value, int) or type(value) in (int, bool)
+    for part in value if isinstance(value, (tuple, list)) else value.shape if isinstance(value, TensorDescriptor) else ():
+        assert_plain(part)
+
+
+def flat(value):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(flat, value))
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, TensorDescriptor):
+        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape)
+    return value
+
+
+def put_stand_ins(monkeypatch):
+    """In place of the kernels, with nothing kept from before: what was worked out, and what was launched at once."""
+    worked_out, launched = [], []
+    for module, names in MODULES.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
+    monkeypatch.setattr(sparsity, "_ways", recording.Kept(256))
+    monkeypatch.setattr(known, "_templates", recording.Kept(1024))
+    return worked_out, launched
+
+
+def made(operands, variant, **formula):
+    q, k = operands.query, operands.key
+    grads = tuple(False for _ in operands.captures)
+    asked = Problem(
+        Formula(variant, **formula), q.dtype, q.shape[3], q.shape[3], q.shape[1], k.shape[1], q.shape[0], q.shape[2], k.shape[2],
+        True, True, True, grads,
+    )  # fmt: skip
+    return kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+
+
+def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, seed=None):
+    q, k, v = (
+        torch.zeros(1 if offsets is not None else 2, n, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (*lengths, lengths[1])
+    )
+    jagged = {} if offsets is None else {"cu_q": offsets, "cu_kv": offsets, "max_q": 200, "max_kv": 200}
+    return Operands(q, k, v, bound.captures, bound.ints, bound.floats, 0.125, 0.1 if seed is not None else 0.0, seed, **jagged)
+
+
+def addressed(log, tensors):
+    """Launches with the addresses of tensors replaced by their numbers: two passes then compare equal."""
+    numbers = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+
+    def replaced(value):
+        return tuple(map(replaced, value)) if isinstance(value, tuple) else numbers.get(value, value)
+
+    return [replaced(entry) for entry in log]
+
+
+SLOPES = torch.rand(4)
+
+DOCUMENTS = torch.arange(256) // 50
+
+VARIANTS = {
+    "plain": (None, None, {}),
+    "causal": (None, masks.causal(), {}),
+    "alibi": (scores.alibi(SLOPES), masks.causal(), {}),
+    "document": (None, foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), {}),
+    "decode": (None, None, {"lengths": (1, 4096)}),
+    "jagged": (None, masks.causal(), {"offsets": torch.tensor([0, 56, 256])}),
+    "dropout": (None, None, {"seed": torch.tensor([1])}),
+}

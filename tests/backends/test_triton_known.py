@@ -1,0 +1,305 @@
+"""Calls known from before: the same launches as new ones, with nothing prepared anew."""
+
+import contextlib
+import os
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import foci
+from foci import execution, masks, planner, recall, scores
+from foci.problem import Target
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from recordings import DOCUMENTS, SLOPES, Function, addressed, put_stand_ins
+from triton.runtime.jit import JITFunction
+
+from foci.backends.triton import kernel, known, sparsity
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    return put_stand_ins(monkeypatch)
+
+
+@pytest.fixture
+def calls(logs, monkeypatch):
+    """Calls of foci as on a GPU; notes which passes were known, by direction."""
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+        monkeypatch.setattr(module, name, OrderedDict())
+    known = []
+    for name in ("forward_again", "backward_again"):
+        method = getattr(kernel.TritonKernel, name)
+
+        def again(self, *args, name=name, method=method):
+            made = method(self, *args)
+            known.append((name, made is not None))
+            return made
+
+        monkeypatch.setattr(kernel.TritonKernel, name, again)
+    with foci.use("triton"):
+        yield known
+
+
+def packed_call(q, k, v, offsets, **options):
+    return foci.varlen_attn(q, k, v, offsets, offsets, 200, 200, **options)
+
+
+def leaves(*, packed=False, wanted=(True, True, True)):
+    shape = (256, 4, 64) if packed else (2, 256, 4, 64)
+    made = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
+    return made if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(made, wanted, strict=True)]
+
+
+OFFSETS, USED = torch.tensor([0, 56, 256]), torch.tensor([50, 190])
+
+KNOWN = {
+    "plain": lambda q, k, v: foci.attention(q, k, v),
+    "causal": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal()),
+    "alibi": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal(), score=scores.alibi(SLOPES)),
+    "document": lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j, ids=DOCUMENTS: ids[i] == ids[j]),
+    "tensor mask": lambda q, k, v: foci.attention(q, k, v, mask=KEEP),
+    "scale": lambda q, k, v: foci.attention(q, k, v, scale=0.1),
+    "dropout": lambda q, k, v: foci.attention(q, k, v, dropout_p=0.1),
+    "lse": lambda q, k, v: foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, row_max=True)),
+    "sdpa": lambda q, k, v: foci.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "packed": lambda q, k, v: packed_call(q, k, v, OFFSETS),
+    "packed causal": lambda q, k, v: packed_call(q, k, v, OFFSETS, window_size=(-1, 0)),
+    "packed lengths": lambda q, k, v: packed_call(q, k, v, OFFSETS, seqused_k=USED),
+    "packed dropout": lambda q, k, v: packed_call(q, k, v, OFFSETS, dropout_p=0.1),
+    "packed lse": lambda q, k, v: packed_call(q, k, v, OFFSETS, return_aux=foci.AuxRequest(lse=True)),
+}
+
+KEEP = torch.rand(2, 1, 1, 256) > 0.5
+
+
+def run_both_ways(call, inputs):
+    """Results and gradients of a call, with every tensor that it was given."""
+    out = call(*inputs)
+    results = [out] if isinstance(out, torch.Tensor) else [t for part in out for t in (part if isinstance(part, tuple) else (part,))]
+    results = [t for t in results if t is not None]
+    wanted = [t for t in inputs if t.requires_grad]
+    given = [torch.zeros_like(t) for t in results if t.requires_grad]
+    gradients = torch.autograd.grad([t for t in results if t.requires_grad], wanted, given) if wanted else ()
+    return [*inputs, *results, *given, *gradients]
+
+
+def lies(tensors):
+    return [(t.shape, t.stride(), t.dtype) for t in tensors]
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, False, False), (False, True, False)], ids=["all", "none", "key"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_call_launches_what_a_new_one_does(logs, calls, name, wanted):
+    worked_out, launched = logs
+    inputs = [leaves(packed="packed" in name, wanted=wanted) for _ in range(3)]
+    first = run_both_ways(KNOWN[name], inputs[0])
+    assert not any(found for _, found in calls)
+    tables = ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")
+    sought = [entry for entry in worked_out if entry[0] not in tables]
+    worked_out.clear()
+    for again in inputs[1:]:
+        calls.clear()
+        launched.clear()
+        kept = run_both_ways(KNOWN[name], again)
+        assert calls == [("forward_again", True), ("backward_again", True)][: 1 + any(wanted)]
+        assert not worked_out
+        assert lies(kept) == lies(first)
+        assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
+        for before, after in zip(addressed(sought, first), addressed(launched, kept), strict=True):
+            differing = [at for at, (a, b) in enumerate(zip(before[2], after[2], strict=True)) if a != b]
+            # what the caller never sees has addresses of its own: the logsumexp, the rows' statistics, the seed among the numbers
+            assert all(isinstance(before[2][at], int) or "dropout" in name for at in differing), (before, after)
+            assert len(differing) <= 4
+
+
+def test_what_a_known_call_reads_is_looked_at_again(logs, calls):
+    worked_out, launched = logs
+    ids, offsets = DOCUMENTS.clone(), OFFSETS.clone()
+    mask = foci.Mask(lambda b, h, i, j: ids[i] == ids[j])
+    ways = (
+        (lambda: foci.attention(*leaves(), mask=mask).sum().backward(), ids, False),
+        (lambda: packed_call(*leaves(packed=True), offsets).sum().backward(), offsets, True),
+    )
+    for way, read, is_known in ways:
+        way()
+        way()
+        worked_out.clear()
+        calls.clear()
+        way()
+        assert [found for _, found in calls] == [True, True]
+        assert not worked_out
+        read[1] += 1
+        launched.clear()
+        way()
+        assert [found for _, found in calls] == [True, True, is_known, is_known]
+        assert worked_out or "place_sequences" in [name for name, *_ in launched]
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_packed_calls_whose_mask_reads_tensors(logs, calls, backend, monkeypatch):
+    if backend == "hopper":
+        hopper_functions(monkeypatch, *logs)
+    with foci.use(backend):
+        for ids in (DOCUMENTS, DOCUMENTS, DOCUMENTS.clone()):
+            moved_call((256, 256), {"mask": lambda b, h, i, j, ids=ids: ids[i] == ids[j]}, separate=False)
+    assert logs[0]
+
+
+MOVED = {
+    "all": {},
+    "causal": {"window_size": (-1, 0)},
+    "window": {"window_size": (7, 7)},
+    "heads apart": {"score": lambda s, b, h, i, j, slopes=SLOPES: s + slopes[h], "mask": lambda b, h, i, j: i - j < 3 + h},
+    "lengths": {"seqused_k": True},
+    "dropout": {"dropout_p": 0.1},
+    "lse": {"return_aux": foci.AuxRequest(lse=True)},
+}
+
+
+def moved_call(tokens, options, *, separate, wanted=(True, True, True)):
+    """A packed call of so many queries and keys, with offsets of its own."""
+    offsets = [torch.tensor([0, n // 3, n - 5]) for n in tokens]
+    offsets = offsets if separate else offsets[:1] * 2
+    if "seqused_k" in options:
+        options = {**options, "seqused_k": torch.tensor([3, 4])}
+    q, k, v = (torch.zeros(n, 4, 64, dtype=torch.bfloat16).requires_grad_(on) for n, on in zip((tokens[0], tokens[1], tokens[1]), wanted))
+    kept = run_both_ways(lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options), (q, k, v))
+    return [*kept, *offsets]
+
+
+def hopper_functions(monkeypatch, worked_out, launched):
+    """Stand-ins for the kernels of the backend hopper, where its Gluon is installed."""
+    hosts = [pytest.importorskip(f"foci.backends.hopper.{name}") for name in ("kernel", "backward")]
+    for module in hosts:
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(module, name, Function(function, worked_out, launched))
+    target = Target("cuda", 90, frozenset({"triton", "triton-3.6"}))
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), target)
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+@pytest.mark.parametrize("name", MOVED)
+def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, name, separate, backend, monkeypatch):
+    """What is launched for them is what a pass worked out for them alone would launch, but for addresses."""
+    worked_out, launched = logs
+    if backend == "hopper":
+        hopper_functions(monkeypatch, *logs)
+    first, other = ((256, 300), (333, 171)) if separate else ((256, 256), (333, 333))
+    with foci.use(backend):
+        moved_call(first, MOVED[name], separate=separate)
+        worked_out.clear()
+        launched.clear()
+        calls.clear()
+        moved_call(other, MOVED[name], separate=separate)
+        assert calls == [("forward_again", True), ("backward_again", True)]
+        assert not worked_out
+        found = [*launched]
+        for kept in (recall._known, known._templates._found, sparsity._ways._found, sparsity._sets):
+            kept.clear()
+        launched.clear()
+        moved_call(other, MOVED[name], separate=separate)
+    # by name and numbers: tables are made at other times, as they are needed
+    assert sorted(map(storages.masked, worked_out + launched), key=str) == sorted(map(storages.masked, found), key=str)
+
+
+class Storages:
+    """Where tensors were asked for their addresses: numbers that lie there are addresses."""
+
+    def __init__(self):
+        self.ranges = set()
+
+    def data_ptr(self, tensor):
+        start = torch._C.TensorBase.data_ptr(tensor)
+        self.ranges.add((start, start + max(tensor.nbytes, 1)))
+        return start
+
+    def masked(self, value):
+        """What was launched, with a word in place of each address."""
+        if isinstance(value, tuple):
+            return tuple(map(self.masked, value))
+        if isinstance(value, (int, float, str)):
+            lies = isinstance(value, int) and any(start <= value < end for start, end in self.ranges)
+            return "address" if lies else value
+        return getattr(value, "value", type(value).__name__)  # of a constant, or of a function that was generated
+
+
+@pytest.fixture
+def storages(monkeypatch):
+    found = Storages()
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: found.data_ptr(tensor), raising=False)
+    return found
+
+
+def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):
+    def backward(hooks, cotangent=None):
+        with hooks:
+            out = foci.attention(*leaves())
+        out.backward(torch.zeros_like(out) if cotangent is None else cotangent)
+        found = calls[-1]
+        assert found[0] == "backward_again"
+        return found[1]
+
+    none, copies = contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
+    backward(none)
+    assert backward(none)
+    assert not backward(copies)
+    wide = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
+    assert not backward(none, wide)
+    loose = torch.zeros(2 * 4 * 256 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 256, 4, 64).transpose(1, 2)
+    assert not backward(none, loose)
+    assert backward(none)
+
+
+def test_a_cotangent_that_is_an_operand_is_not_taken_for_it(logs, calls):
+    launched = logs[1]
+    q, k, v = leaves(wanted=(True, False, False))
+    for _ in range(2):
+        foci.attention(q, k, v).backward(v)
+    other = torch.zeros_like(v)
+    for _ in range(2):
+        launched.clear()
+        foci.attention(q, k, v).backward(other)
+    name, _, args = launched[-1]
+    assert name == "attention_query_gradient"
+    assert other.data_ptr() in args
+
+
+def test_known_calls_are_seen_by_those_who_watch(logs, calls):
+    for _ in range(2):
+        with foci.observe() as log:
+            foci.attention(*leaves()).sum().backward()
+        assert [(call.backend, call.problem.head_dim) for call in (*log.calls, *log.backward_calls)] == [("triton", 64)] * 2
+
+
+def test_a_known_call_keeps_no_tensor_alive(logs, calls):
+    for _ in range(2):
+        q, k, v = leaves()
+        slopes = SLOPES.clone()
+        out = foci.attention(q, k, v, score=scores.alibi(slopes))
+        out.backward(torch.zeros_like(out))
+        refs = [weakref.ref(t) for t in (q, k, v, slopes, out, q.grad)]
+        del q, k, v, slopes, out
+        logs[0].clear()
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_offsets_without_versions_are_read_at_each_call(logs, calls):
+    with torch.inference_mode():
+        unseen = OFFSETS + 0
+        for offsets, looked in ((unseen, 2), (OFFSETS, 0)):
+            calls.clear()
+            packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
+            logs[1].clear()
+            for _ in range(2):
+                packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
+            assert [found for _, found in calls][1:] == [True, True]
+            assert [name for name, *_ in logs[1]].count("place_sequences") == looked

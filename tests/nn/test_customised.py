@@ -1,0 +1,193 @@
+"""Subclasses, layers and attention of others' making, conversion, copies; variants and extra keys in packed layers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from twins import FF, B, E, H, S, T, as_float, padding, quiet, rand, same, stacks
+
+import foci
+import foci.nn
+
+
+class Doubled(foci.nn.TransformerEncoderLayer):
+    """A forward of its own around torch's."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        assert src.dim() == 3
+        return 2 * super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+class Gated(foci.nn.TransformerEncoderLayer):
+    """A block of its own that works on tokens."""
+
+    takes_tokens = True
+
+    def _ff_block(self, x):
+        assert x.dim() == 2
+        return super()._ff_block(x) * torch.sigmoid(x)
+
+
+class GatedPadded(foci.nn.TransformerEncoderLayer):
+    """A block of its own that may not know of packed tokens."""
+
+    def _ff_block(self, x):
+        assert x.dim() == 3
+        return super()._ff_block(x)
+
+
+class Scaled(foci.nn.MultiheadAttention):
+    """An attention with a forward of its own."""
+
+    def forward(self, query, key, value, **kwargs):
+        out, weights = super().forward(query, key, value, **kwargs)
+        return 0.5 * out, weights
+
+
+def test_subclasses():
+    hidden, x = padding("right"), rand(B, S, E)
+    encoder = foci.nn.TransformerEncoder(Doubled(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
+    plain = foci.nn.TransformerEncoder(foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
+    plain.load_state_dict(encoder.state_dict())
+    with pytest.warns(UserWarning, match="Doubled has a forward of its own; set takes_tokens = True"):
+        out = encoder(x, src_key_padding_mask=hidden)
+    want = 2 * plain.layers[1](2 * plain.layers[0](x, src_key_padding_mask=hidden), src_key_padding_mask=hidden)
+    torch.testing.assert_close(out, want)
+    layer = GatedPadded(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
+    assert (layer(x, src_key_padding_mask=hidden)[hidden] == 0).all()
+    gated = foci.nn.TransformerEncoder(Gated(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
+    assert (gated(x, src_key_padding_mask=hidden)[hidden] == 0).all()
+
+
+def test_another_attention_in_a_layer():
+    hidden, x = padding("right"), rand(B, S, E)
+    layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = Scaled(E, H, batch_first=True, dtype=torch.float64)
+    encoder = foci.nn.TransformerEncoder(layer, 2)
+    with pytest.warns(UserWarning, match="has an attention that is not foci.nn.MultiheadAttention"):
+        out = encoder(x, src_key_padding_mask=hidden)
+    assert (out[hidden] == 0).all()
+    rows = [encoder(x[n : n + 1, ~hidden[n]]) for n in range(B)]
+    for n in range(B):
+        torch.testing.assert_close(out[n, ~hidden[n]], rows[n][0])
+
+
+class Wrapper(torch.nn.Module):
+    """A third party's layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.self_attn = layer, layer.self_attn
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+def test_foreign_layers():
+    hidden, x = padding("right"), rand(B, S, E)
+    theirs, ours = stacks("Encoder", batch_first=True)
+    wrapped = foci.nn.TransformerEncoder(Wrapper(ours.layers[0]), 0, ours.norm)
+    wrapped.layers.extend(Wrapper(layer) for layer in ours.layers)
+    with pytest.warns(UserWarning, match="its layers are Wrapper"):
+        out = wrapped(x, src_key_padding_mask=hidden)
+    torch.testing.assert_close(out, ours(x, src_key_padding_mask=hidden))
+    mixed = foci.nn.TransformerEncoder(theirs.layers[0], 2, theirs.norm)
+    with pytest.warns(UserWarning, match="its layers are TransformerEncoderLayer"):
+        assert mixed(x, src_key_padding_mask=hidden).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
+def test_foci_layers_in_torch_encoder():
+    theirs, ours = stacks("Encoder", batch_first=True)
+    mixed = torch.nn.TransformerEncoder(ours.layers[0], 2, ours.norm)
+    mixed.load_state_dict(ours.state_dict())
+    hidden, x = padding("right"), rand(B, S, E)
+    for training in (True, False):
+        mixed.train(training)
+        with torch.no_grad():
+            out = mixed(x, src_key_padding_mask=hidden)
+        torch.testing.assert_close(out[~hidden], ours(x, src_key_padding_mask=hidden)[~hidden])
+
+
+def test_convert():
+    model = quiet(lambda: torch.nn.ModuleDict({
+        "transformer": torch.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=True, dtype=torch.float64),
+        "attention": torch.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64),
+        "own": OwnLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64),
+    }))  # fmt: skip
+    x, hidden = rand(B, S, E), padding("right")
+    before = model["transformer"](x, x), model["attention"](x, x, x)[0], model["own"](x)
+    parameters, modules = list(model.parameters()), list(model.modules())
+    called = []
+    model["transformer"].encoder.layers[0].linear1.register_forward_hook(lambda *args: called.append(args))
+    assert foci.nn.convert(model) is model
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    left = {type(m) for m in model.modules() if type(m).__module__.startswith("torch.nn")}
+    assert not {kind for kind in left if kind.__name__.startswith(("Transformer", "Multihead"))}
+    after = model["transformer"](x, x), model["attention"](x, x, x)[0], model["own"](x)
+    for one, other in zip(before, after):
+        torch.testing.assert_close(one, other)
+    assert called and type(model["own"]) is OwnLayer and type(model["own"].self_attn) is foci.nn.MultiheadAttention
+    assert (model["transformer"].encoder(x, src_key_padding_mask=hidden)[hidden] == 0).all()
+
+
+class OwnLayer(torch.nn.TransformerEncoderLayer):
+    def forward(self, src, *args, **kwargs):
+        return super().forward(src, *args, **kwargs) + src
+
+
+def test_copies_and_pickles():
+    x, hidden = rand(B, S, E), padding("holes")
+    ours = stacks("Encoder", batch_first=True)[1]
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(copied(x, src_key_padding_mask=hidden), ours(x, src_key_padding_mask=hidden))
+
+
+@pytest.mark.parametrize("name", ["right", "left", "holes"])
+def test_variants_in_packed_layers(name):
+    """Positions that functions are given are those in the padded batch, packed or not."""
+    hidden, x = padding(name), rand(B, S, E)
+    rotary = foci.nn.RotaryEmbedding(4)
+    layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64, num_kv_heads=1, rotary=rotary)
+    encoder = foci.nn.TransformerEncoder(
+        layer, 2, masks=[foci.masks.window(1, 2), None], scores=[None, lambda s, b, h, q, kv: s - 0.1 * q * kv]
+    )
+    packed = encoder(x, src_key_padding_mask=hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foci.nn.packing.is_readable", lambda tensor: False)  # as while a graph is made
+        padded = encoder(x, src_key_padding_mask=hidden)
+    torch.testing.assert_close(packed, padded)
+    with pytest.raises(ValueError, match="masks must hold one mask or None for each of 2 layers; got 1"):
+        foci.nn.TransformerEncoder(layer, 2, masks=[None])
+
+
+@pytest.mark.parametrize("options", [{"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("mask", [False, True])
+def test_extra_keys_in_packed_layers(options, mask):
+    theirs, ours = stacks("Encoder", batch_first=True)
+    for stack, nn in ((theirs, torch.nn), (ours, foci.nn)):
+        for n, layer in enumerate(stack.layers):
+            torch.manual_seed(n)
+            layer.self_attn = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **options)
+    hidden = padding("holes")
+    same(theirs.train(), ours, [rand(B, S, E)], ~hidden, src_key_padding_mask=as_float(hidden), mask=rand(S, S, seed=2) if mask else None)
+
+
+class GatedDecoder(foci.nn.TransformerDecoderLayer):
+    """A block of its own, which may not know of packed tokens."""
+
+    def _ff_block(self, x):
+        assert x.dim() == 3
+        return super()._ff_block(x) * torch.sigmoid(x)
+
+
+def test_decoder_subclass():
+    torch.manual_seed(0)
+    decoder = foci.nn.TransformerDecoder(GatedDecoder(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
+    target, memory, hidden = rand(B, T, E), rand(B, S, E), padding("right")
+    with pytest.warns(UserWarning, match="GatedDecoder has a _ff_block of its own"):
+        out = decoder(target, memory, memory_key_padding_mask=hidden)
+    for n in range(B):
+        torch.testing.assert_close(out[n : n + 1], decoder(target[n : n + 1], memory[n : n + 1, ~hidden[n]]))
