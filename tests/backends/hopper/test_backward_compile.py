@@ -21,8 +21,9 @@ from foci.backends.triton import kernel, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 GRADIENTS = ("attention_key_gradient", "attention_query_gradient", "attention_gradients")
+TABLES = ("mark_tiles", "pack_queries", "rank_tiles")
 LAUNCHED = {
-    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient", "mark_tiles", "rank_tiles"),
+    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient", *TABLES),
     kernel: ("prepare_rows",),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }

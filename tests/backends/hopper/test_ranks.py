@@ -77,6 +77,23 @@ def walk(args, row, first, count):
     return found if first + count <= KEYS else [(tile, False) for tile, _ in found]
 
 
+def bits(args, row, query_tile):
+    """What a tile's words say, a row for each key."""
+    table, tile_q = args["table"], args["c"].TILE_Q.value
+    column = torch.arange(tile_q, device=DEVICE)
+    words = table.words[row, query_tile].int()
+    return ((words[:, column % 8 // 2] >> (column // 8 * 2 + column % 2)) & 1).bool()
+
+
+def whole_tile(keep, query_tile, tile, c):
+    """What a mask keeps of a tile, a row for each key; nothing of what is not there."""
+    tile_q, tile_kv = c.TILE_Q.value, c.TILE_KV.value
+    found = torch.zeros(tile_kv, tile_q, dtype=torch.bool, device=DEVICE)
+    part = keep[query_tile * tile_q :][:tile_q, tile * tile_kv :][:, :tile_kv].T
+    found[: part.shape[0], : part.shape[1]] = part
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
     monkeypatch.setattr(backward, "attention_gradients", Catching())
@@ -85,6 +102,8 @@ def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
     c, table, ranks = args["c"], args["table"], args["order"].ranks
     rows, tile_q, tile_kv = case.get("rows", 1000), c.TILE_Q.value, c.TILE_KV.value
     tasks, b_stride, h_stride = -(-KEYS // tile_kv), table.b_stride >> 2, table.h_stride >> 2
+    assert c.BOUNDED.value == (name in ("window", "window of later keys", "by batch entry", "steep"))
+    assert (table.words is None) == c.BOUNDED.value
     q, k = torch.arange(rows, device=DEVICE)[:, None], torch.arange(KEYS, device=DEVICE)[None, :]
     for b in range(2):
         for h in range(4):
@@ -94,6 +113,9 @@ def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
                 row = b * b_stride + h * h_stride + tile
                 walks.append(walk(args, row, tile * tile_kv, tile_kv))
                 visited = [query_tile for query_tile, _ in walks[-1]]
+                if not c.BOUNDED.value:
+                    for query_tile in (at for at, is_whole in walks[-1] if not is_whole):
+                        assert torch.equal(bits(args, row, query_tile), whole_tile(keep, query_tile, tile, c)), name
                 assert len(set(visited)) == len(visited)
                 for query_tile in range(-(-rows // tile_q)):
                     part = keep[query_tile * tile_q :][:tile_q, tile * tile_kv :][:, :tile_kv]

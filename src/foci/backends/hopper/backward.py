@@ -6,6 +6,7 @@ What precedes the launches, what is kept between calls, and gradients of capture
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
-from foci.backends.hopper.arguments import Config
+from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
@@ -29,6 +30,7 @@ from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.reduction import HAS_ADD
+from foci.backends.hopper.words import WORDS_AT_MOST, pack_queries
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import Spans, encode
 from foci.backends.triton.bounds import bounds_of
@@ -44,6 +46,7 @@ __all__ = ["HopperGradients"]
 
 
 _ranks: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
+_words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -174,13 +177,14 @@ class HopperGradients(host.TritonKernel):
         mode = "causal" if is_causal(self.variant) else "all"
         found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
         order = Order(turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._ranked(call, found, cut, by_key.tasks))
-        config = self._cut_config(call, cut, found.mode, defers=schedule.defers)
+        words = self._query_words(call, found, cut, by_key)
+        config = self._cut_config(call, cut, found.mode, defers=schedule.defers, has_words=words is not None)
         recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
-            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, found.table,
+            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
             operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         recorder.launch(
@@ -207,6 +211,25 @@ class HopperGradients(host.TritonKernel):
         call.recorder.keep((ranks,))
         return ranks
 
+    def _query_words(self, call: host.Pass, found: Visits, cut: Cut, by_key: Visits) -> Tensor | None:
+        """Words of a table's partial tiles, which are found once; None where ends of runs say what is kept, or the mask itself."""
+        counts, dtype = found.table.counts, torch.int16 if cut.tile_q == 64 else torch.int32
+        if counts is None or self.is_bounded_by_key:
+            return None
+        words, shape = _words.get(found), (counts.shape[0], found.table.width >> 2, cut.tile_kv, 4)
+        if words is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
+            return None
+        if words is None:
+            words = _words[found] = torch.empty(shape, dtype=dtype, device=counts.device)
+            heads = 1 if found.table.h_stride == encode(0) else call.operands.query.shape[1]
+            Recorder((), None).launch(
+                pack_queries, (shape[0] * (cut.tile_kv // 64), 8),
+                words, found.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
+                self._cut_config(call, cut, found.mode), call.functions.mask, 8, num_warps=4,
+            )  # fmt: skip
+        call.recorder.keep((words,))
+        return words
+
     def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:
         """Zeros in the rows of packed gradients that belong to no sequence."""
         heads, kv_heads, found = call.operands.query.shape[1], call.operands.key.shape[1], call.sequences
@@ -222,13 +245,13 @@ class HopperGradients(host.TritonKernel):
     def _functions(self, operands: Operands, resident: str) -> Functions:
         return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
-    def _cut_config(self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False) -> Config:
+    def _cut_config(self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False, has_words: bool = False) -> Config:
         p = self.problem
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, None, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers,
+                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers,
             )
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights
 from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.masking import kept
+from foci.backends.hopper.masking import kept, marked, words_at
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
 from foci.backends.triton.tiles import number, sequence
 
@@ -79,7 +79,7 @@ def fold_fused(
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
     b, h, kv_idx, q_len, kv_len, ends = at
     line, last, count = run
-    BOUNDED: gl.constexpr = c.BOUNDED
+    BARE: gl.constexpr = c.BOUNDED or c.WORDS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, count * group):
@@ -93,13 +93,17 @@ def fold_fused(
         s = warpgroup_mma(k_tiles.index(half), queries.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(do_full.index(stage), phase)
         dp = warpgroup_mma(v_tiles.index(half), douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if MASKED and c.WORDS:
+            words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         s = warpgroup_mma_wait(1, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         where = (b, h, q_idx, kv_idx, q_len, kv_len, tile)
-        p, slope = weights_of(s, lse2, where, scale, env, aux, c, both, mask, MASK and not BOUNDED, MASKED and not BOUNDED)
-        if MASKED and BOUNDED:
+        p, slope = weights_of(s, lse2, where, scale, env, aux, c, both, mask, MASK and not BARE, MASKED and not BARE)
+        if MASKED and c.BOUNDED:
             p = kept(p, ends[0] - tile * c.TILE_Q, ends[1] - tile * c.TILE_Q)
+        elif MASKED and c.WORDS:
+            p = marked(p, words.to(gl.int32), 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)

@@ -20,7 +20,7 @@ from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import fill_between
 from foci.backends.hopper.rates import rates_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule
-from foci.backends.hopper.words import pack_masks
+from foci.backends.hopper.words import WORDS_AT_MOST, pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
@@ -33,8 +33,6 @@ from foci.problem import Operands, Results
 
 __all__ = ["HopperKernel"]
 
-WORDS_AT_MOST: Final = 1 << 26
-"""Bytes of the words of a mask's partial tiles; where there are more, the forward computes the mask."""
 _words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
 

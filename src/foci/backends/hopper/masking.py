@@ -9,7 +9,7 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
-__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "kept", "marks_of", "scores_of"]
+__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "kept", "marked", "marks_of", "scores_of", "words_at"]
 
 ROWS = gl.constexpr(64)
 # what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
@@ -62,25 +62,31 @@ def kept(x, first, last):
 
 
 @gluon.jit
-def marked(x, words):
-    """-inf where the words have no bit."""
+def marked(x, words, OTHER: gl.constexpr):
+    """OTHER where the words have no bit."""
     y, column, lane = by_column(x)
     bit = column // 8 * 2 + column % 2
-    y = gl.where(((gl.expand_dims(gl.expand_dims(words, 1), 3) >> bit) & 1) != 0, y, float("-inf"))
+    y = gl.where(((gl.expand_dims(gl.expand_dims(words, 1), 3) >> bit) & 1) != 0, y, OTHER)
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def words_at(words, some, COLUMNS: gl.constexpr):
+    """Words [rows, 4] of a tile, which lie one after the other; all bits where it has none."""
+    LAYOUT: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.float32, product(COLUMNS)).reshape([ROWS, COLUMNS // 8, 4, 2]).type.layout
+    WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+    place = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
+    return gl.load(words + place, mask=place < gl.where(some, ROWS * 4, 0), other=-1)
 
 
 @gluon.jit
 def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
     """Words [rows, 4] of the i-th tile that a program visits, where it has some; asked for while its product is not yet there."""
     if c.WORDS and MASKED:
-        LAYOUT: gl.constexpr = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)).reshape([ROWS, c.TILE_KV // 8, 4, 2]).type.layout
-        WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
         row, full_first, full, part_first, before, gap, part = run
         first = (row * number(table.width) + part_first + i) * (c.TILE_Q * 4) + at[5] % c.TILE_Q * 4
-        place = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
         # a full tile, which has none, is attended to
-        return gl.load(table.words + first + place, mask=place < gl.where(i < part, ROWS * 4, 0), other=-1)
+        return words_at(table.words + first, i < part, c.TILE_KV)
     else:
         return i
 
@@ -107,7 +113,7 @@ def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: 
             gl.thread_barrier()
             x = up_to_last(x, high - here)
     elif MASKED and c.WORDS:
-        x = marked(x, marks)
+        x = marked(x, marks, float("-inf"))
     elif MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         if c.BLOCKS:

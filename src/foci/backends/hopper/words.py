@@ -1,16 +1,21 @@
 # mypy: ignore-errors
 """Masks of partial tiles as bits, found once and read by every head and call that they serve.
 
-A thread of the forward holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says
-whether a column is attended to, so that a mask costs the forward the same whatever it reads.
+A thread holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says whether a column
+is attended to, so that a mask costs a kernel the same whatever it reads. Rows are queries in the forward, keys in the backward.
 """
+
+from typing import Final
 
 import triton
 import triton.language as tl
 
 from foci.backends.triton.tiles import FORCED, number, sequence
 
-__all__ = ["pack_masks"]
+__all__ = ["WORDS_AT_MOST", "pack_masks", "pack_queries"]
+
+WORDS_AT_MOST: Final = 1 << 26
+"""Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
 
 
 @triton.jit
@@ -50,3 +55,45 @@ def pack_masks(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPL
         bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
         word = tl.sum(tl.sum(bits.reshape(64, c.TILE_KV // 8, 4, 2), 3), 1)
         tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)
+
+
+@triton.jit
+def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
+    """Words of the partial tiles of queries that 64 keys of a tile visit; of all where keys are not there.
+
+    words: [rows of the table, its width, c.TILE_KV, 4] of integers that hold c.TILE_Q / 4 bits. Others as for `pack_masks`.
+    """
+    part = tl.program_id(0) % (c.TILE_KV // 64)
+    row = tl.program_id(0) // (c.TILE_KV // 64)
+    task = row % number(size.tasks)
+    line = row // number(size.tasks)
+    b = line // number(heads)
+    h = line - b * number(heads)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    counts = table.counts + row.to(tl.int64) * 4
+    first = tl.load(counts)
+    before = tl.load(counts + 1)
+    gap = first
+    count = before
+    if c.MODE == "ranges":
+        gap = tl.load(counts + 2) - before
+        before -= first
+        count = tl.load(counts + 3) - first - gap
+    if (task + 1) * c.TILE_KV > kv_len:
+        count += gap
+        gap = gap * 0
+    kv_idx = task * c.TILE_KV + part * 64 + tl.arange(0, 64)[:, None]
+    column = tl.arange(0, c.TILE_Q)[None, :]
+    at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    for i in range(tl.program_id(1), count, SPLIT):
+        if c.MODE == "ranges":
+            tile = first + i + tl.where(i >= before, gap, 0)
+        else:
+            tile = tl.load(table.lists + row.to(tl.int64) * number(table.width) + gap + i)
+        q_idx = tile * c.TILE_Q + column
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        keep = keep & (q_idx < q_len) & (kv_idx < kv_len)
+        bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
+        word = tl.sum(tl.sum(bits.reshape(64, c.TILE_Q // 8, 4, 2), 3), 1)
+        place = (row.to(tl.int64) * number(table.width) + tile) * (c.TILE_KV * 4)
+        tl.store(words + place + at, word.to(words.dtype.element_ty))
