@@ -9,7 +9,7 @@ from foci.ir.eager import Env, evaluate
 from foci.ir.expr import DType, axis, const, load, param, reduce, size
 from foci.ir.lift import lift_constants
 from foci.ir.ops import apply, cast
-from foci.ir.rewrite import canonical_levels, free_axes, rewrite, substitute
+from foci.ir.rewrite import canonical_levels, rewrite, substitute
 from foci.ir.simplify import simplify
 from foci.ir.text import to_infix, to_text
 from foci.ir.verify import verify
@@ -67,9 +67,9 @@ def test_one_level_may_be_bound_twice():
 def test_free_axes_stay_as_they_are():
     open_body = apply("mul", row(-4), reduce("sum", 5, apply("mul", row(5), row(-1)), EXTENT))
     closed = canonical_levels(open_body)
-    assert free_axes(closed)[closed] == {-4, -1}
+    assert closed.free == {-4, -1}
     bound = substitute(closed, {axis(-1): axis(9)})
-    assert free_axes(bound)[bound] == {-4, 9}
+    assert bound.free == {-4, 9}
 
 
 @settings(max_examples=100, deadline=None)

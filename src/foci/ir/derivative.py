@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from foci.ir.expr import DType, Expr, const, reduce, variable
 from foci.ir.ops import OPS, apply, cast
-from foci.ir.rewrite import canonical_levels, free_axes, reduction, rename_axis
+from foci.ir.rewrite import canonical_levels, reduction, rename_axis
 from foci.ir.simplify import simplify
 
 __all__ = ["CaptureDerivative", "capture_derivatives", "score_derivative"]
@@ -76,12 +76,10 @@ class _Reverse:
 
     root: Expr
     wanted: Callable[[Expr], bool]
-    free: dict[Expr, frozenset[int]] = field(init=False)
     active: set[Expr] = field(init=False)
     loads: list[CaptureDerivative] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free = free_axes(self.root)
         self.active = set()
         for e in self.root.walk():
             reads = any(arg in self.active for arg in e.args) and e.op != "load"
@@ -104,7 +102,7 @@ class _Reverse:
             adjoint = adjoints.pop(e, None)
             if adjoint is None:
                 continue
-            if loop is not None and loop.level not in self.free[e]:
+            if loop is not None and loop.level not in e.free:
                 leaving[e] = adjoint
             elif e.op == "load":
                 assert isinstance(e.value, int)
@@ -179,7 +177,7 @@ def _over(a: Expr, divisor: Expr) -> Expr:
 
 
 def _summed(e: Expr, level: int, extent: Expr) -> Expr:
-    if level in free_axes(e)[e]:
+    if level in e.free:
         return reduce("sum", level, e, extent)
     return _times(e, cast(extent, DType.FLOAT))
 
@@ -191,7 +189,7 @@ def _numbered(found: CaptureDerivative) -> CaptureDerivative:
     for i, level in enumerate(levels):
         parts = [rename_axis(part, level, -1 - i) for part in parts]
     parts = [canonical_levels(part) for part in parts]
-    base = max((reduction(e)[1] + 1 for part in parts for e in part.walk() if e.op == "reduce"), default=0)
+    base = max(part.levels for part in parts)
     numbers = [base + len(levels) - 1 - i for i in range(len(levels))]
     for i, number in enumerate(numbers):
         parts = [rename_axis(part, -1 - i, number) for part in parts]

@@ -17,7 +17,7 @@ from torch import Tensor
 from foci.ir.emit import OpSpelling, Reduction, Spelling, emit
 from foci.ir.expr import DType, Expr, axis
 from foci.ir.ops import LEAVES
-from foci.ir.rewrite import free_axes, reduction
+from foci.ir.rewrite import reduction
 
 __all__ = ["SPELLING", "Env", "evaluate", "source"]
 
@@ -70,7 +70,7 @@ def source(exprs: Sequence[Expr]) -> str:
     emitted = emit(exprs, SPELLING)
     results = [f"{_tensor(e, text)}.to(env.device)" if _is_number(e) else text for e, text in zip(exprs, emitted.results, strict=True)]
     leaves = {leaf for e in exprs for leaf in e.walk() if leaf.op in _SETUP}
-    bound = {leaf for e in exprs for leaf in e.walk() if leaf.op == "axis"} - {axis(n) for e in exprs for n in free_axes(e)[e]}
+    bound = {leaf for e in exprs for leaf in e.walk() if leaf.op == "axis"} - {axis(n) for e in exprs for n in e.free}
     setup = sorted({_SETUP[leaf.op](leaf) for leaf in leaves - bound})
     lines = [*setup, "dtype = env.dtype", *emitted.lines, f"return ({''.join(f'{r}, ' for r in results).rstrip()})"]
     return "\n".join(["def function(env):", *(f"    {line}" for line in lines), ""])
@@ -220,7 +220,7 @@ def _reduce(r: Reduction) -> tuple[str, ...]:
         # a matrix product where the factors vary over different dimensions: never all products at once
         return (index, *r.body, f'{r.name} = torch.einsum("...r,...r->...", {", ".join(r.factors)})')
     result = f"{_tensor(body, r.result)}[None]" if _is_number(body) else r.result
-    if reduction(r.expr)[1] not in free_axes(body)[body]:
+    if reduction(r.expr)[1] not in body.free:
         result = f"extended({result}, {r.extent})"
     return (index, *r.body, f"{r.name} = {result}{_REDUCERS[r.kind]}")
 

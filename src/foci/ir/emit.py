@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from foci.ir.decompose import DECOMPOSITIONS
 from foci.ir.expr import Expr, axis
 from foci.ir.ops import OPS
-from foci.ir.rewrite import canonical_levels, free_axes, rebuild, reduction
+from foci.ir.rewrite import canonical_levels, rebuild, reduction
 
 __all__ = ["Emitted", "Reduction", "Spelling", "UnsupportedOperation", "decompose", "emit"]
 
@@ -109,13 +109,14 @@ def decompose(expr: Expr, ops: Collection[str]) -> Expr:
     Raises:
         UnsupportedOperation: naming the operation.
     """
-    return _decompose(expr, ops, ())
+    is_spelled = all(e.op in ops or e.op not in OPS for e in expr.walk())
+    return expr if is_spelled else _decompose(expr, ops, ())
 
 
 def _decompose(expr: Expr, ops: Collection[str], within: tuple[str, ...]) -> Expr:
     done: dict[Expr, Expr] = {}
     for e in expr.walk():
-        here = rebuild(e, tuple(done[arg] for arg in e.args))
+        here = rebuild(e, tuple([done[arg] for arg in e.args]))
         if here.op in OPS and here.op not in ops:
             rule = DECOMPOSITIONS.get(here.op)
             if rule is None or here.op in within:  # exp by exp2 by exp
@@ -135,25 +136,22 @@ class _Frame:
     lines: list[str] = field(default_factory=list)
 
 
+def _home(e: Expr) -> int | None:
+    """Level of the innermost loop that a value belongs to."""
+    return min(e.free) if e.free else None
+
+
 class _Emitter:
     def __init__(self, spelling: Spelling, roots: Sequence[Expr]) -> None:
         self.spelling = spelling
         self.top = _Frame(None)
-        self.free: dict[Expr, frozenset[int]] = {}
         self.uses: dict[Expr, int] = {}
         self.count = 0
-        distinct: set[Expr] = set()
-        for root in roots:
-            self.free.update(free_axes(root))
-            distinct.update(root.walk())
-        for e in distinct:
+        for e in {e for root in roots for e in root.walk()}:
             for i, arg in enumerate(e.args):
                 # what is computed outside the loop that uses it has a name, lest it move into the loop
-                home = reduction(e)[1] if e.op == "reduce" and i == 0 else self._home(e)
-                self.uses[arg] = self.uses.get(arg, 0) + 1 + (home != self._home(arg))
-
-    def _home(self, e: Expr) -> int | None:
-        return min(self.free[e], default=None)
+                home = reduction(e)[1] if e.op == "reduce" and i == 0 else _home(e)
+                self.uses[arg] = self.uses.get(arg, 0) + 1 + (home != _home(arg))
 
     def spell(self, root: Expr, frames: tuple[_Frame, ...]) -> str:
         """The spelling of `root` inside the innermost of `frames`, after emitting what it needs."""
@@ -175,8 +173,8 @@ class _Emitter:
 
     def _frames_of(self, e: Expr, frames: tuple[_Frame, ...]) -> tuple[_Frame, ...]:
         """The frames down to the one that `e` belongs to: the innermost whose axis it reads."""
-        for i in range(len(frames) - 1, 0, -1):
-            if frames[i].level in self.free[e]:
+        for i in range(len(frames) - 1, 0, -1) if e.free else ():
+            if frames[i].level in e.free:
                 return frames[: i + 1]
         return frames[:1]
 
@@ -216,7 +214,7 @@ class _Emitter:
         inner = _Frame(level)
         extent = self._read(e.args[1], frames)
         body, own = e.args[0], (*frames, inner)
-        is_dot = self.spelling.dot and kind == "sum" and body.op == "mul" and all(level in self.free[arg] for arg in body.args)
+        is_dot = self.spelling.dot and kind == "sum" and body.op == "mul" and all(level in arg.free for arg in body.args)
         factors = tuple(self.spell(arg, own) for arg in body.args) if is_dot else ()
         result = "" if is_dot else self.spell(body, own)
         name = self._fresh()

@@ -56,7 +56,7 @@ def _index_row(tracer: Tracer, row: Symbol, index: tuple[Any, ...]) -> Symbol:
     if all(isinstance(e, slice) and e == slice(None) for e in entries):
         return row
     picks = {n: _as_index(tracer, e) for n, e in enumerate(entries) if e is not None and not isinstance(e, slice)}
-    shared, exprs = merge_axes(tracer, list(picks.values())) if picks else ((), [])
+    shared, exprs = merge_axes(list(picks.values())) if picks else ((), [])
     chosen = dict(zip(picks, exprs, strict=True))
     table: dict[Expr, Expr] = {}
     axes: list[Axis] = []

@@ -18,7 +18,7 @@ from foci.ir import ranges
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import OPS
 from foci.ir.ranges import Range
-from foci.ir.rewrite import free_axes, reduction
+from foci.ir.rewrite import reduction
 from foci.ir.segments import segment_range
 
 __all__ = ["Grid", "bounds"]
@@ -80,9 +80,8 @@ _Frames = tuple[_Frame, ...]
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What every analysis of an expression needs: axes it leaves free, depths, how often each node is read, whole numbers."""
+    """What every analysis of an expression needs: depths, how often each node is read, whole numbers."""
 
-    free: Mapping[Expr, frozenset[int]]
     depth: Mapping[Expr, int]
     uses: Mapping[Expr, int]
     integral: frozenset[Expr]
@@ -90,22 +89,20 @@ class _Facts:
 
 @functools.lru_cache(maxsize=512)
 def _facts(root: Expr) -> _Facts:
-    free = free_axes(root)
     depth: dict[Expr, int] = {}
     uses: dict[Expr, int] = {root: 1}
     for e in root.walk():
         depth[e] = 1 + max((depth[arg] for arg in e.args), default=0)
         for arg in e.args:
             # what a reduction reads is read again on every pass
-            uses[arg] = uses.get(arg, 0) + (1 << 30 if e.op == "reduce" or free[e] else 1)
-    return _Facts(free, depth, uses, _integral(root))
+            uses[arg] = uses.get(arg, 0) + (1 << 30 if e.op == "reduce" or e.free else 1)
+    return _Facts(depth, uses, _integral(root))
 
 
 class _Analysis:
     def __init__(self, grid: Grid, root: Expr) -> None:
         facts = _facts(root)
         self.grid = grid
-        self.free = facts.free
         self.depth = facts.depth
         self.integral = facts.integral
         self.uses = dict(facts.uses)
@@ -132,7 +129,7 @@ class _Analysis:
 
     def _frames_of(self, e: Expr, frames: _Frames) -> _Frames:
         for i in range(len(frames) - 1, 0, -1):
-            if frames[i].level in self.free[e]:
+            if frames[i].level in e.free:
                 return frames[: i + 1]
         return frames[:1]
 

@@ -24,12 +24,6 @@ class Linear(NamedTuple):
     constant: int
     dtype: DType
 
-    def plus(self, other: Linear, factor: int = 1) -> Linear:
-        terms = dict(self.terms)
-        for term, coefficient in other.terms.items():
-            terms[term] = terms.get(term, 0) + factor * coefficient
-        return _wrapped(terms, self.constant + factor * other.constant, self.dtype)
-
     def times(self, factor: int) -> Linear:
         return _wrapped({term: c * factor for term, c in self.terms.items()}, self.constant * factor, self.dtype)
 
@@ -50,20 +44,33 @@ def _wrapped(terms: Mapping[Expr, int], constant: int, dtype: DType) -> Linear:
 
 
 def linear(e: Expr) -> Linear:
-    """The linear form of an integer expression whose operands are in linear form already."""
+    """The linear form of an integer expression."""
+    return _sum((e, 1))
+
+
+def _sum(*parts: tuple[Expr, int]) -> Linear:
+    """The linear form of expressions of one type, each times a factor, added up."""
+    terms: dict[Expr, int] = {}
+    constant = sum(_add(e, factor, terms) for e, factor in parts)
+    return _wrapped(terms, constant, parts[0][0].dtype)
+
+
+def _add(e: Expr, factor: int, terms: dict[Expr, int]) -> int:
+    """Adds the terms of `factor * e` to `terms`; its constant."""
     if e.op == "const":
         assert isinstance(e.value, int)
-        return Linear({}, e.value, e.dtype)
+        return factor * e.value
     if e.op in ("add", "sub"):
-        return linear(e.args[0]).plus(linear(e.args[1]), 1 if e.op == "add" else -1)
+        return _add(e.args[0], factor, terms) + _add(e.args[1], factor if e.op == "add" else -factor, terms)
     if e.op == "neg":
-        return linear(e.args[0]).times(-1)
+        return _add(e.args[0], -factor, terms)
     if e.op == "mul":
-        for factor, rest in (e.args, e.args[::-1]):
-            if factor.op == "const":
-                assert isinstance(factor.value, int)
-                return linear(rest).times(factor.value)
-    return Linear({e: 1}, 0, e.dtype)
+        for number, rest in (e.args, e.args[::-1]):
+            if number.op == "const":
+                assert isinstance(number.value, int)
+                return _add(rest, factor * number.value, terms)
+    terms[e] = terms.get(e, 0) + factor
+    return 0
 
 
 def rebuilt(form: Linear, key: Key) -> Expr:
@@ -96,7 +103,7 @@ def compare(op: str, a: Expr, b: Expr, key: Key) -> Expr | bool:
 
     `q - kv < 4`, `q < kv + 4` and `3 >= q - kv` are all `q - kv <= 3`.
     """
-    terms, constant, dtype = linear(a).plus(linear(b), -1)
+    terms, constant, dtype = _sum((a, 1), (b, -1))
     if op == "lt":
         constant += 1  # x < 0 is x + 1 <= 0
     if not terms:
@@ -124,7 +131,7 @@ def _sides(op: str, moving: Linear, fixed: Linear, key: Key) -> Expr:
     if rises and (fixed.terms or fixed.constant or not falls):
         left, right = moving, fixed
     else:
-        positive = Linear({term: c for term, c in moving.terms.items() if c > 0}, 0, moving.dtype)
-        left = positive if rises else fixed.times(-1)
-        right = positive.plus(moving, -1)
+        rising = Linear({term: c for term, c in moving.terms.items() if c > 0}, 0, moving.dtype)
+        left = rising if rises else fixed.times(-1)
+        right = Linear({term: c for term, c in moving.terms.items() if c < 0}, 0, moving.dtype).times(-1)
     return node(op, (rebuilt(left, key), rebuilt(right, key)), DType.BOOL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -19,7 +19,7 @@ from foci.ir import ranges
 from foci.ir.expr import DType, Expr, const, node
 from foci.ir.ranges import Rule
 
-__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "promote", "round_to"]
+__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "round_to", "signature"]
 
 LEAVES: Final = frozenset({"const", "var", "param", "axis", "size"})
 Partial = Callable[..., Expr]
@@ -35,6 +35,8 @@ class Typing(Enum):
     SHIFT = "operands and result take the widest integer type, at least int32"
     PREDICATE = "a FLOAT operand, a BOOL result"
     SELECT = "a BOOL condition, then two operands of the widest type"
+
+    __hash__ = object.__hash__  # as that of DType
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def apply(name: str, *args: Expr | bool | int | float) -> Expr:
     op = OPS[name]
     if len(args) != op.arity:
         raise TypeError(f"{name} takes {op.arity} operands, got {len(args)}")
-    exprs, dtype = _typed(op, tuple(as_expr(a) for a in args))
+    exprs, dtype = _typed(op, tuple([as_expr(a) for a in args]))
     if all(e.op == "const" for e in exprs):
         folded = _fold(op, exprs, dtype)
         if folded is not None:
@@ -102,23 +104,45 @@ def apply(name: str, *args: Expr | bool | int | float) -> Expr:
 
 
 def _typed(op: Op, args: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], DType]:
-    widest = promote(*(a.dtype for a in args))
-    if op.typing is Typing.SELECT:
-        widest = promote(args[1].dtype, args[2].dtype)
-        return (cast(args[0], DType.BOOL), cast(args[1], widest), cast(args[2], widest)), widest
-    if op.typing in (Typing.ARITHMETIC, Typing.SHIFT):
-        if widest is DType.FLOAT and op.typing is Typing.SHIFT:
-            raise TypeError(f"{op.name} takes integers, got {', '.join(a.dtype.value for a in args)}")
-        widest = promote(widest, DType.INT32)
-        return tuple(cast(a, widest) for a in args), widest
-    if op.typing is Typing.COMPARISON:
-        return tuple(cast(a, widest) for a in args), DType.BOOL
-    if op.typing is Typing.BITWISE:
-        if widest is DType.FLOAT:
-            raise TypeError(f"{op.name} takes booleans or integers, got {', '.join(a.dtype.value for a in args)}")
-        return tuple(cast(a, widest) for a in args), widest
-    result = DType.BOOL if op.typing is Typing.PREDICATE else DType.FLOAT
-    return tuple(cast(a, DType.FLOAT) for a in args), result
+    given = tuple([a.dtype for a in args])
+    if DType.FLOAT in given and op.typing in _WITHOUT_FLOATS:
+        raise TypeError(f"{op.name} takes {_WITHOUT_FLOATS[op.typing]}, got {', '.join(dtype.value for dtype in given)}")
+    wanted, result = signature(op.typing, given)
+    return args if wanted == given else tuple(map(cast, args, wanted)), result
+
+
+_Types = tuple[DType, ...]
+_WITHOUT_FLOATS: Final = {Typing.BITWISE: "booleans or integers", Typing.SHIFT: "integers"}
+
+
+def signature(typing: Typing, given: _Types) -> tuple[_Types, DType]:
+    """The types that operands of the `given` types are cast to, and the result's."""
+    return _SIGNATURES[typing](given)
+
+
+def _alike(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
+    widest = promote(least, *given)
+    return (widest,) * len(given), widest
+
+
+def _integers(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
+    return _alike(tuple([DType.INT32 if dtype is DType.FLOAT else dtype for dtype in given]), least)
+
+
+def _select(given: _Types) -> tuple[_Types, DType]:
+    widest = promote(*given[1:])
+    return (DType.BOOL, widest, widest), widest
+
+
+_SIGNATURES: Final[Mapping[Typing, Callable[[_Types], tuple[_Types, DType]]]] = {
+    Typing.ARITHMETIC: lambda given: _alike(given, DType.INT32),
+    Typing.FLOATING: lambda given: ((DType.FLOAT,) * len(given), DType.FLOAT),
+    Typing.COMPARISON: lambda given: (_alike(given)[0], DType.BOOL),
+    Typing.BITWISE: _integers,
+    Typing.SHIFT: lambda given: _integers(given, DType.INT32),
+    Typing.PREDICATE: lambda given: ((DType.FLOAT,) * len(given), DType.BOOL),
+    Typing.SELECT: _select,
+}
 
 
 def _fold(op: Op, args: tuple[Expr, ...], dtype: DType) -> Expr | None:

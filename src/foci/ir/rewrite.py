@@ -13,7 +13,7 @@ from typing import Final
 from foci.ir.expr import Expr, axis, node, reduce
 from foci.ir.ops import OPS, apply, cast
 
-__all__ = ["bind", "canonical_levels", "free_axes", "rebuild", "rewrite", "spread_levels", "substitute"]
+__all__ = ["bind", "canonical_levels", "rebuild", "rewrite", "spread_levels", "substitute"]
 
 LEVEL_SPACING: Final = 1 << 20
 
@@ -76,11 +76,6 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
 
 
 # Levels ------------------------------------------------------------------------------------------------------------
-
-
-def free_axes(expr: Expr) -> dict[Expr, frozenset[int]]:
-    """For each node of `expr`, the levels of the axes it reads and does not bind."""
-    return {e: e.free for e in expr.walk()}
 
 
 def spread_levels(expr: Expr) -> Expr:

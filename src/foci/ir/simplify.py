@@ -6,6 +6,7 @@ that the sign of a zero may change (`x + 0.0` is `x`). `x * 0.0` stays, since x 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import weakref
@@ -35,14 +36,12 @@ def simplify(expr: Expr) -> Expr:
     return rewrite(expr, _settled)
 
 
+@functools.lru_cache(maxsize=4096)
 def _settled(e: Expr) -> Expr:
     """`e`, whose operands are in canonical form, in canonical form."""
-    while True:
-        rule = _RULES.get(e.op)
-        changed = rule(e) if rule is not None else None
-        if changed is None or changed is e:
-            return e
-        e = changed
+    rule = _RULES.get(e.op)
+    changed = rule(e) if rule is not None else None
+    return e if changed is None or changed is e else _settled(changed)
 
 
 def _make(name: str, *args: Expr | bool | int | float) -> Expr:

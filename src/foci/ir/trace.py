@@ -412,7 +412,7 @@ def _complaint(what: str, instead: str = "") -> str:
     return f"{where}{what} is outside what a score or mask function can do{hint}"
 
 
-def merge_axes(tracer: Tracer, symbols: Sequence[Symbol]) -> tuple[tuple[Axis, ...], list[Expr]]:
+def merge_axes(symbols: Sequence[Symbol]) -> tuple[tuple[Axis, ...], list[Expr]]:
     """Broadcasts rows: common axes, and each symbol's expression rewritten to them."""
     from foci.ir.rewrite import substitute
 
@@ -440,7 +440,7 @@ def elementwise(build: Callable[..., Expr], *values: Any) -> Symbol:
     """
     tracer = next(v.tracer for v in values if isinstance(v, Symbol))
     symbols = [tracer.symbol(v) for v in values]
-    axes, exprs = merge_axes(tracer, symbols)
+    axes, exprs = merge_axes(symbols)
     return Symbol(tracer, build(*exprs), axes)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr
-from foci.ir.ops import OPS, Typing, promote
-from foci.ir.rewrite import free_axes, reduction
+from foci.ir.ops import OPS, signature
+from foci.ir.rewrite import reduction
 from foci.ir.text import to_infix
 
 __all__ = ["IllFormedExpression", "verify"]
@@ -39,9 +39,8 @@ def verify(expr: Expr, captures: int) -> None:
             problem = _check_slot(e, captures, loads)
         if problem is not None:
             raise IllFormedExpression(f"{problem}, in: {_shown(e)}")
-    unbound = free_axes(expr)[expr]
-    if unbound:
-        raise IllFormedExpression(f"no reduction binds r{min(unbound)}, in: {_shown(expr)}")
+    if expr.free:
+        raise IllFormedExpression(f"no reduction binds r{min(expr.free)}, in: {_shown(expr)}")
 
 
 def _shown(e: Expr) -> str:
@@ -64,38 +63,10 @@ def _check_op(e: Expr) -> str | None:
     if e.value is not None:
         return f"{e.op} takes no value, got {e.value!r}"
     given = tuple(arg.dtype for arg in e.args)
-    wanted, result = _TYPES[row.typing](given)
+    wanted, result = signature(row.typing, given)
     if given != wanted:
         return f"{e.op} takes ({_names(wanted)}), got ({_names(given)})"
     return None if e.dtype is result else f"{e.op} of ({_names(given)}) is {result.value}, not {e.dtype.value}"
-
-
-_Types = tuple[tuple[DType, ...], DType]
-
-
-def _widest(given: tuple[DType, ...], least: DType = DType.BOOL) -> tuple[DType, ...]:
-    return (promote(*given, least),) * len(given)
-
-
-def _select(given: tuple[DType, ...]) -> _Types:
-    widest = promote(*given[1:])
-    return (DType.BOOL, widest, widest), widest
-
-
-def _bitwise(given: tuple[DType, ...], least: DType = DType.BOOL) -> _Types:
-    wanted = _widest(tuple(d if d is not DType.FLOAT else DType.INT32 for d in given), least)
-    return wanted, wanted[0]
-
-
-_TYPES: Final[Mapping[Typing, Callable[[tuple[DType, ...]], _Types]]] = {
-    Typing.ARITHMETIC: lambda given: (_widest(given, DType.INT32), promote(*given, DType.INT32)),
-    Typing.FLOATING: lambda given: ((DType.FLOAT,) * len(given), DType.FLOAT),
-    Typing.COMPARISON: lambda given: (_widest(given), DType.BOOL),
-    Typing.BITWISE: _bitwise,
-    Typing.SHIFT: lambda given: _bitwise(given, DType.INT32),
-    Typing.PREDICATE: lambda given: ((DType.FLOAT,) * len(given), DType.BOOL),
-    Typing.SELECT: _select,
-}
 
 
 def _check_const(e: Expr) -> str | None:
@@ -159,8 +130,9 @@ def _check_reduce(e: Expr) -> str | None:
     body = e.args[0]
     if (kind in ("any", "all")) != (body.dtype is DType.BOOL) or e.dtype is not body.dtype:
         return f"{kind} of a {body.dtype.value} body cannot be {e.dtype.value}"
-    inner = max((reduction(x)[1] + 1 for x in body.walk() if x.op == "reduce"), default=0)
-    return None if level == inner else f"a reduce at level {level} around reductions up to {inner - 1}; its level must be {inner}"
+    if level == body.levels:
+        return None
+    return f"a reduce at level {level} around reductions up to {body.levels - 1}; its level must be {body.levels}"
 
 
 _CHECKS: Final[Mapping[str, Callable[[Expr], str | None]]] = {

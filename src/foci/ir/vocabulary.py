@@ -237,7 +237,7 @@ def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Symbol:
 def _close(kind: str, body: Symbol, position: int) -> Symbol:
     """Binds one free axis of `body` by a reduction."""
     axis = body.axes[position]
-    level = 1 + max((int(str(e.value[1])) for e in body.expr.walk() if e.op == "reduce" and isinstance(e.value, tuple)), default=-1)
+    level = body.expr.levels
     bound = substitute(body.expr, {axis.index: ir.axis(level)})
     rest = tuple(a for n, a in enumerate(body.axes) if n != position % len(body.axes))
     return Symbol(body.tracer, ir.reduce(kind, level, bound, axis.extent), rest)

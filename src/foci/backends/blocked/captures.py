@@ -17,7 +17,6 @@ from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.eager import Env, evaluate
 from foci.ir.expr import COORDINATES, DType, Expr, const
 from foci.ir.ops import apply, cast
-from foci.ir.rewrite import free_axes
 from foci.problem import Problem
 
 __all__ = ["CaptureSums", "Site", "capture_sites"]
@@ -64,7 +63,7 @@ def _site(derivative: CaptureDerivative) -> Site:
     levels = {level for level, _ in derivative.axes}
     factor = rest = const(1.0)
     for part in _factors(derivative.weight):
-        if free_axes(part)[part] & levels:
+        if part.free & levels:
             rest = apply("mul", rest, part) if rest.op != "const" else part
         else:
             factor = apply("mul", factor, part) if factor.op != "const" else part
@@ -84,8 +83,8 @@ def _labels_of(index: Expr, axes: tuple[tuple[int, Expr], ...]) -> tuple[int, ..
     names = index.variables()
     if "score" in names:
         return (*range(_FIRST_AXIS), *(_FIRST_AXIS + i for i in range(len(axes))))
-    free = free_axes(index)[index]
-    return (*sorted(_LABEL[n] for n in names if n in _LABEL), *(_FIRST_AXIS + i for i, (level, _) in enumerate(axes) if level in free))
+    read = (_FIRST_AXIS + i for i, (level, _) in enumerate(axes) if level in index.free)
+    return (*sorted(_LABEL[n] for n in names if n in _LABEL), *read)
 
 
 class CaptureSums:

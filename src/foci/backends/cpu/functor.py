@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foci.backends.cpu.spelling import COLUMN_LEAF, INTERVALS, ROW_LEAF, SPAN_LEAF, VALUES, has_free_axis, scalar_type, vector_type
+from foci.backends.cpu.spelling import COLUMN, INTERVALS, ROW, SPAN, VALUES, leaf, scalar_type, vector_type
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
@@ -96,7 +96,7 @@ def _key_divisor(index: Expr) -> int:
 
 def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
     """The span that these indices read, if exactly one of them follows the keys."""
-    if any(has_free_axis(index) for index in indices):
+    if any(index.free for index in indices):
         return None
     steps = [key_step(index) for index in indices]
     moving = [dim for dim, step in enumerate(steps) if step != 0]
@@ -133,14 +133,14 @@ class Functor:
         if expr.op == "const":
             return expr
         number = self.rows.setdefault(expr, len(self.rows))
-        return node("param", (), expr.dtype, ROW_LEAF + number)
+        return leaf(ROW, number, expr.dtype)
 
     def row_span(self, load: Expr, span: Span) -> Expr:
         number = self._span_numbers.get(load)
         if number is None:
             number = self._span_numbers[load] = len(self.spans)
             self.spans.append(span)
-        return node("param", (), load.dtype, SPAN_LEAF + number)
+        return leaf(SPAN, number, load.dtype)
 
     def staged(self, expr: Expr) -> Expr:
         """`expr` with what does not belong to the innermost loop replaced by leaves."""
@@ -160,12 +160,12 @@ class Functor:
         variables = e.variables()
         if e.op == "div" and "score" in e.args[0].variables() and not _is_inner(e.args[1]):
             return node("mul", (place(e.args[0]), place(apply("div", 1.0, e.args[1]))), e.dtype)  # divided once a row
-        if not has_free_axis(e):
+        if not e.free:
             if not variables & {"kv_idx", "score"}:
                 return self.row_value(e)
             if not variables & {"score", "h", "q_idx"} and e.op != "var":
                 number = self.columns.setdefault(e, len(self.columns))
-                return node("param", (), e.dtype, COLUMN_LEAF + number)
+                return leaf(COLUMN, number, e.dtype)
             if e.op == "load":
                 assert isinstance(e.value, int)
                 span = span_of(e.value, e.args, e.dtype)
@@ -178,9 +178,9 @@ class Functor:
         self.gradient_spans.append(span)
         return len(self.gradient_spans) - 1
 
-    def leaf_text(self, leaf: Expr) -> str:
-        """The spelling of a staged leaf."""
-        return VALUES.const(leaf) if leaf.op == "const" else VALUES.param(leaf)
+    def leaf_text(self, placed: Expr) -> str:
+        """The spelling of a value of the row, staged."""
+        return VALUES.const(placed) if placed.op == "const" else VALUES.var(placed)
 
     # Writing -------------------------------------------------------------------------------------------------------
 
@@ -196,13 +196,8 @@ class Functor:
 
     def reads(self, exprs: Sequence[Expr]) -> tuple[str, ...]:
         """Reads of the spans that staged expressions use."""
-        slots = sorted(
-            {e.value for root in exprs for e in root.walk() if e.op == "param" and isinstance(e.value, int) and e.value >= SPAN_LEAF}
-        )
-        return tuple(
-            f"const {vector_type(self.spans[n].dtype)} span{n} = {self.spans[n].read(f'row.s{n}')};"
-            for n in (slot - SPAN_LEAF for slot in slots)
-        )
+        numbers = {int(name.removeprefix(SPAN)) for e in exprs for name in e.variable_names if name.startswith(SPAN)}
+        return tuple(f"const {vector_type(self.spans[n].dtype)} {SPAN}{n} = {self.spans[n].read(f'row.s{n}')};" for n in sorted(numbers))
 
     def interval(self, mask: Expr) -> None:
         """Adds the member that classifies a rectangle of scores."""
@@ -237,7 +232,7 @@ class Functor:
         roots = [*self.rows, *(e for _, _, _, s in runs for e in (s.start, *s.others))]
         emitted = emit(roots, VALUES)
         results = iter(emitted.results)
-        lines = ["Row row;", *emitted.lines, *(f"row.v{n} = {next(results)};" for n in self.rows.values())]
+        lines = ["Row row;", *emitted.lines, *(f"{ROW}{n} = {next(results)};" for n in self.rows.values())]
         for letter, function, n, s in runs:
             start, others = next(results), [next(results) for _ in s.others]
             lines.append(f"row.{letter}{n} = {function}<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))});")
@@ -246,38 +241,21 @@ class Functor:
     def _column(self) -> list[str]:
         fields = [f"{vector_type(e.dtype)} v{n};" for e, n in self.columns.items()]
         spans: list[Span] = []
-        placed = tuple(_column_spans(e, spans) for e in self.columns)
-        scalars = emit([e for s in spans for e in (s.start, *s.others)], VALUES)
-        results = iter(scalars.results)
-        lines = ["Col col;", "const vi keys = iota() + kv;"]
-        reads = []
-        for n, s in enumerate(spans):
-            start, others = next(results), [next(results) for _ in s.others]
-            source = f"span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))})"
-            reads.append(f"const {vector_type(s.dtype)} span{n} = {s.read(source)};")
-        values = emit(placed, VALUES)
-        # the two emissions number their values alike
-        lines += ["struct Reads {", *(f"  {vector_type(s.dtype)} span{n};" for n, s in enumerate(spans)), "} reads;"] if spans else []
-        if spans:
-            lines += [
-                "{",
-                *(f"  {line}" for line in (*scalars.lines, *reads)),
-                *(f"  reads.span{n} = span{n};" for n in range(len(spans))),
-                "}",
-            ]
-            lines += [f"const {vector_type(s.dtype)} span{n} = reads.span{n};" for n, s in enumerate(spans)]
-        lines += [
+        values = emit(tuple(_column_spans(e, spans) for e in self.columns), VALUES)
+        lines = (
+            *("Col col;", "const vi keys = iota() + kv;"),
+            *(_column_reads(spans) if spans else ()),
             *values.lines,
-            *(f"col.v{n} = {text};" for n, text in zip(self.columns.values(), values.results, strict=True)),
+            *(f"{COLUMN}{n} = {text};" for n, text in zip(self.columns.values(), values.results, strict=True)),
             "return col;",
-        ]
+        )
         signature = "static FOCI_INLINE Col col(const Call& call, int b, int kv, int q_len, int kv_len)"
         return [_struct("Col", fields), _member(signature, lines)]
 
 
 def _is_inner(expr: Expr) -> bool:
     """Whether a value differs within a row."""
-    return has_free_axis(expr) or bool(expr.variables() & {"kv_idx", "score"})
+    return bool(expr.free or expr.variables() & {"kv_idx", "score"})
 
 
 def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
@@ -288,9 +266,22 @@ def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
             assert isinstance(e.value, int)
             span = span_of(e.value, e.args, e.dtype)
             if span is not None:
-                replaced[e] = node("param", (), e.dtype, SPAN_LEAF + len(spans))
+                replaced[e] = leaf(SPAN, len(spans), e.dtype)
                 spans.append(span)
     return substitute(expr, replaced) if replaced else expr
+
+
+def _column_reads(spans: Sequence[Span]) -> list[str]:
+    """Reads of a column's runs, in a block of their own: they number their values as what follows does."""
+    emitted = emit([e for s in spans for e in (s.start, *s.others)], VALUES)
+    results = iter(emitted.results)
+    reads = []
+    for n, s in enumerate(spans):
+        start, others = next(results), [next(results) for _ in s.others]
+        source = f"span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))})"
+        reads.append(f"{SPAN}{n} = {s.read(source)};")
+    declared = (f"{vector_type(s.dtype)} {SPAN}{n};" for n, s in enumerate(spans))
+    return [*declared, "{", *(f"  {line}" for line in (*emitted.lines, *reads)), "}"]
 
 
 def _struct(name: str, fields: Sequence[str]) -> str:

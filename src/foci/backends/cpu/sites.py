@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foci.backends.cpu.functor import Functor, Span, span_of
-from foci.backends.cpu.spelling import VALUES, has_free_axis, is_vector
+from foci.backends.cpu.spelling import VALUES, is_vector
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr
@@ -77,7 +77,7 @@ def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
         for (level, _), bound in zip(site.axes, bounds.results, strict=True)
     ]
     indices = tuple(functor.staged(index) for index in site.indices)
-    if any(is_vector(index) for index in indices) or any(has_free_axis(index) for index in site.indices):
+    if any(is_vector(index) for index in indices) or any(index.free for index in site.indices):
         body = _weighted(functor, site, site.indices, f"scatter(sinks[{n}], c{site.slot}(call), w{{indices}});")
     else:
         body = _weighted(functor, site, site.indices, f"sinks[{n}][dense_offset(c{site.slot}(call){{indices}})] += reduce_sum(w);")

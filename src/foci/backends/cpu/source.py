@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any, Final
 
 import torch
 
@@ -63,21 +64,17 @@ def _bool(value: bool) -> str:
 
 def forward_source(problem: Problem) -> str:
     """The forward kernel of a problem."""
-    return _forward_source(_forward_key(problem))
+    return _forward_source(replace(problem, **_ANY_SIZE, **_NO_GRADIENT))
 
 
-def _sizeless(problem: Problem) -> Problem:
-    """The problem with all that its kernels do not depend on taken out."""
-    return replace(problem, q_heads=1, kv_heads=1, batch=1, q_len=1, kv_len=1, deterministic=False)
-
-
-def _forward_key(problem: Problem) -> Problem:
-    return replace(_sizeless(problem), query_grad=False, key_grad=False, value_grad=False, capture_grads=())
+# what kernels do not depend on
+_ANY_SIZE: Final[dict[str, Any]] = {"q_heads": 1, "kv_heads": 1, "batch": 1, "q_len": 1, "kv_len": 1, "deterministic": False}
+_NO_GRADIENT: Final[dict[str, Any]] = {"query_grad": False, "key_grad": False, "value_grad": False, "capture_grads": ()}
 
 
 def backward_source(problem: Problem) -> str:
     """The backward kernel of a problem: gradients that nobody asked for are not computed."""
-    return _backward_source(_sizeless(problem))
+    return _backward_source(replace(problem, **_ANY_SIZE))
 
 
 @functools.lru_cache(maxsize=256)

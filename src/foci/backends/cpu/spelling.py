@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from foci.ir.emit import OpSpelling, Reduction, Spelling, UnsupportedOperation
-from foci.ir.expr import DType, Expr
+from foci.ir.expr import DType, Expr, node
 from foci.ir.ops import OPS
-from foci.ir.rewrite import free_axes
 
-__all__ = ["COLUMN_LEAF", "INTERVALS", "ROW_LEAF", "SPAN_LEAF", "VALUES", "has_free_axis", "is_vector", "scalar_type", "vector_type"]
+__all__ = ["COLUMN", "INTERVALS", "ROW", "SPAN", "VALUES", "is_vector", "leaf", "scalar_type", "vector_type"]
 
-ROW_LEAF: Final = 1 << 20
-COLUMN_LEAF: Final = 2 << 20
-SPAN_LEAF: Final = 3 << 20
-"""Slots from these on name a value computed before: a field of the row, of the column, or a read of captured elements."""
+ROW: Final = "row.v"
+COLUMN: Final = "col.v"
+SPAN: Final = "span"
+"""What values computed before are called, before their number: fields of the row and of the column, reads of captured elements."""
 
 _SCALARS: Final = {DType.BOOL: "bool", DType.INT32: "int32_t", DType.INT64: "int64_t", DType.FLOAT: "float"}
 _VECTORS: Final = {DType.BOOL: "vb", DType.INT32: "vi", DType.INT64: "vl", DType.FLOAT: "vf"}
@@ -34,16 +33,17 @@ def vector_type(dtype: DType) -> str:
     return _VECTORS[dtype]
 
 
+def leaf(kind: str, number: int, dtype: DType) -> Expr:
+    """A variable that stands for a value computed before; `kind` is ROW, COLUMN or SPAN."""
+    return node("var", (), dtype, f"{kind}{number}")
+
+
+_OF_KEYS: Final = ("score", "kv_idx", COLUMN, SPAN)
+
+
 def is_vector(expr: Expr) -> bool:
     """Whether the value differs between the keys of a vector."""
-    return any(_is_vector_leaf(e) for e in expr.walk())
-
-
-def _is_vector_leaf(e: Expr) -> bool:
-    if e.op == "param":
-        assert isinstance(e.value, int)
-        return e.value >= COLUMN_LEAF
-    return e.op == "var" and e.value in ("score", "kv_idx")
+    return any(name.startswith(_OF_KEYS) for name in expr.variable_names)
 
 
 def _widened(args: Sequence[Expr], operands: Sequence[str]) -> tuple[str, ...]:
@@ -110,10 +110,6 @@ _VARIABLES: Final = {"score": "s", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "
 
 
 def _param(e: Expr) -> str:
-    assert isinstance(e.value, int)
-    for base, text in ((SPAN_LEAF, "span{0}"), (COLUMN_LEAF, "col.v{0}"), (ROW_LEAF, "row.v{0}")):
-        if e.value >= base:
-            return text.format(e.value - base)
     if e.dtype is DType.FLOAT:
         return f"(float)call.floats[{e.value}]"
     return f"({_SCALARS[e.dtype]})call.ints[{e.value}]"
@@ -174,7 +170,7 @@ def _reduce(loop: Reduction) -> tuple[str, ...]:
 VALUES: Final = Spelling(
     ops=_OPS,
     const=_const,
-    var=lambda e: _VARIABLES[str(e.value)],
+    var=lambda e: _VARIABLES.get(str(e.value), str(e.value)),
     param=_param,
     axis=lambda e: f"axis{e.value}",
     size=_size,
@@ -249,8 +245,3 @@ INTERVALS: Final = Spelling(
     reduce=_interval_reduce,
     assign=lambda e, name, text: f"const Range {name} = {text};",
 )
-
-
-def has_free_axis(expr: Expr) -> bool:
-    """Whether the expression reads the index of a reduction around it."""
-    return bool(free_axes(expr)[expr])

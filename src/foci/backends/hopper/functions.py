@@ -28,7 +28,7 @@ from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
-from foci.ir.rewrite import free_axes, substitute
+from foci.ir.rewrite import substitute
 from foci.variant import Variant
 
 __all__ = ["Functions", "functions_of"]
@@ -116,20 +116,20 @@ def _hoist(roots: Sequence[Expr], resident: str) -> tuple[tuple[Expr, ...], tupl
     streaming = {"score", "kv_idx" if resident == "q_idx" else "q_idx"}
     kept: dict[Expr, int] = {}
 
-    def cut(e: Expr, memo: dict[Expr, Expr], free: dict[Expr, frozenset[int]]) -> Expr:
+    def cut(e: Expr, memo: dict[Expr, Expr]) -> Expr:
         found = memo.get(e)
         if found is None:
             reads = e.variables()
-            if e.args and not free[e] and not (reads & streaming) and (resident not in reads or _is_costly(e)):
+            if e.args and not e.free and not (reads & streaming) and (resident not in reads or _is_costly(e)):
                 found = _aux(kept.setdefault(e, len(kept)), e.dtype)
             elif e.args:
-                found = node(e.op, tuple(cut(a, memo, free) for a in e.args), e.dtype, e.value)
+                found = node(e.op, tuple(cut(a, memo) for a in e.args), e.dtype, e.value)
             else:
                 found = _aux(kept.setdefault(e, len(kept)), e.dtype) if e is _SCALE else e
             memo[e] = found
         return found
 
-    cuts = tuple(cut(root, {}, free_axes(root)) for root in roots)
+    cuts = tuple(cut(root, {}) for root in roots)
     return cuts, tuple(kept)
 
 

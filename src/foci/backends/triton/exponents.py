@@ -12,7 +12,7 @@ from typing import Final
 
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
-from foci.ir.rewrite import free_axes, rewrite, substitute
+from foci.ir.rewrite import rewrite, substitute
 
 __all__ = ["ARGUMENTS", "ONE", "exponent_of", "factored", "gathered", "slope_of"]
 
@@ -87,7 +87,7 @@ def gathered(e: Expr) -> Expr:
 
 def _is_fixed(e: Expr) -> bool:
     """Whether it is one number for all of a tile."""
-    return e.dtype is DType.FLOAT and not e.variables() & {"raw", "score", "lse2", "q_idx", "kv_idx"} and not free_axes(e)[e]
+    return e.dtype is DType.FLOAT and not e.variables() & {"raw", "score", "lse2", "q_idx", "kv_idx"} and not e.free
 
 
 def _gather(e: Expr) -> Expr | None:
