@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,24 @@ def test_new_kernels_compile_in_threads_and_launch_in_order(events):
     with side_by_side():
         launch(first_kernel)
     assert events == [("launch", "first_kernel")]
+
+
+def test_the_front_end_reads_one_kernel_at_a_time(events, monkeypatch):
+    read, inside, real = [], [], triton.compiler.ASTSource.make_ir
+
+    def watched(self, *args, **options):
+        inside.append(self.name)
+        read.append(tuple(inside))
+        time.sleep(0.05)
+        made = real(self, *args, **options)
+        inside.remove(self.name)
+        return made
+
+    monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
+    with side_by_side():
+        launch(first_kernel)
+        launch(second_kernel)
+    assert sorted(read) == [("first_kernel",), ("second_kernel",)]
 
 
 def test_what_is_kept_is_kept_after_the_launches_that_fill_it(events):

@@ -2,11 +2,14 @@
 
 What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `side_by_side` launches
 wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
-Beside each compiles the C code that hands it its arguments, which follows from their types alone. Then all is launched in order.
+Beside each compiles the C code that hands it its arguments, which follows from their types alone. Triton's front end, which is Python and
+keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,14 +114,28 @@ class _Beside(Executor):
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         if RELEASE == (3, 6):
-            self._pool.submit(_build_launcher, compile_it)
+            src = _source_of(compile_it)
+            src.make_ir = functools.partial(_in_turn, src.make_ir)
+            self._pool.submit(_build_launcher, src)
         return self._pool.submit(compile_it, *args, **options)
 
 
-def _build_launcher(compile_it: Callable[..., Any]) -> None:
-    """Leaves the launcher's C code compiled in Triton's cache on disk."""
+_front_end: Final = threading.Lock()
+
+
+def _in_turn(make_ir: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _front_end:
+        return make_ir(*args, **options)
+
+
+def _source_of(compile_it: Callable[..., Any]) -> Any:
+    """What Triton will compile."""
     names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
-    src = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))["src"]
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))["src"]
+
+
+def _build_launcher(src: Any) -> None:
+    """Leaves the launcher's C code compiled in Triton's cache on disk."""
     described: list[dict[str, Any]] = [{} for kind in src.signature.values() if str(kind).startswith("tensordesc")]
     without = SimpleNamespace(
         tensordesc_meta=described, num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
