@@ -110,9 +110,8 @@ def _difference(part: Expr, name: str) -> Linear | None:
     """A form of coefficient 1 or -1 in a variable and otherwise free of it, which is at most 0 where `part` holds."""
     if part.op not in ("le", "lt") or not part.args[0].dtype.is_integer or part.args[0].dtype is not part.args[1].dtype:
         return None
-    form = linear(part.args[0]).plus(linear(part.args[1]), -1)
-    if part.op == "lt":
-        form = form.plus(Linear({}, 1, form.dtype))
+    difference = apply("sub", *part.args)
+    form = linear(difference if part.op == "le" else apply("add", difference, 1))
     keys = [c for term, c in form.terms.items() if _is(term, name)]
     alone = len(keys) == 1 and abs(keys[0]) == 1 and all(_is(term, name) or name not in term.variables() for term in form.terms)
     return form if alone else None
