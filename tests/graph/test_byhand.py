@@ -73,6 +73,11 @@ OTHERS = {
     "the 1-norm": lambda x: F.normalize(largest_last(x).exp(), p=1, dim=-1),
     "a bounded sum": lambda x: (lambda e: e / e.sum(-1, keepdim=True).clamp(min=1e-6))((x - x.amax(-1, keepdim=True)).exp()),
     "a small number added": lambda x: (lambda e: e / (e.sum(-1, keepdim=True) + 1e-9))(largest_last(x).exp()),
+    "given by name": lambda x: (lambda e: torch.mul(input=e, other=torch.pow(e.sum(-1, keepdim=True), exponent=-1)))(torch.exp(input=x)),
+    "masked by name": lambda x: (lambda e: torch.div(input=e, other=torch.sum(input=e, dim=-1, keepdim=True)))(
+        torch.masked_fill(input=x.exp(), mask=~KEEP[:, None, None], value=0)
+    ),
+    "bounded by name": lambda x: F.normalize(input=torch.exp(largest_last(x)), p=1, dim=-1),
     "over two dimensions": lambda x: (lambda e: e / e.sum((-2, -1), keepdim=True))(x.unflatten(-1, (3, 3)).exp()).flatten(-2),
 }
 
@@ -130,6 +135,28 @@ def test_what_stands_between_no_products_stays(function):
     before = module.code
     rewritten(module)
     assert module.code == before
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_softmin_in_another_dtype(read):
+    def attend(q, k, v):
+        weights = F.softmin(scores(q, k), dim=-1, dtype=torch.float64)
+        out = weights @ v.double()
+        return (out, weights.cumsum(-1)) if read else out
+
+    module = rewritten(graph_of(attend, Q, K, V))
+    torch.testing.assert_close(module(Q, K, V), attend(Q, K, V))
+    torch.testing.assert_close(compiled(attend, backend=fused_only)[0](Q, K, V), attend(Q, K, V))
+
+
+def test_a_quotient_wider_than_its_exponentials_stays():
+    def attend(q, k, v):
+        e = scores(q, k).bfloat16().exp()
+        return (e / e.sum(-1, keepdim=True).float()) @ v
+
+    module = graph_of(attend, Q, K, V)
+    before = module.code
+    assert rewritten(module).code == before
 
 
 def test_the_second_of_two_equal_chains_goes_too():

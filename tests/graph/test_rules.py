@@ -350,6 +350,23 @@ def test_a_write_that_somebody_may_see_stays(kind):
     assert [n for n in names(module) if n.endswith("_")], module.code
 
 
+BY_NAME = {
+    "two operands": lambda x: torch.sub(input=torch.mul(input=x, other=3.0), other=torch.ones(6)),
+    "a multiple": lambda x: torch.add(input=x, other=torch.ones(6), alpha=2),
+    "the larger": lambda x: torch.maximum(input=x, other=torch.zeros(())),
+    "methods": lambda x: x.mul(other=3.0).masked_fill(mask=x > 0, value=1.0),
+    "a choice": lambda x: torch.where(condition=x > 0, input=x, other=0.0),
+    "a method's choice": lambda x: x.where(x > 0, other=0.0),
+    "masked": lambda x: torch.masked_fill(input=x, mask=x > 0, value=1.0),
+    "a function of one": lambda x: torch.relu(input=x),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_operands_by_name(name):
+    check(BY_NAME[name], X, dynamo=True)
+
+
 def test_locations_are_the_users():
     torch._dynamo.reset()
     found = []

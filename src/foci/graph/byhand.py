@@ -134,7 +134,7 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
     if any(user not in alone for node in alone - {quotient.node} for user in node.users):
         return None
     unshifted = _without_largest(found.scores, found.dims[0]) if len(found.dims) == 1 else None
-    if (total.guarded and (found.masks or unshifted is None)) or dtype_of(found.scores) != dtype_of(quotient.top):
+    if (total.guarded and (found.masks or unshifted is None)) or dtype_of(found.scores) != dtype_of(quotient.node):
         return None
     return found if unshifted is None else replace(found, scores=unshifted)
 
@@ -324,6 +324,8 @@ _ON: Final = frozenset(("dropout", "mul", "div", "masked_fill", "where", "nan_to
 
 def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: Emitter) -> None:
     scores, node = found.scores, quotient.node
+    if dtype_of(scores) != dtype_of(node):  # softmin(dtype=)
+        scores = emitter.method("to", scores, dtype_of(node))
     if found.factor != 1.0:
         scores = emitter.call(operator.mul, scores, found.factor)
     for mask, keeps in found.masks:

@@ -50,6 +50,12 @@ _ALIASES: Final[Mapping[str, str]] = {
     "special_softmax": "softmax", "_to_copy": "to", "concat": "cat", "concatenate": "cat", "native_dropout": "dropout",
     "_native_dropout": "dropout", "constant_pad_nd": "pad", "special_exp2": "exp2", "expand_copy": "expand", "t_copy": "t",
 }  # fmt: skip
+# Parameters that people give by name; of other operations the first two.
+_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "pow": ("input", "exponent"), "float_power": ("input", "exponent"), "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+}  # fmt: skip
+_TWO: Final = ("input", "other")
 _ATTRIBUTES: Final[Mapping[str, str]] = {"T": "t", "mT": "adjoint", "H": "adjoint", "mH": "adjoint", "data": "detach"}
 _IN_PLACE_OPERATORS: Final = frozenset((
     "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
@@ -63,7 +69,7 @@ CASTS: Final = frozenset((
 
 @dataclass(frozen=True)
 class Call:
-    """The operation of a node under its one name; `in_place` where the spelling writes its first argument."""
+    """The operation of a node under its one name, its operands by position; `in_place` where the spelling writes its first argument."""
 
     name: str
     args: tuple[Any, ...]
@@ -94,7 +100,12 @@ def call_of(node: fx.Node) -> Call | None:
         name, args = _ATTRIBUTES[str(args[1])], args[:1]
     if raw == "rsub" and len(node.args) >= 2:
         name, args = "sub", (args[1], args[0], *args[2:])
-    return Call(_ALIASES.get(name, name), args, dict(node.kwargs), in_place or node.kwargs.get("inplace") is True or _writes(node))
+    name, named = _ALIASES.get(name, name), dict(node.kwargs)
+    for parameter in _PARAMETERS.get(name, _TWO)[len(args) :]:
+        if parameter not in named:
+            break
+        args += (named.pop(parameter),)
+    return Call(name, args, named, in_place or named.get("inplace") is True or _writes(node))
 
 
 def _writes(node: fx.Node) -> bool:
