@@ -140,6 +140,47 @@ def talking_heads(q, k, v, mix):
     return scores.softmax(-1) @ v
 
 
+def text_and_layout(length, batch=BATCH):
+    keep = torch.arange(length) < torch.tensor([length - 2 * n for n in range(batch)])[:, None]
+    layout = (draw(batch, HEADS, length, DIM // 2, seed=seed) for seed in (11, 12, 13))
+    return (*qkv(length, batch), *layout, torch.where(keep, 0.0, -60000.0)[:, None, None])
+
+
+def text_with_layout(q, k, v, layout_q, layout_k, layout_v, mask):
+    """Wang et al. 2022, equation 4: two attentions, each with the scores of both."""
+    text = q @ k.mT / math.sqrt(DIM)
+    layout = layout_q @ layout_k.mT / math.sqrt(DIM // 2)
+    return (layout + text + mask).softmax(-1) @ layout_v, (text + layout + mask).softmax(-1) @ v
+
+
+def text_with_layout_twin(q, k, v, layout_q, layout_k, layout_v, mask):
+    """The layout's scores the other way round: keys ask queries."""
+    text = q @ k.mT / math.sqrt(DIM)
+    layout = (layout_q @ layout_k.mT / math.sqrt(DIM // 2)).mT
+    return (layout + text + mask).softmax(-1) @ layout_v, (text + layout + mask).softmax(-1) @ v
+
+
+def latents(length, batch=BATCH):
+    return tuple(draw(batch, length, *shape, seed=seed) for seed, shape in ((14, (HEADS, DIM)), (15, (DIM,)), (16, (HEADS, 4)), (17, (4,))))
+
+
+def latent_scores(q, latent, rotated_q, rotated_k):
+    scores = (torch.einsum("bshc,btc->bsht", q, latent) + torch.einsum("bshr,btr->bsht", rotated_q, rotated_k)) * 0.3
+    length = q.shape[1]
+    return scores + torch.full((length, length), float("-inf"), device=q.device).triu(1).unsqueeze(1)
+
+
+def latent(q, latent, rotated_q, rotated_k):
+    """DeepSeek-V2 2024, section 2.1.3: keys are values, and positions have features of their own."""
+    weights = latent_scores(q, latent, rotated_q, rotated_k).softmax(-1, dtype=torch.float32).type_as(q)
+    return torch.einsum("bsht,btc->bshc", weights, latent)
+
+
+def latent_twin(q, latent, rotated_q, rotated_k):
+    weights = latent_scores(q, latent, rotated_q, rotated_k).softmax(2, dtype=torch.float32).type_as(q)
+    return torch.einsum("bsht,btc->bshc", weights, latent)
+
+
 PEOPLE = (
     Spelling("scores less their logsumexp", less_logsumexp, qkv, less_logsumexp_twin, None),
     Spelling("a guarded sum", guarded_sum, qkv, guarded_sum_twin, None),
@@ -150,5 +191,7 @@ PEOPLE = (
     Spelling("clipped scores", clipped, qkv, clipped_twin, "clamp"),
     Spelling("forgetting", forgetting, gates, variant=("kv_idx <= q_idx",)),
     Spelling("chunks that look back", chunks_looking_back, chunked, grows=False),
+    Spelling("text with layout", text_with_layout, text_and_layout, text_with_layout_twin, "also read", fused=2),
+    Spelling("latent attention", latent, latents, latent_twin, "", variant=("score where kv_idx <= q_idx",)),
     Spelling("talking heads", talking_heads, heads_mixed, reason=""),
 )

@@ -31,6 +31,7 @@ from foci.graph.reading import CASTS, call_of, location_of, rank_of, reads_only_
 from foci.graph.replacing import erase, erase_dead, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
+from foci.graph.sums import join_products
 from foci.graph.views import VIEWS
 from foci.graph.weights import Softmax, softmax_of
 from foci.ir.trace import TraceError
@@ -131,7 +132,7 @@ def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: Fa
     if is_flex(node):
         return _call_site(node, "flex", lambda: _replace_flex(graph, node, mode, sizes))
     softmax = softmax_of(node)
-    return None if softmax is None else _spelled_site(graph, softmax, writes, sizes, mode)
+    return None if softmax is None else _softmax_site(graph, softmax, writes, sizes, mode)
 
 
 def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
@@ -167,6 +168,23 @@ def _replace_flex(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, s
         graph.erase_node(user)
     graph.erase_node(node)
     return variant
+
+
+def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
+    """What became of one softmax, with sums of products in its scores as one product, else with the scores as they are."""
+    above, passed = path_to(softmax.source)
+    if len(above) > 1 and _products_of(_below(softmax.node)):
+        joined = join_products(graph, sorted(passed, key=lambda n: -writes.position[n]), sizes, mode)
+        for each in joined:
+            writes.add(each.made, each.old)
+        source = next((each.made[-1] for each in joined if each.old is softmax.source), softmax.source)
+        site = _spelled_site(graph, replace(softmax, source=source), writes, sizes, mode) if joined else None
+        fused = site is not None and site.fused
+        for each in joined:
+            (each.keep if fused else each.undo)(graph)
+        if fused:
+            return site
+    return _spelled_site(graph, softmax, writes, sizes, mode)
 
 
 def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
