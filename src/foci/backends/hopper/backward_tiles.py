@@ -49,8 +49,8 @@ def weights_of(raw, lse2, where, scale, env, aux, c, both: gl.constexpr, mask: g
         slope = 1.0
         p = gl.exp2(raw * (scale * LOG2E) - lse2)
     else:
-        x, slope = both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-        p = gl.exp2(x * LOG2E - lse2)
+        x, slope = both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        p = gl.exp2(x)
     if MASKED:
         keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         if c.BLOCKS:

@@ -2,7 +2,7 @@
 
     pre(b, h, at, q_len, kv_len, scale, env) -> aux
     score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
-    both(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score, d score / d (scale * raw))
+    both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
     bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.exponents import ONE, factored, gathered
+from foci.backends.triton.exponents import ONE, exponent_of, factored, gathered, slope_of
 from foci.backends.triton.functions import float_early, jit_function
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
@@ -78,15 +78,16 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
         divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
     """
     scaled = apply("mul", _SCORE, _SCALE)
-    score, slope = (gathered(substitute(float_early(e), {_SCORE: scaled})) for e in (variant.score, score_derivative(variant.score)))
+    score = gathered(substitute(float_early(variant.score), {_SCORE: scaled}))
     inner, outer = _divide(score) if divided else (score, ONE)
-    roots, kept = _hoist((inner, score, slope, variant.mask), resident)
+    exponent, slope = exponent_of(float_early(variant.score), half=half), slope_of(float_early(score_derivative(variant.score)), half=half)
+    roots, kept = _hoist((inner, exponent, slope, variant.mask), resident)
     spelling = spelling_for(lies, half=half)
     emitted = emit((outer, *kept), spelling)
     before = (f"    {resident} = at", *_indent(emitted.lines))
     results = ", ".join(emitted.results)
     sources = {"pre": _function("pre", "b, h, at, q_len, kv_len, scale, env", (*before, f"    return ({results},)"))}
-    parts = {"score": ("score, ", roots[:1]), "both": ("score, ", roots[1:3]), "mask": ("", roots[3:])}
+    parts = {"score": ("score, ", roots[:1]), "both": ("raw, lse2, ", roots[1:3]), "mask": ("", roots[3:])}
     for name, (first, exprs) in parts.items():
         sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
     found = bounds_of(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
@@ -113,7 +114,7 @@ def _divide(score: Expr) -> tuple[Expr, Expr]:
 
 def _hoist(roots: Sequence[Expr], resident: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
     """(roots with what is invariant replaced by `aux` variables, the invariant expressions in their order)."""
-    streaming = {"score", "kv_idx" if resident == "q_idx" else "q_idx"}
+    streaming = {"score", "raw", "lse2", "kv_idx" if resident == "q_idx" else "q_idx"}
     kept: dict[Expr, int] = {}
 
     def cut(e: Expr, memo: dict[Expr, Expr]) -> Expr:
@@ -149,7 +150,7 @@ def _written(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any, 
     reads = exprs[0].variables()
     if exprs[0].dtype is DType.BOOL:
         results[0] = results[0] if reads & {"q_idx", "kv_idx"} else f"((kv_idx < 0) | {results[0]})"
-    elif "score" not in reads:
+    elif not reads & {"score", "raw"}:
         results[0] = f"((q_idx + kv_idx) * 0.0 + {results[0]})"
     unpacked = [f"    aux{n} = aux[{n + 1}]" for n in range(count)]
     return _function(name, arguments, (*unpacked, *_indent(emitted.lines), f"    return {', '.join(results)}"))
