@@ -76,6 +76,19 @@ def test_no_kernel_more_than_for_a_good_shape_but_the_copy_of_the_weight():
     assert counts[2047][1] == backward
 
 
+def test_a_cut_product_takes_one_small_kernel_more():
+    counts = {}
+    for k in (2047, 2048):
+        torch._dynamo.reset()
+        r, c, b = (torch.randn(*size, device=DEVICE) for size in ((64,), (k,), (k, 16)))
+        step = torch.compile(lambda r, c, b: torch.relu(r[:, None] + c) @ b, options=options(machine(odd=3.0, bandwidth=1e12)))
+        out, (code,) = run_and_get_code(step, r, c, b)
+        torch.testing.assert_close(out, torch.relu(r[:, None] + c) @ b, rtol=2e-3, atol=2e-3)
+        counts[k] = kernels(code), code.count("extern_kernels.mm("), len(allocations(code))
+    assert counts[2047] == (2, 1, 2)
+    assert counts[2048] == (1, 1, 2)
+
+
 def test_padded_strides_without_a_copy():
     def step(x, w, v):
         return torch.softmax(x @ w, 1) @ v

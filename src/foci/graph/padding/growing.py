@@ -1,4 +1,4 @@
-"""Which dims of a graph grow: those whose products gain more than the copies at the borders cost."""
+"""Which dims of a graph grow: those whose products gain more than the copies at the borders cost, and not more by a cut."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from foci.graph.padding.cutting import Cut, cut, cut_of, seconds_cut
 from foci.graph.padding.decide import seconds_by_rows
 from foci.graph.padding.dims import closure, relations_of
 from foci.graph.padding.growth import Growth, grow, is_remade
@@ -23,8 +24,8 @@ __all__ = ["grow_dims"]
 def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     """Grows the dims of bad size that pay.
 
-    A product is slow until the last of its bad dims has grown. So all that may grow do at first, then one after another is left
-    out, as long as that gains.
+    Products that gain more by a cut are cut first. A product is slow until the last of its bad dims has grown. So all that may
+    grow do at first, then one after another is left out, as long as that gains.
 
     Args:
         graph: functional, but for writes to its inputs at the end; its nodes carry fake tensors.
@@ -33,11 +34,11 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     Returns:
         A line for each matrix of products with such a dim.
     """
+    paddings = list(_cut_products(graph, machine))
     products = list(products_of(graph, machine.load))
     found = list(_growths(graph, products, machine))
     legal = [growth for growth, obstacle in found if obstacle is None]
     taken = _chosen(legal, graph, products, machine)
-    paddings: list[Padding] = []
     for growth, obstacle in found:
         reason = obstacle if growth not in taken else None
         touched = [product for product in products if _touches(product, growth)]
@@ -50,6 +51,32 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     if taken:
         grow(graph, taken[0].and_also(*taken[1:]))
     return tuple(paddings)
+
+
+def _cut_products(graph: fx.Graph, machine: Machine) -> Iterator[Padding]:
+    products = list(products_of(graph, machine.load))
+    for product in products:
+        found = _cut(graph, products, product, machine)
+        if found is not None:
+            made, gain = found
+            yield _cut_entry(made, gain)
+            cut(graph, made)
+
+
+def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, machine: Machine) -> tuple[Cut, float] | None:
+    """How a product is cut and what that gains, if it is more than by growing or by groups of rows."""
+    left = next(matrix for matrix in product.matrices if matrix.role != "out")
+    if left.fault(machine.load) is None:
+        return None
+    growth, obstacle = _growth(left, machine)
+    if obstacle is not None or sum(_touches(other, growth) for other in products) > 1:
+        return None
+    found, before, aligned = cut_of(product, growth, machine), _time(product, None, machine), _time(product, growth, machine)
+    if found is None or before is None or aligned is None:
+        return None
+    after = seconds_cut(product, aligned, machine)
+    others = before - seconds_by_rows(product, aligned, machine), _net(graph, products, [growth], machine)
+    return (found, before - after) if is_profitable_to_pad(before, after, 0.0) and before - after >= max(others) else None
 
 
 def _growths(graph: fx.Graph, products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
@@ -200,6 +227,16 @@ def _outer(node: fx.Node, dim: int) -> bool:
     assert value is not None
     strides, sizes = hints(value.stride()), hints(value.shape)
     return any(size > 1 and stride > strides[dim] for size, stride in zip(sizes, strides))
+
+
+def _cut_entry(found: Cut, gain: float) -> Padding:
+    product = found.product
+    left = next(matrix for matrix in product.matrices if matrix.role == "a")
+    value = value_of(left.node)
+    assert value is not None
+    sizes, strides = hints(value.shape), hints(value.stride())
+    shorter = torch.empty((*sizes[:-1], found.length), device="meta").stride()
+    return Padding(left.base.name, (str(product),), sizes, strides, shorter, "cut", gain, location=location_of(product.node))
 
 
 def _entries(products: Sequence[Product], growth: Growth, gain: float, reason: str | None) -> Iterator[Padding]:

@@ -21,7 +21,7 @@ from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
 from foci.graph.padding.fills import Fill, Rows, fill_of
 from foci.graph.padding.reading import VIEWS, hints, value_of
 
-__all__ = ["Growth", "grow", "is_remade"]
+__all__ = ["Growth", "call", "grow", "is_remade", "resized"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -80,14 +80,20 @@ class _Rewrite:
     def call(
         self, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
     ) -> fx.Node:
-        """A new node, here, that knows its value."""
-        node = self.graph.call_function(target, tuple(arguments), dict(keywords or {}))
-        if like is not None:
-            node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
-        values, others = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with _mode(self.graph):
-            node.meta["val"] = target(*values, **others)
-        return node
+        return call(self.graph, target, arguments, keywords, like)
+
+
+def call(
+    graph: fx.Graph, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
+) -> fx.Node:
+    """A new node, here, that knows its value; of the same line of the user's code as another."""
+    node = graph.call_function(target, tuple(arguments), dict(keywords or {}))
+    if like is not None:
+        node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
+    values, others = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with _mode(graph):
+        node.meta["val"] = target(*values, **others)
+    return node
 
 
 def _mode(graph: fx.Graph) -> Any:
@@ -136,7 +142,7 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
             over = {dim: relations.reduced[operand, dim] for dim in growth.dims(operand) if (operand, dim) in relations.reduced}
             by_operand[operand] = _masked(state, operand, over) if over else state.made.get(operand, operand)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
-        arguments = _resized(growth, node, arguments)
+        arguments = resized(growth, node, arguments)
         made = state.call(node.target, arguments, keywords, node)
     if node.target is aten.amax.default:
         state.maxima[made] = made.args[0]  # type: ignore[assignment]
@@ -157,8 +163,8 @@ def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
     return fill if len(dims) == 1 and (not product or dims == [value.dim() - 1]) else None
 
 
-def _resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments in which sizes of the set stand grown."""
+def resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """A node's arguments, with the new lengths where they are sizes of the set."""
     dims = growth.dims(node)
     if not dims or node.target not in (*RESHAPES, *CREATIONS):
         return tuple(arguments)

@@ -20,8 +20,8 @@ class Padding:
         sizes: its sizes; symbolic ones at their hint.
         strides: before.
         padded: after; None if it was refused.
-        how: "in place" by whoever writes it, "copied" at each call, "copied once" while compiling, or "by rows", read or written
-            where it lies; None if it was refused.
+        how: "in place" by whoever writes it, "copied" at each call, "copied once" while compiling, "by rows", read or written
+            where it lies, or "cut", its last columns added to the product; None if it was refused.
         seconds: expected gain of each call.
         bytes: of padding, copies included; by rows, of all that the product takes besides its result.
         reason: why it was refused.

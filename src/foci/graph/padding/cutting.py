@@ -1,0 +1,178 @@
+"""A product whose inner dim has a bad size, cut in two.
+
+Rows whose length is no multiple of 16 bytes make a product slow. Where a generated loop writes the left matrix, it can as well write
+only the columns up to the last good size; the product takes those, and the few that are left are added to its result:
+
+    A B = A[:, :c] B[:c] + sum over j >= c of A[:, j] B[j]
+
+Both sides of the sum are computed from what the loop reads, the second where the result is written. So nothing is copied, nothing is
+padded, and nothing needs a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from foci.graph.padding.dims import CREATIONS
+from foci.graph.padding.growth import Growth, call, is_remade, resized
+from foci.graph.padding.model import Machine
+from foci.graph.padding.reading import VIEWS, Origin, Product, base_of, origin_of, value_of
+
+__all__ = ["Cut", "cut", "cut_of", "seconds_cut"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+SHORTEST: Final = 16
+"""Times the columns that are left at most: a shorter product gains nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A product that can be cut.
+
+    Attributes:
+        product: with a bad inner dim.
+        growth: all dims that are tied to it.
+        loops: operations that are done for each part; what they read is sliced.
+        size: of the inner dim.
+        length: of the first part.
+    """
+
+    product: Product
+    growth: Growth
+    loops: frozenset[fx.Node]
+    size: int
+    length: int
+
+
+def cut_of(product: Product, growth: Growth, machine: Machine) -> Cut | None:
+    """How to cut a product, or None if that is impossible or leaves it slow.
+
+    Args:
+        product: the only one that reads or writes dims of the set.
+        growth: the set of dims that are tied to the inner one.
+        machine: that it will run on.
+    """
+    left = product.node.args[-2]
+    bad = {matrix.role for matrix in product.matrices if matrix.fault(machine.load) is not None}
+    if product.node.target not in _PRODUCTS or product.node.kwargs or bad != {"a"}:
+        return None
+    per_load = machine.load // product.dtype.itemsize
+    length = product.shape.k // per_load * per_load
+    loops = _loops(product.node, growth)
+    written = isinstance(left, fx.Node) and left in loops and origin_of(base_of(left)) is Origin.LOOP and base_of(left) in loops
+    parts = {node for reader in (*loops, product.node) for node in reader.all_input_nodes if growth.dims(node)}
+    if not written or not all(_is_sliced(node, growth, loops) for node in parts) or length < SHORTEST * per_load:
+        return None
+    return Cut(product, growth, loops, product.shape.k, length)
+
+
+_PRODUCTS: Final = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default})
+
+
+def _loops(product: fx.Node, growth: Growth) -> frozenset[fx.Node]:
+    """What is computed for this product alone, element by element, backwards from it."""
+    found: dict[fx.Node, None] = {product: None}
+    todo = [product]
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            alone = all(user in found or _is_dead(user) for user in operand.users)
+            if operand not in found and alone and _is_loop(operand, growth):
+                found[operand] = None
+                todo.append(operand)
+    return frozenset(found) - {product}
+
+
+def _is_sliced(node: fx.Node, growth: Growth, loops: frozenset[fx.Node]) -> bool:
+    """Whether parts of an operand are had for nothing: it lies in memory, or its loop is done for each part."""
+    if len(growth.dims(node)) != 1:
+        return False
+    base = base_of(node)
+    return node in loops or base.target in CREATIONS or origin_of(base) is not Origin.LOOP
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Decompositions leave what nobody reads."""
+    return not node.users and not node.is_impure()
+
+
+def _is_loop(node: fx.Node, growth: Growth) -> bool:
+    if not growth.dims(node) or not is_remade(node, growth) or node.target in CREATIONS:
+        return False
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return pointwise or node.target in VIEWS or node.target is prims.convert_element_type.default
+
+
+def seconds_cut(product: Product, aligned: float, machine: Machine) -> float:
+    """Of a product that is cut: its result is read and written once more.
+
+    Args:
+        product: to cut.
+        aligned: seconds of the same product of aligned rows.
+        machine: that it will run on.
+    """
+    assert machine.table is not None
+    shape = product.shape
+    moved = 2 * shape.batch * shape.m * shape.n * product.dtype.itemsize
+    return aligned + moved / machine.table.bandwidth + machine.table.launch
+
+
+def cut(graph: fx.Graph, found: Cut) -> None:
+    """Puts the two parts in the product's place.
+
+    Args:
+        graph: functional; its nodes carry fake tensors.
+        found: of `cut_of`, for this graph.
+    """
+    node, dtype = found.product.node, found.product.dtype
+    *bias, left, right = node.args
+    with graph.inserting_before(node):
+        first, last = ([_part(graph, found, start, {}, matrix) for matrix in (left, right)] for start in (0, found.length))
+        result = call(graph, node.target, (*bias, *first), like=node)
+        wide = torch.promote_types(dtype, torch.float32)
+        rest = None
+        for column in range(found.size - found.length):
+            # subtracted at the end: of a product and a sum Inductor would make one product that reads the summand from memory
+            share = call(graph, aten.mul.Tensor, _factors(graph, last, column, wide), like=node)
+            rest = share if rest is None else call(graph, aten.add.Tensor, (rest, share), like=node)
+        result = call(graph, prims.convert_element_type.default, (result, wide), like=node) if wide is not dtype else result
+        result = call(graph, aten.sub.Tensor, (result, rest), like=node)
+        result = call(graph, prims.convert_element_type.default, (result, dtype), like=node) if wide is not dtype else result
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    for loop in reversed([other for other in graph.nodes if other in found.loops]):
+        for dead in (*loop.users, loop):
+            graph.erase_node(dead)
+
+
+def _factors(graph: fx.Graph, matrices: Sequence[fx.Node], column: int, wide: torch.dtype) -> list[fx.Node]:
+    """A column of the left matrix, negative, and a row of the right one."""
+    found = []
+    for matrix, dim in zip(matrices, (-1, -2)):
+        value = value_of(matrix)
+        assert value is not None
+        sliced = call(graph, aten.slice.Tensor, (matrix, value.dim() + dim, column, column + 1), like=matrix)
+        found.append(call(graph, prims.convert_element_type.default, (sliced, wide), like=matrix) if wide is not value.dtype else sliced)
+    return [call(graph, aten.neg.default, found[:1], like=matrices[0]), found[1]]
+
+
+def _part(graph: fx.Graph, found: Cut, start: int, made: dict[fx.Node, fx.Node], node: Any) -> fx.Node:
+    """A node's value for the columns from `start` on, up to where the product is cut."""
+    stop = found.length if start == 0 else found.size
+    if node not in made:
+        (dim,) = found.growth.dims(node)
+        if node in found.loops:
+            part = Growth(dict.fromkeys(found.growth.lengths, (found.size, stop - start)))
+            inside = {operand: operand for operand in node.all_input_nodes if not found.growth.dims(operand)}
+            inside |= {operand: _part(graph, found, start, made, operand) for operand in node.all_input_nodes if operand not in inside}
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: inside[n])
+            made[node] = call(graph, node.target, resized(part, node, arguments), keywords, like=node)
+        else:
+            made[node] = call(graph, aten.slice.Tensor, (node, dim, start, stop), like=node)
+    return made[node]
