@@ -150,8 +150,7 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     q, k, v = (_pack(t, batch) for t in tensors)
     if k.values.shape[2] != v.values.shape[2]:
         raise ValueError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
-    if not (_are_equal(k.offsets, v.offsets) and _are_equal(k.lengths, v.lengths)):
-        raise ValueError(f"key and value must have the same sequences; got offsets {k.offsets.tolist()} and {v.offsets.tolist()}")
+    _check_sequences(k, v)
     heads = max(k.values.shape[1], v.values.shape[1])
     where = replace(
         extras, cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=_bound(q), max_kv=_bound(k),
@@ -161,11 +160,23 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     return _Call(packed, where, batch, q if query.is_nested else None, k if key.is_nested else None)
 
 
-def _are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Whether these are one tensor, or hold the same on the CPU; elsewhere nobody waits to know."""
-    if ours is theirs or ours is None or theirs is None:
-        return ours is theirs
-    return ours.device.type != "cpu" or torch.compiler.is_compiling() or torch.equal(ours, theirs)
+def _check_sequences(key: Packed, value: Packed) -> None:
+    """Checks that both have the same sequences; not where they lie in tensors of their own on a GPU: nobody waits to know."""
+    if key.offsets is value.offsets and key.lengths is value.lengths:
+        return
+    if key.offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        if (key.lengths is None) != (value.lengths is None):
+            raise ValueError("key and value must have the same sequences; one of them is narrowed and the other is not")
+        return
+    ours, theirs = _spans(key), _spans(value)
+    if ours != theirs:
+        raise ValueError(f"key and value must have the same sequences; got tokens {ours} and {theirs}")
+
+
+def _spans(packed: Packed) -> list[tuple[int, int]]:
+    starts = packed.offsets.tolist()
+    lengths = packed.offsets.diff().tolist() if packed.lengths is None else packed.lengths.tolist()
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def _bound(packed: Packed) -> int:

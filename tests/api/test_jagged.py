@@ -296,6 +296,14 @@ def test_no_backend_says_why():
     assert all(name in str(caught.value) for name in foci.backends.names())
 
 
+def test_lengths_that_say_what_offsets_say():
+    offsets, lengths = torch.tensor([0, 3, 8]), torch.tensor([3, 5])
+    values = [rand(8, 2, 8, seed=n) for n in range(3)]
+    q, k, v = (torch.nested.nested_tensor_from_jagged(t, offsets.clone()).transpose(1, 2) for t in values)
+    narrowed = torch.nested.nested_tensor_from_jagged(values[2], offsets, lengths).transpose(1, 2)
+    torch.testing.assert_close(foci.attention(q, k, narrowed).values(), foci.attention(q, k, v).values())
+
+
 def test_a_batch_of_nothing():
     q = torch.nested.nested_tensor_from_jagged(rand(0, 4, 8), offsets=torch.tensor([0])).transpose(1, 2)
     assert foci.attention(q, q, q).shape[0] == 0
@@ -328,6 +336,11 @@ def wrong(name):
         "batch": (q, *(nested((3, 5, 1), 2, 8)[1] for _ in range(2))),
         "tokens": (q, nested((3, 5), 2, 8)[1], nested((3, 6), 2, 8)[1]),
         "lengths": (q, nested((3, 5), 2, 8)[1], nested((5, 3), 2, 8)[1]),
+        "narrowed": (
+            q,
+            k,
+            torch.nested.nested_tensor_from_jagged(rand(8, 2, 8), torch.tensor([0, 3, 8]), torch.tensor([3, 4])).transpose(1, 2),
+        ),
         "grouped": (nested((3, 5), 4, 8)[1], k, k),
         "strided": tuple(torch.nested.nested_tensor([rand(2, 3, 8)]) for _ in range(3)),
         "heads": (q, *(nested((3, 5), 3, 8)[1] for _ in range(2))),
@@ -344,7 +357,8 @@ MESSAGES = {
     "head dim": "ragged in the head dim",
     "batch": "query has batch size 2; it must be 3 or 1",
     "tokens": "same sequences; got float64.1, 2, 8, 8. on cpu and float64.1, 2, 9, 8. on cpu when packed",
-    "lengths": r"same sequences; got offsets \[0, 3, 8\] and \[0, 5, 8\]",
+    "lengths": r"same sequences; got tokens \[\(0, 3\), \(3, 8\)\] and \[\(0, 5\), \(5, 8\)\]",
+    "narrowed": r"same sequences; got tokens \[\(0, 3\), \(3, 8\)\] and \[\(0, 3\), \(3, 7\)\]",
     "grouped": "have 4, 2, 2 heads: grouped heads need enable_gqa=True",
     "strided": "query must be a NestedTensor of jagged layout, layout=torch.jagged; got layout torch.strided",
     "heads": "have 2, 3, 3 heads: grouped heads need enable_gqa=True",
