@@ -4,6 +4,7 @@ python benchmarks/padding.py [--cases linear-bf16,bert] [--implementations good,
 
 Median milliseconds of CUDA events, implementations in turn, forth and back, so that none always follows the one that heats the card.
 `good` is the same model with the next good size, compiled without any padding, or eager where nothing is compiled; `ratio` is to it.
+`busy ms` is the time of the kernels alone, without the gaps between them in which the card waits for the host.
 `peak bytes` is what a step allocates above what was there, `stated bytes` what foci's report says of it; `pass s` are the seconds of
 foci's passes within those of the first call.
 Processes that share a `--lock` compile side by side and time one at a time.
@@ -19,7 +20,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def chunked(length: int, device: str, *, window: int = 256) -> Step:
 
 
 def attention(length: int, device: str, *, dim: int = 16) -> Step:
-    q, k, v = (torch.randn(16 * 12, length, dim, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(64 * 12, length, dim, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (torch.softmax(q @ k.mT / dim**0.5, -1) @ v).float().square().mean()
@@ -265,16 +266,14 @@ def measured(steps: dict[str, Step], device: str, seconds: float) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def profile(steps: dict[str, Step], names: Sequence[str]) -> None:
-    """Prints where the card's time goes, of three steps each."""
-    for name in names:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            for _ in range(3):
-                steps[name]()
-            torch.cuda.synchronize()
-        print(name)
-        for row in sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)[:12]:
-            print(f"    {row.self_device_time_total / 3000:.4f} ms, {row.count // 3} times: {row.key[:110]}", flush=True)
+def profiled(step: Step) -> list[tuple[str, float, int]]:
+    """(name, milliseconds, calls) of each kernel of a step, the longest first; of five steps."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    return [(row.key, row.self_device_time_total / 5000, row.count // 5) for row in rows if row.self_device_time_total > 0]
 
 
 @contextlib.contextmanager
@@ -305,7 +304,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--lock", help="a file for processes side by side")
-    parser.add_argument("--profile", default="", help="cases whose kernels are listed, for good, foci and inductor")
+    parser.add_argument("--profile", default="", help="cases whose kernels are listed")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -326,14 +325,18 @@ def main() -> None:
             with held(given.lock, fcntl.LOCK_EX) as alone:
                 times = measured(steps, given.device, given.seconds)
                 peaks = {name: {"peak bytes": peak(step)} for name, step in steps.items()} if given.device == "cuda" else {}
-                if case in given.profile.split(","):
-                    profile(steps, [name for name in ("good", "foci", "inductor") if name in steps])
+                kernels = {name: profiled(step) for name, step in steps.items()} if given.device == "cuda" else {}
+            for name, found_kernels in kernels.items() if case in given.profile.split(",") else ():
+                print(
+                    name, *(f"{ms:.4f} ms, {count} times: {key[:110]}" for key, ms, count in found_kernels[:14]), sep="\n    ", flush=True
+                )
             for name, ms in times.items():
                 row = {
                     "case": case,
                     "implementation": name,
                     "ms": round(ms, 4),
                     "ratio": round(ms / times["good"], 3),
+                    **({"busy ms": round(sum(ms for _, ms, _ in kernels[name]), 4)} if kernels else {}),
                     "alone": alone,
                     **found[name].facts,
                     **peaks.get(name, {}),
