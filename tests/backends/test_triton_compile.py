@@ -127,14 +127,36 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
             assert one.stack <= case.get("stack", 1024), one.name
 
 
-def test_new_lengths_batches_values_and_lambdas_compile_nothing(monkeypatch):
+@pytest.fixture
+def keyed(monkeypatch):
+    """What Triton would key its cache by, launch by launch."""
     found = []
     for module, names in LAUNCHED.items():
         for each in names:
             monkeypatch.setattr(module, each, Recorder(getattr(module, each), found))
+    return found
 
+
+def test_an_expanded_gradient_meets_the_kernels_of_any_other(keyed):
+    def keys(dout):
+        keyed.clear()
+        query = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
+        bound = bind(None, masks.causal(), torch.device("cpu"))
+        asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, 4, 4, 2, 256, 256, True, True, True, ())
+        made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
+        made.backward(operands, made.forward(operands), Cotangents(dout))
+        return {key for key in keyed if key[0].startswith("attention")}  # tables of tiles are kept from the first call
+
+    whole = torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    expanded = keys(torch.zeros((), dtype=torch.bfloat16).expand(2, 4, 256, 64))
+    assert expanded == keys(whole)
+    assert len(expanded) == 3
+
+
+def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
     def keys(length, batch, heads, window):
-        found.clear()
+        keyed.clear()
         slopes = torch.rand(heads)
         score = foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q))
         mask = foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < window))
@@ -145,7 +167,7 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(monkeypatch):
         made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
         results = made.forward(operands)
         made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
-        return set(found)
+        return set(keyed)
 
     first = keys(1000, 2, 4, 100)
     assert len(first) > 5

@@ -41,7 +41,7 @@ from foci.backends.triton.known import (
 from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
-from foci.backends.triton.streams import layout_of, streamed
+from foci.backends.triton.streams import laid_out, layout_of, streamed
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
@@ -295,7 +295,7 @@ class TritonKernel:
         if flow is not None:
             cotangents = with_flowing_rows(self, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        given = Given(results.out, results.lse.contiguous(), cotangents.out, dlse)
+        given = Given(results.out, results.lse.contiguous(), laid_out(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
         key = None if self.learns or flow is not None else self._key(operands, (*inputs[:3], *given), inputs[3:-4])
         tokens = tokens_of(operands)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.triton.arguments import Config
 from foci.backends.triton.schedules import padded
 
-__all__ = ["Layout", "layout_of", "streamed"]
+__all__ = ["Layout", "laid_out", "layout_of", "streamed"]
 
 
 class Layout(NamedTuple):
@@ -39,6 +40,13 @@ def layout_of(tensor: Tensor) -> Layout:
     steps = not ((b > 1 and b_stride == 0) or (h > 1 and h_stride == 0) or (s > 1 and s_stride == 0))
     is_describable = is_aligned and steps and together * tensor.element_size() % 16 == 0
     return Layout(strides, is_aligned, is_describable, max(strides[2:]) * 512 >= 2**31)
+
+
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor; or, where its elements share memory, as those of a gradient that autograd expands from a sum's, a copy that lies as
+    `like` does: kernels that read it element by element cost more than the copy, and compile for it alone."""
+    shares = any(stride == 0 and n > 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor) if shares else tensor
 
 
 def streamed(config: Config, rows: int, length: int, tensor: Tensor) -> Tensor | TensorDescriptor:
