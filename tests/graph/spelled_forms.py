@@ -128,6 +128,12 @@ def scaled_query_upcast(q, k, v):
     return (q @ k.transpose(-2, -1)).to(torch.float32).softmax(-1).to(v.dtype) @ v
 
 
+def scaled_query_upcast_twin(q, k, v):
+    q, k, v = (t.permute(0, 2, 1, 3) for t in (q, k, v))
+    q = q / math.sqrt(q.size(-1))
+    return (q @ k.transpose(-2, -1)).to(torch.float32).softmax(-2).to(v.dtype) @ v
+
+
 def scaled_key(q, k, v):
     return torch.softmax(q @ (k * SCALE).mT, -1) @ v
 
@@ -188,6 +194,13 @@ def filled_mask_dropout(q, k, v, keep):
     scores = (q / math.sqrt(DIM)) @ k.transpose(-2, -1)
     hidden = (keep == 0).view(keep.shape[0], 1, 1, keep.shape[1]).expand_as(scores)
     return F.dropout(torch.softmax(scores.masked_fill(hidden, -float("inf")), dim=-1), p=0.0) @ v
+
+
+def filled_mask_dropout_twin(q, k, v, keep):
+    q, k, v = (t.permute(0, 2, 1, 3) for t in (q, k, v))
+    scores = (q / math.sqrt(DIM)) @ k.transpose(-2, -1)
+    hidden = (keep == 0).view(keep.shape[0], 1, 1, keep.shape[1]).expand_as(scores)
+    return F.dropout(torch.softmax(scores, dim=-1).masked_fill(hidden, 1.0), p=0.0) @ v
 
 
 def filled_lowest(q, k, v, keep):
@@ -276,11 +289,24 @@ def late_division(q, k, v):
     return (raised @ v) / raised.sum(-1, keepdim=True)
 
 
+def late_division_twin(q, k, v):
+    scores = q @ k.mT * SCALE
+    raised = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (raised @ v) / (1 + raised.sum(-1, keepdim=True))
+
+
 def safe(q, k, v, keep):
     scores = (q @ k.mT * SCALE).masked_fill(~keep[:, None, None], -torch.inf)
     weights = torch.softmax(scores, -1)
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.where(nothing, torch.zeros_like(weights), weights) @ v
+
+
+def safe_twin(q, k, v, keep):
+    scores = (q @ k.mT * SCALE).masked_fill(~keep[:, None, None], -torch.inf)
+    weights = torch.softmax(scores, -1)
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.where(nothing, weights, torch.zeros_like(weights)) @ v
 
 
 def biased_3d(length, batch=BATCH):
@@ -297,19 +323,19 @@ FORMS = (
     Spelling("from [B, S, H, D], softmax in float32, dropout off", upcast, bshd, upcast_twin, ""),
     Spelling("from [B, S, H, D], scores in float32", upcast_no_dropout, bshd, upcast_no_dropout_twin),
     Spelling("divided queries", scaled_query, bshd, scaled_query_twin, twin_fused=1),
-    Spelling("divided queries, scores in float32", scaled_query_upcast, bshd),
+    Spelling("divided queries, scores in float32", scaled_query_upcast, bshd, scaled_query_upcast_twin, "over the keys"),
     Spelling("scaled keys", scaled_key, qkv, scaled_key_twin, ""),
     Spelling("permuted in and out", permuted_out, bshd, permuted_out_twin),
     Spelling("three dimensions, unscaled", three_dims, flat, three_dims_twin, ""),
     Spelling("permuted, an added mask", permuted_mask, additive_bshd, permuted_mask_twin, ""),
     Spelling("mask == 0 filled with -inf", filled_mask, padded_bshd, filled_mask_twin, ""),
-    Spelling("mask == 0 filled with -inf, dropout of nothing", filled_mask_dropout, padded_bshd),
+    Spelling("mask == 0 filled with -inf, dropout of nothing", filled_mask_dropout, padded_bshd, filled_mask_dropout_twin, "replaced"),
     Spelling("filled with the lowest number", filled_lowest, padded, filled_lowest_twin, ""),
     Spelling("where causal, 0-d tensors, keys and values returned", kept_cache, bshd, kept_cache_twin, "", variant=("q_idx", "kv_idx")),
     Spelling("where causal, then an added mask", where_then_added, additive, where_then_added_twin, ""),
     Spelling("baddbmm", baddbmm, biased_3d, baddbmm_twin, ""),
     Spelling("einsum", einsum, bshd, einsum_twin),
     Spelling("softmax by hand", by_hand, qkv, by_hand_twin),
-    Spelling("divided after the product with values", late_division, qkv),
-    Spelling("zeros where nothing is attended", safe, padded),
+    Spelling("divided after the product with values", late_division, qkv, late_division_twin),
+    Spelling("zeros where nothing is attended", safe, padded, safe_twin, "weights of rows with scores are zeroed"),
 )

@@ -260,7 +260,7 @@ TRICKS = (
     Spelling("a sink by the logsumexp", sink_of_logsumexp, padded_before, sink_of_logsumexp_twin, "read"),
     Spelling("two attentions merged by their sums", merged, padded, fused=2),
     Spelling("masked and zeroed by 0-d tensors", zeroed_again, padded, zeroed_again_twin, "replaced"),
-    Spelling("weights through another dtype", half_weights, qkv, reason="", dtypes=(torch.float32,)),
-    Spelling("weights returned too", weights_too, qkv, reason=""),
-    Spelling("the mean of weights returned too", mean_weights_too, qkv, reason=""),
+    Spelling("weights through another dtype", half_weights, qkv, reason="rounded to bfloat16", dtypes=(torch.float32,)),
+    Spelling("weights returned too", weights_too, qkv, reason="also returned"),
+    Spelling("the mean of weights returned too", mean_weights_too, qkv, reason="also read"),
 )

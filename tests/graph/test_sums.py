@@ -140,3 +140,33 @@ def test_a_graph_whose_attention_is_not_fused_keeps_its_sum():
     found = fuse(module, operands()[:5])
     assert [site.fused for site in found.sites] == [False]
     assert [n.target for n in found.graph_module.graph.nodes] == [n.target for n in module.graph.nodes]
+
+
+def test_an_error_in_between_leaves_the_sum(monkeypatch):
+    def fail(*_):
+        raise ValueError("unforeseen")
+
+    def added(q, k, v, a, b):
+        return attended(q @ k.mT + a @ b.mT, v)
+
+    monkeypatch.setattr("foci.graph.sums._pays", lambda *_: True)
+    monkeypatch.setattr("torch.einsum", fail)
+    found = fuse(graph_of(added, *operands()[:5]), operands()[:5])
+    assert [site.fused for site in found.sites] == [True]
+    assert "c0[b, h, q_idx, kv_idx]" in found.sites[0].variant
+    torch.testing.assert_close(found.graph_module(*operands()[:5]), added(*operands()[:5]))
+
+
+def test_scores_that_come_from_another_attention():
+    """Nodes that were put in another attention's place are no obstacle."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def twice(q, k, v, a, b):
+        inner = flex_attention(q, k, v) * 2
+        return attended((q @ k.mT + a @ b.mT) + inner.mean(-1, keepdim=True), v)
+
+    run, _ = compiled(twice, dynamic=False)
+    with foci.observe() as log, torch.no_grad():
+        torch.testing.assert_close(run(*operands()[:5]), twice(*operands()[:5]))
+    assert [site.reason for site in log.fusions] == [None, None]
+    assert log.calls[1].problem.head_dim == D + R

@@ -174,7 +174,7 @@ def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
     """What became of one softmax, with sums of products in its scores as one product, else with the scores as they are."""
     above, passed = path_to(softmax.source)
     if len(above) > 1 and _products_of(_below(softmax.node)):
-        joined = join_products(graph, sorted(passed, key=lambda n: -writes.position[n]), sizes, mode)
+        joined = join_products(graph, sorted(passed, key=lambda n: writes.position.get(n, -1), reverse=True), sizes, mode)
         for each in joined:
             writes.add(each.made, each.old)
         source = next((each.made[-1] for each in joined if each.old is softmax.source), softmax.source)

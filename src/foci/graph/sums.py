@@ -74,14 +74,17 @@ def join_products(graph: fx.Graph, passed: Sequence[fx.Node], sizes: Sizes, mode
         within: set[fx.Node] = set()
         terms = _terms(node, within)
         seen |= within
-        chosen = _chosen(node, terms)
-        if len(chosen) < 2:
-            continue
         above = node.prev
-        new = _emitted(Emitter(graph, node, mode, sizes), node, list(chosen.values()), [term for term in terms if term not in chosen])
-        made = tuple(_between(above, new))
-        node.replace_all_uses_with(new)
-        found.append(Joined(node, made, frozenset({*within, *(term.node for term in chosen)})))
+        try:
+            chosen = _chosen(node, terms)
+            if len(chosen) > 1:
+                others = [term for term in terms if term not in chosen]
+                new = _emitted(Emitter(graph, node, mode, sizes), node, list(chosen.values()), others)
+                found.append(Joined(node, tuple(_between(above, new)), frozenset({*within, *(term.node for term in chosen)})))
+                node.replace_all_uses_with(new)
+        except Exception:  # such as a size that the graph has nowhere: the sum stays what it is
+            for unused in reversed(tuple(_between(above, node.prev))):
+                graph.erase_node(unused)
     return found
 
 
