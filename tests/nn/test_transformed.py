@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from twins import FF, B, E, H, S, T, as_float, layers, padding, rand, stacks
+from twins import FF, B, E, H, S, T, as_float, layers, outcome, padding, rand, stacks
 
 import foci
 import foci.nn
@@ -87,6 +87,37 @@ def test_compile_decoder():
     args = (rand(B, T, E), rand(B, S, E))
     kwargs = {"tgt_key_padding_mask": padding("right", T), "memory_key_padding_mask": padding("holes")}
     torch.testing.assert_close(compiled(*args, **kwargs), ours(*args, **kwargs))
+
+
+COMPILED = {
+    "norm first, eval, float32": ({"norm_first": True}, False, torch.float32),
+    "gelu, no bias, train, float64": ({"activation": "gelu", "bias": False}, True, torch.float64),
+    "module, norm first, train, bfloat16": ({"activation": torch.nn.GELU(approximate="tanh"), "norm_first": True}, True, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_compiled_modules_are_those_of_torch(kind, case):
+    torch._dynamo.reset()
+    options, training, dtype = COMPILED[case]
+    theirs, ours = (m.train(training).to(dtype) for m in stacks(kind, 1, batch_first=True, **options))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=dtype)
+    near = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    x, hidden = rand(B, S, E).to(dtype), padding("right")
+    if kind == "Encoder":
+        inputs, calls = [x], ({"mask": causal}, {"src_key_padding_mask": hidden})
+    else:
+        pads = {"tgt_key_padding_mask": hidden, "memory_key_padding_mask": padding("right", T)}
+        inputs, calls = [x, rand(B, T, E).to(dtype)], ({"tgt_mask": causal}, {"tgt_mask": causal, **pads})
+    for kwargs in calls:
+        rows = ~hidden if any("padding" in name for name in kwargs) else None
+        (_, expected, their_grads), (_, got, our_grads) = (outcome(m, inputs, rows, **kwargs) for m in (theirs, compiled))
+        torch.testing.assert_close(got, expected, **near)
+        scale = max(float(g.abs().max()) for g in their_grads)
+        for one, other in zip(our_grads, their_grads, strict=True):
+            torch.testing.assert_close(one / scale, other / scale, **near)
 
 
 @pytest.mark.parametrize("strict", [False, True])
