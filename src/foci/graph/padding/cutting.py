@@ -23,7 +23,7 @@ from foci.graph.padding.growth import Growth, call, is_remade, resized
 from foci.graph.padding.model import Machine
 from foci.graph.padding.reading import VIEWS, Origin, Product, base_of, origin_of, value_of
 
-__all__ = ["Cut", "cut", "cut_of", "seconds_cut"]
+__all__ = ["Cut", "cut", "cut_of", "may_be_cut", "seconds_cut"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -51,22 +51,26 @@ class Cut:
     length: int
 
 
+def may_be_cut(product: Product, machine: Machine) -> bool:
+    """Whether all that makes a product slow is the length of its left matrix's rows, which a loop writes."""
+    bad = [matrix for matrix in product.matrices if matrix.fault(machine.load) is not None]
+    known = product.node.target in _PRODUCTS and not product.node.kwargs
+    return known and [matrix.role for matrix in bad] == ["a"] and origin_of(bad[0].base) is Origin.LOOP
+
+
 def cut_of(product: Product, growth: Growth, machine: Machine) -> Cut | None:
     """How to cut a product, or None if that is impossible or leaves it slow.
 
     Args:
-        product: the only one that reads or writes dims of the set.
+        product: that may be cut, the only one that reads or writes dims of the set.
         growth: the set of dims that are tied to the inner one.
         machine: that it will run on.
     """
-    left = product.node.args[-2]
-    bad = {matrix.role for matrix in product.matrices if matrix.fault(machine.load) is not None}
-    if product.node.target not in _PRODUCTS or product.node.kwargs or bad != {"a"}:
-        return None
+    left = product.matrices[0]
     per_load = machine.load // product.dtype.itemsize
     length = product.shape.k // per_load * per_load
     loops = _loops(product.node, growth)
-    written = isinstance(left, fx.Node) and left in loops and origin_of(base_of(left)) is Origin.LOOP and base_of(left) in loops
+    written = left.node in loops and left.base in loops
     parts = {node for reader in (*loops, product.node) for node in reader.all_input_nodes if growth.dims(node)}
     if not written or not all(_is_sliced(node, growth, loops) for node in parts) or length < SHORTEST * per_load:
         return None

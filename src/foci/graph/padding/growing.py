@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from foci.graph.padding.cutting import Cut, cut, cut_of, seconds_cut
+from foci.graph.padding.cutting import Cut, cut, cut_of, may_be_cut, seconds_cut
 from foci.graph.padding.decide import seconds_by_rows
 from foci.graph.padding.dims import closure, relations_of
 from foci.graph.padding.growth import Growth, grow, is_remade
@@ -65,10 +65,9 @@ def _cut_products(graph: fx.Graph, machine: Machine) -> Iterator[Padding]:
 
 def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, machine: Machine) -> tuple[Cut, float] | None:
     """How a product is cut and what that gains, if it is more than by growing or by groups of rows."""
-    left = next(matrix for matrix in product.matrices if matrix.role != "out")
-    if left.fault(machine.load) is None:
+    if not may_be_cut(product, machine):
         return None
-    growth, obstacle = _growth(left, machine)
+    growth, obstacle = _growth(product.matrices[0], machine)
     if obstacle is not None or sum(_touches(other, growth) for other in products) > 1:
         return None
     found, before, aligned = cut_of(product, growth, machine), _time(product, None, machine), _time(product, growth, machine)
@@ -231,7 +230,7 @@ def _outer(node: fx.Node, dim: int) -> bool:
 
 def _cut_entry(found: Cut, gain: float) -> Padding:
     product = found.product
-    left = next(matrix for matrix in product.matrices if matrix.role == "a")
+    left = product.matrices[0]
     value = value_of(left.node)
     assert value is not None
     sizes, strides = hints(value.shape), hints(value.stride())

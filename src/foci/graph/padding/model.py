@@ -78,8 +78,8 @@ def seconds(table: Table, kind: Kind, shape: Shape, faults: Mapping[Role, Fault]
 
 @functools.lru_cache(maxsize=4096)  # a model's layers ask the same
 def _seconds(table: Table, kind: Kind, shape: Shape, faults: frozenset[tuple[Role, Fault]]) -> float | None:
-    rows = [(table.nearest(kind, role, fault.alignment, shape), fault.padded) for role, fault in faults]
-    base = table.nearest(kind, None, None, shape)
+    rows = [(table.nearest(kind, shape, (role, fault.alignment)), fault.padded) for role, fault in faults]
+    base = table.nearest(kind, shape)
     if base is None or any(row is None for row, _ in rows):
         return None
     slowdown = max((row.slowdown(padded) for row, padded in rows if row is not None), default=1.0)

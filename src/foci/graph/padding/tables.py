@@ -116,11 +116,20 @@ class Table:
     launch: float
     rows: tuple[Row, ...]
 
-    def nearest(self, kind: Kind, role: Role | None, alignment: int | None, shape: Shape) -> Row | None:
-        """The measurement of the shape most like this one, of any role and alignment where they are None."""
-        wanted = kind, role, alignment
-        found = [row for row in self.rows if all(w in (None, has) for w, has in zip(wanted, (row.kind, row.role, row.alignment)))]
-        return min(found, key=lambda row: (row.shape.distance(shape), str(row.shape)), default=None)
+    def nearest(self, kind: Kind, shape: Shape, fault: tuple[Role, int] | None = None) -> Row | None:
+        """The measurement of the shape most like this one: of a role and an alignment, or of any where only the aligned time counts."""
+        return min(self._by_fault.get((kind, fault), ()), key=lambda row: (row.shape.distance(shape), str(row.shape)), default=None)
+
+    @functools.cached_property
+    def _by_fault(self) -> dict[tuple[Kind, tuple[Role, int] | None], list[Row]]:
+        found: dict[tuple[Kind, tuple[Role, int] | None], list[Row]] = {}
+        seen: set[tuple[Kind, Shape]] = set()
+        for row in self.rows:
+            found.setdefault((row.kind, (row.role, row.alignment)), []).append(row)
+            if (row.kind, row.shape) not in seen:
+                seen.add((row.kind, row.shape))
+                found.setdefault((row.kind, None), []).append(row)
+        return found
 
     def extended(self, by: Table) -> Table:
         """With another's rows and peaks in place of its own where both have them."""
