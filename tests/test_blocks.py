@@ -348,6 +348,8 @@ def test_lists_and_back(rows, columns, seed):
 WRONG = [
     (lambda: foci.create_block_mask(lambda q, kv: q >= kv, 1, 1, 8, 8, "cpu"), TypeError, r"must be a function \(b, h, q_idx, kv_idx\)"),
     (lambda: foci.create_block_mask(3, 1, 1, 8, 8, "cpu"), TypeError, "got 3"),
+    (lambda: foci.create_block_mask(MASKS["causal"], 1, 1, 8.5, 8, "cpu"), TypeError, "Q_LEN must be an integer, got 8.5 of type float"),
+    (lambda: foci.create_mask(MASKS["causal"], True, 1, 8, 8, "cpu"), TypeError, "B must be an integer, got True of type bool"),
     (lambda: foci.create_block_mask(MASKS["causal"], 1, 1, -8, 8, "cpu"), ValueError, "Q_LEN must not be negative, got -8"),
     (lambda: foci.create_block_mask(MASKS["causal"], 1, 1, 8, 8, "cpu", BLOCK_SIZE=0), ValueError, "BLOCK_SIZE must be at least 1, got 0"),
     (lambda: foci.create_block_mask(lambda b, h, q, kv: q - kv, 1, 1, 8, 8, "cpu"), TypeError, "must return a boolean"),

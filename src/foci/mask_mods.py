@@ -192,6 +192,8 @@ def _arguments(function: Any) -> int:
 def _extent(batch: int | None, heads: int | None, q_len: int, kv_len: int) -> Extent:
     sizes = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
     for name, size in (("B", sizes.B), ("H", sizes.Hq), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an integer, got {size!r} of type {type(size).__name__}")
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
     return sizes

@@ -1,5 +1,6 @@
 """What a user reads after a wrong call: the argument, its shape or dtype, what would be right."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import bias as torch_bias
@@ -126,6 +127,7 @@ CASES = {
     "python if": (scored(lambda s, b, h, i, j: s if i > j else 0), foci.TraceError, r"test_errors.py:\d+: a Python `if`.*use torch.where"),
     "unknown function": (scored(lambda s, b, h, i, j: torch.lgamma(s)), foci.TraceError, r"test_errors.py:\d+: torch.lgamma is outside"),
     "unknown method": (scored(lambda s, b, h, i, j: s.erfinv()), foci.TraceError, r"test_errors.py:\d+: Tensor.erfinv is outside"),
+    "array": (scored(lambda s, b, h, i, j: s + np.ones(4)[h]), foci.TraceError, r"test_errors.py:\d+: a NumPy array is outside .*torch.from_numpy"),
     "item": (scored(lambda s, b, h, i, j: s * i.item()), foci.TraceError, r"test_errors.py:\d+: Tensor.item is outside"),
     "math module": (scored(lambda s, b, h, i, j: s * __import__("math").exp(i)), foci.TraceError, r"test_errors.py:\d+: .*use the function of torch"),
     "in place": (scored(lambda s, b, h, i, j: s.add_(1)), foci.TraceError, r"test_errors.py:\d+: Tensor.add_ is outside"),

@@ -114,3 +114,10 @@ def test_used_keys_of_the_next_sequence():
     q, cu = rand(9, 2, 8, dtype=torch.float32), torch.tensor([0, 4, 9])
     with pytest.raises(ValueError, match="sequences of key must .* got one from 0 to 5, the next from 4"):
         foci.varlen_attn(q, q, q, cu, cu, 5, 5, seqused_k=torch.tensor([5, 5]))
+
+
+@pytest.mark.parametrize("name", ["max_q", "max_k"])
+def test_sequences_longer_than_the_call_says(name):
+    q, cu = rand(9, 2, 8, dtype=torch.float32), torch.tensor([0, 4, 9])
+    with pytest.raises(ValueError, match=f"{name} must be the length of the longest sequence of .*; got 4, one has 5"):
+        foci.varlen_attn(q, q, q, cu, cu, **{"max_q": 5, "max_k": 5, name: 4})

@@ -44,19 +44,25 @@ def sequences(operands: Operands, layout: Layout) -> list[Sequence]:
 
 
 def check_spans(operands: Operands) -> None:
-    """Checks that every sequence of a jagged call lies within the tokens and ends before the next. Reads the offsets on the host.
+    """Checks that every sequence of a jagged call lies within the tokens, ends before the next, and is no longer than the caller says.
+    Reads the offsets on the host.
 
     Raises:
         ValueError: if one does not.
     """
     o = operands
-    for name, offsets, lengths, tokens in (("query", o.cu_q, o.q_lengths, o.query), ("key", o.cu_kv, o.kv_lengths, o.key)):
+    queries, keys = ("query", o.cu_q, o.q_lengths, o.query, o.max_q), ("key", o.cu_kv, o.kv_lengths, o.key, o.max_kv)
+    for name, offsets, lengths, tokens, longest in (queries, keys):
         assert offsets is not None
         for (start, stop), following in zip(_spans(offsets, lengths), offsets.tolist()[1:], strict=True):
             if not 0 <= start <= stop <= following <= tokens.shape[2]:
                 raise ValueError(
                     f"the sequences of {name} must follow each other within its {tokens.shape[2]} tokens; got one from {start} to {stop}, "
                     f"the next from {following}"
+                )
+            if stop - start > longest:
+                raise ValueError(
+                    f"max_{name[0]} must be the length of the longest sequence of {name}; got {longest}, one has {stop - start}"
                 )
 
 

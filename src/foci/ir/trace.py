@@ -174,6 +174,11 @@ class Symbol:
     def __index__(self) -> int:
         raise TraceError(_complaint("a conversion to a Python integer", "index a tensor with the symbol instead"))
 
+    __array_ufunc__ = None  # NumPy's numbers leave arithmetic to the symbol
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TraceError(_complaint("a NumPy array", "capture a tensor, as of torch.from_numpy"))
+
     def __float__(self) -> float:
         raise TraceError(_complaint("a conversion to a Python number (the math module)", "use the function of torch of that name"))
 

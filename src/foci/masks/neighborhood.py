@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -28,12 +29,14 @@ def natten(extent: tuple[int, ...], kernel: int | tuple[int, ...], *, dilation: 
         dilation: step between neighbors, one for all dimensions or one for each.
 
     Raises:
+        TypeError: for sizes that are no integers.
         ValueError: for another number of dimensions, an even kernel, or a dilated kernel wider than its dimension.
 
     Example:
         >>> natten((32, 32), 7).name
         'natten((32, 32), 7)'
     """
+    _check_sizes("extent", extent)
     rank = len(extent)
     if rank not in (1, 2, 3):
         raise ValueError(f"extent must have 1 to 3 sizes, got {extent}")
@@ -68,9 +71,15 @@ def _near(q: Any, kv: Any, n: int, size: int, step: int) -> Any:
 def _per_dimension(name: str, size: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
     if isinstance(size, int):
         return (size,) * rank
+    _check_sizes(name, size)
     if len(size) != rank:
         raise ValueError(f"{name} must be one integer or {rank} of them, one for each size of extent; got {size}")
     return size
+
+
+def _check_sizes(name: str, sizes: Any) -> None:
+    if not isinstance(sizes, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
+        raise TypeError(f"{name} must be integers, one for each dimension; got {sizes!r}")
 
 
 def _formula(extent: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
