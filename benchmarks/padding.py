@@ -277,7 +277,7 @@ def profiled(step: Step) -> list[tuple[str, float, int]]:
 
 
 @contextlib.contextmanager
-def held(lock: str | None, how: int, patience: float = 30.0) -> Iterator[bool]:
+def held(lock: str | None, how: int, patience: float = 60.0) -> Iterator[bool]:
     """A lock of processes: many compile at once, one times. Gives up after `patience` seconds, and says whether it is held."""
     if lock is None:
         yield True

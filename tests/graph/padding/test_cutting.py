@@ -2,7 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from machines import Recorder, compiled, machine
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from foci.graph.padding.growing import grow_dims
 
 MACHINE = machine(odd=3.0, bandwidth=1e12)  # copies cost more than a look at the result
 
@@ -112,3 +118,38 @@ def test_a_cut_that_costs_more_is_not_made():
     a, b = inputs(512, 129, 512)
     _, recorder = cut(lambda a, b: torch.tanh(a) @ b, a, b, on=machine(odd=1.5, bandwidth=1e9))
     assert "cut" not in hows(recorder)
+
+
+STEPS = {
+    "tanh": lambda x, rows, columns: x.tanh(),
+    "columns": lambda x, rows, columns: x + columns,
+    "rows": lambda x, rows, columns: x * rows[:, None],
+    "mask": lambda x, rows, columns: torch.where(columns > 0, x, rows[:, None]),
+    "cast": lambda x, rows, columns: x.float().sin().double(),
+    "positions": lambda x, rows, columns: x * torch.arange(x.shape[1]),
+    "ones": lambda x, rows, columns: x - torch.ones(x.shape[1], dtype=x.dtype),
+    "refold": lambda x, rows, columns: x.view(2, -1, x.shape[1]).cos().flatten(0, 1),
+    "turned": lambda x, rows, columns: x.t().cos().t().contiguous(),
+    "less its maximum": lambda x, rows, columns: x - x.amax(1, keepdim=True),
+}
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), st.sampled_from([1023, 1025, 2047]), st.booleans())
+def test_random_loops(steps, k, biased):
+    torch.manual_seed(0)
+    a, b, rows, columns = (torch.randn(*size, dtype=torch.float64) for size in ((16, k), (k, 8), (16,), (k,)))
+
+    def step(a, b, rows, columns):
+        for name in steps:
+            a = STEPS[name](a, rows, columns)
+        return torch.addmm(rows[:8], a, b) if biased else a @ b
+
+    expected = step(a, b, rows, columns)
+    graph = make_fx(step, tracing_mode="fake", decomposition_table=select_decomp_table())(a, b, rows, columns)
+    paddings = grow_dims(graph.graph, machine(30.0, odd=30.0, bandwidth=1e14))
+    graph.graph.lint()
+    graph.recompile()
+    torch.testing.assert_close(graph(a, b, rows, columns), expected, rtol=1e-9, atol=1e-9 * float(1 + expected.abs().max()))
+    if set(steps) <= {"tanh", "columns", "rows", "cast", "refold"}:
+        assert [padding.how for padding in paddings] == ["cut"]
