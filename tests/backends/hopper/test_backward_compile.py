@@ -34,7 +34,8 @@ CASES = {
     "plain": {"fused": True},
     "causal": {"mask": masks.causal(), "fused": True},
     "causal D 64": {"mask": masks.causal(), "dim": 64, "fused": True},
-    "grouped heads": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
+    "grouped heads": {"kv_heads": 2, "fused": True},
+    "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2},
     "D 16": {"dim": 16},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64},
@@ -73,6 +74,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     [
         ({}, True),
         ({"mask": masks.causal()}, True),
+        ({"kv_heads": 2}, True),
+        ({"mask": masks.causal(), "kv_heads": 2}, False),
         ({"dim": 64, "jagged": True}, True),
         ({"dim": 80}, True),
         ({"score": scores.softcap(20.0)}, False),

@@ -9,7 +9,8 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS
-from foci.backends.hopper.rates import MEASURED, kind_of, rates_of
+from foci.backends.hopper.kinds import kind_of
+from foci.backends.hopper.rates import MEASURED, Pair, rates_of
 from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Formula, Layout, Outputs, Problem, Target
@@ -95,7 +96,8 @@ KINDS = {
     "causal": {"mask": masks.causal()},
     "window": {"mask": masks.window(1023)},
     "document": {"mask": DOCUMENT},
-    "score": {"mask": masks.causal(), "score": scores.alibi(16)},
+    "added": {"mask": masks.causal(), "score": scores.alibi(16)},
+    "score": {"mask": masks.causal(), "score": scores.softcap(20.0)},
     "pair": {"score": foci.Score(lambda s, b, h, q, k: s + TABLE[q % 64, k % 64])},
 }
 
@@ -106,8 +108,9 @@ KINDS = {
 def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained):
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert kind_of(asked) == kind
-    rates = rates_of(asked)
-    assert rates == MEASURED.get((width, kind), MEASURED[128, kind])
+    rates, measured = rates_of(asked), MEASURED.get((width, kind), MEASURED[128, kind])
+    own = measured.backward.fused if width < 256 and kind not in ("score", "pair") else measured.backward.apart
+    assert (rates.forward, rates.backward) == (measured.forward, Pair(own, measured.backward.triton))
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
         "triton": 1 / rates.forward.triton + (2.5 / rates.backward.triton if is_trained else 0),
@@ -124,7 +127,7 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     assert "forward measured at 1.43 of triton's rate" in said()
     assert "backward" not in said()
     assert said(**TRAINED).endswith("backward measured at 1.41 of triton's rate")
-    assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.72 of triton's rate, so taken from triton")
+    assert said(**KINDS["score"], **NARROW, **TRAINED).endswith("backward measured at 0.71 of triton's rate, so taken from triton")
 
 
 def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
@@ -132,10 +135,11 @@ def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
     came = []
     monkeypatch.setattr(kernel.host.TritonKernel, "_backward", lambda *args: came.append("triton"))
     monkeypatch.setattr(kernel.HopperGradients, "_backward", lambda *args: came.append("hopper"))
-    for given in ({}, NARROW, KINDS["score"], {**KINDS["score"], **NARROW}):
+    packed = {**KINDS["window"], "layout": Layout.JAGGED}
+    for given in ({}, NARROW, KINDS["window"], packed, {**KINDS["score"], **NARROW}):
         asked = problem(**given, **TRAINED)
         kernel.HopperKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
-    assert came == ["hopper", "hopper", "hopper", "triton"]
+    assert came == ["hopper", "hopper", "hopper", "triton", "triton"]
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.rates import kind_of
+from foci.backends.hopper.kinds import kind_of
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
-from foci.ir.derivative import score_derivative
-from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
 
 __all__ = ["KEYS", "QUERIES", "Cut", "Fused", "fused_schedule", "is_prefix"]
@@ -55,14 +53,14 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (64, "causal"): Fused(_NARROW, defers=False),
     (64, "window"): Fused(_NARROW, sums=1),
     (64, "document"): Fused(_NARROW),
-    (64, "score"): Fused(_NARROW, defers=False),
+    (64, "added"): Fused(_NARROW, defers=False),
     (128, "full"): Fused(_WIDE),
     (128, "causal"): Fused(_WIDE, defers=False),
     (128, "window"): Fused(_WIDE, sums=1),
-    (128, "document"): Fused(_WIDE),
-    (128, "score"): Fused(_WIDE, defers=False),
+    (128, "document"): Fused(_WIDE, sums=1),
+    (128, "added"): Fused(_WIDE),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`)."""
+"""As measured on an H200 (`foci.backends.hopper.rates`). What other score functions need would not fit the registers besides."""
 
 
 def is_prefix(problem: Problem) -> bool:
@@ -72,18 +70,12 @@ def is_prefix(problem: Problem) -> bool:
 
 
 def fused_schedule(problem: Problem) -> Fused | None:
-    """How one kernel takes a problem, or None where several do."""
-    formula, variant, width = problem.formula, problem.variant, padded(problem.head_dim)
+    """How one kernel takes a problem, or None where several do: they are faster where causal heads share keys."""
+    formula, variant, width, kind = problem.formula, problem.variant, padded(problem.head_dim), kind_of(problem)
     if formula.dropout or formula.block_size is not None or padded(problem.value_dim) != width:
         return None
     if formula.layout is not Layout.DENSE and not is_prefix(problem):
         return None
-    if problem.q_heads != problem.kv_heads and "h" in variant.mask.variables() | variant.score.variables():
+    if problem.q_heads != problem.kv_heads and (kind == "causal" or "h" in variant.mask.variables() | variant.score.variables()):
         return None
-    return FUSED.get((width, kind_of(problem))) if _is_shifted(variant.score) else None
-
-
-def _is_shifted(score: Expr) -> bool:
-    """Whether a score is the product and what can be added without reading memory for each row: more would not fit the registers."""
-    reads = {name for e in score.walk() if e.op in ("load", "reduce") for name in e.variables()}
-    return "q_idx" not in reads and score_derivative(score) == const(1.0)
+    return FUSED.get((width, kind))

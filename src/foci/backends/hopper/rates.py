@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from foci.backends.causal import is_causal
-from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.schedules import padded, tile_bytes
+from foci.backends.hopper.backward_schedules import fused_schedule
+from foci.backends.hopper.kinds import kind_of
+from foci.backends.triton.schedules import padded
 from foci.problem import Problem
 
-__all__ = ["MEASURED", "Pair", "Rates", "kind_of", "rates_of"]
+__all__ = ["MEASURED", "Backward", "Measured", "Pair", "Rates", "rates_of"]
 
 
 @dataclass(frozen=True)
@@ -33,49 +33,54 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Rates:
+class Backward:
+    """TFLOP/s of one kernel for all gradients, of several, and of those of `triton`."""
+
+    fused: float
+    apart: float
+    triton: float
+
+
+@dataclass(frozen=True)
+class Measured:
     """Of a kind of problem, both passes."""
+
+    forward: Pair
+    backward: Backward
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a problem, both passes."""
 
     forward: Pair
     backward: Pair
 
 
-MEASURED: Final[dict[tuple[int, str], Rates]] = {
+MEASURED: Final[dict[tuple[int, str], Measured]] = {
     # (the wider head dim, padded; kind)
-    (64, "full"): Rates(Pair(491, 444), Pair(441, 354)),
-    (64, "causal"): Rates(Pair(509, 399), Pair(382, 368)),
-    (64, "window"): Rates(Pair(385, 321), Pair(291, 329)),
-    (64, "document"): Rates(Pair(341, 335), Pair(290, 315)),
-    (64, "score"): Rates(Pair(377, 356), Pair(237, 328)),
-    (128, "full"): Rates(Pair(624, 435), Pair(553, 393)),
-    (128, "causal"): Rates(Pair(688, 528), Pair(525, 400)),
-    (128, "window"): Rates(Pair(462, 416), Pair(399, 361)),
-    (128, "document"): Rates(Pair(469, 345), Pair(363, 358)),
-    (128, "score"): Rates(Pair(547, 463), Pair(441, 391)),
-    (128, "pair"): Rates(Pair(360, 389), Pair(0, 300)),
-    (256, "full"): Rates(Pair(689, 456), Pair(373, 296)),
-    (256, "causal"): Rates(Pair(704, 494), Pair(355, 298)),
+    (64, "full"): Measured(Pair(491, 444), Backward(527, 445, 354)),
+    (64, "causal"): Measured(Pair(509, 399), Backward(480, 426, 368)),
+    (64, "window"): Measured(Pair(385, 321), Backward(291, 285, 329)),
+    (64, "document"): Measured(Pair(341, 335), Backward(252, 290, 315)),
+    (64, "added"): Measured(Pair(377, 356), Backward(0, 237, 333)),
+    (64, "score"): Measured(Pair(377, 356), Backward(0, 237, 333)),
+    (128, "full"): Measured(Pair(624, 435), Backward(553, 475, 393)),
+    (128, "causal"): Measured(Pair(688, 528), Backward(571, 477, 400)),
+    (128, "window"): Measured(Pair(462, 416), Backward(411, 351, 364)),
+    (128, "document"): Measured(Pair(469, 345), Backward(420, 357, 358)),
+    (128, "added"): Measured(Pair(547, 463), Backward(544, 473, 411)),
+    (128, "score"): Measured(Pair(547, 463), Backward(0, 369, 367)),
+    (128, "pair"): Measured(Pair(360, 389), Backward(0, 0, 300)),
+    (256, "full"): Measured(Pair(689, 456), Backward(0, 373, 296)),
+    (256, "causal"): Measured(Pair(704, 494), Backward(0, 355, 298)),
 }
 """What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
 
 
-def kind_of(problem: Problem) -> str:
-    """What its rate depends on: "pair" for scores that read memory for each pair of positions, "score" for other score functions;
-    else by the mask, "full", "causal", "window" for one run of keys a row, "document" for the rest."""
-    variant = problem.variant
-    if tile_bytes(variant):
-        return "pair"
-    if variant.score.op != "var":
-        return "score"
-    bounds = bounds_of(variant.mask) if problem.formula.block_size is None else None
-    if bounds is None:
-        return "document"
-    if bounds.is_low:
-        return "window"
-    return "causal" if is_causal(variant) else "full"
-
-
 def rates_of(problem: Problem) -> Rates:
-    """As measured for the kind and the padded width nearest to a problem's."""
+    """As measured for the kind and the padded width nearest to a problem's, with the backward that takes it."""
     kind, width = kind_of(problem), max(64, padded(problem.head_dim), padded(problem.value_dim))
-    return MEASURED.get((width, kind)) or MEASURED[128, kind]
+    found = MEASURED.get((width, kind)) or MEASURED[128, kind]
+    backward = found.backward
+    return Rates(found.forward, Pair(backward.apart if fused_schedule(problem) is None else backward.fused, backward.triton))
