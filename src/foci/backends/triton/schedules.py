@@ -71,7 +71,7 @@ _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16
 SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     # (family, kernel, bytes of an element, padded head dim), best first
     ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_sparse", 2, 64): (_S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_sparse", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_listed", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
