@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from foci.problem import Operands
 
-__all__ = ["Count", "Tokens", "tokens_of"]
+__all__ = ["Count", "Tokens", "row_of", "tokens_of"]
 
 Tokens: TypeAlias = tuple[int, int]
 """Queries and keys of a head; packed, of all sequences together."""
@@ -48,12 +48,17 @@ class Count(int):
         return Count(int(self) // int(other), f"({self.text} // {_text(other)})")
 
 
+def row_of(numbers: Sequence[int]) -> Callable[[Tokens], tuple[int, ...]]:
+    """How numbers follow, some of them `Count`s."""
+    return _function(f"({''.join(f'{_text(n)}, ' for n in numbers)})")
+
+
 def _text(number: int) -> str:
     return number.text if isinstance(number, Count) else str(number)
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(text: str) -> Callable[[Tokens], int]:
+def _function(text: str) -> Callable[[Tokens], Any]:
     return eval(f"lambda t: {text}")  # type: ignore[no-any-return]  # text made here, of numbers and t alone
 
 

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
 from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
-from foci.backends.triton.counts import Count, Tokens
+from foci.backends.triton.counts import Count, Tokens, row_of
 
 __all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "is_for_graphs", "places_of", "stream_of"]
 
@@ -150,7 +150,10 @@ def _address(number: int, binding: _Binding) -> int:
 
 
 def _part(part: _Arguments, binding: _Binding) -> tuple[Any, ...]:
-    return tuple(part.bound(binding).values)
+    values = part.values.copy()
+    for at, find in part.late:
+        values[at] = find(binding)
+    return tuple(values)
 
 
 class _Launch(NamedTuple):
@@ -176,10 +179,14 @@ class _New(NamedTuple):
             size[:2], stride[:2] = size[1::-1], stride[1::-1]
         return self._replace(size=tuple(size), stride=tuple(stride))
 
-    def make(self, tokens: Tokens) -> Callable[[], Tensor]:
-        """What allocates it where there are so many tokens."""
-        size, stride = (tuple([n.of(tokens) if isinstance(n, Count) else n for n in part]) for part in (self.size, self.stride))
-        return functools.partial(torch.empty_strided, size, stride, dtype=self.dtype, device=self.device)
+    def maker(self) -> Callable[[Tokens], Callable[[], Tensor]]:
+        """What allocates it, by how many tokens there are."""
+        allocate = functools.partial(torch.empty_strided, dtype=self.dtype, device=self.device)
+        if not any(isinstance(n, Count) for n in (*self.size, *self.stride)):
+            known = functools.partial(allocate, self.size, self.stride)
+            return lambda tokens: known
+        size, stride = row_of(self.size), row_of(self.stride)
+        return lambda tokens: functools.partial(allocate, size(tokens), stride(tokens))
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
@@ -201,6 +208,7 @@ class _Maps:
 
     def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
+        self._varies = any(isinstance(n, Count) for n in tiles.rest["shape"])
         self.known: dict[int, Any] = {}
 
     def __call__(self, base: Any, address: Any) -> Any:
@@ -211,8 +219,7 @@ class _Maps:
 
     def bound(self, binding: _Binding) -> _Maps:
         """The maps of other tokens: these, where the number of tokens is no part of them."""
-        tiles = self._tiles.bound(binding)
-        return self if tiles is self._tiles else _Maps(tiles, self._make, self._metadata)
+        return _Maps(self._tiles.bound(binding), self._make, self._metadata) if self._varies else self
 
 
 _MAPS: Final = 256
@@ -375,11 +382,12 @@ def _plain_one(arg: Any) -> Any:
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_sources", "launches", "made")
+    __slots__ = ("_kept", "_sources", "launches", "made", "makers")
 
     def __init__(self, launches: list[_Launch], made: Sequence[_New], kept: Inputs, sources: Sequence[Source | None]) -> None:
         self.launches = launches
         self.made = made
+        self.makers = [new.maker() for new in made]
         self._kept: Inputs = kept
         self._sources = sources
 
@@ -416,7 +424,7 @@ class Recording:
         self.template = template
         self._binding = binding  # holds what the arguments hold the addresses of
         self._launches = [(run, arguments.bound(binding)) for run, arguments in template.launches]
-        self._makes = [new.make(binding.tokens) for new in template.made]
+        self._makes = [make(binding.tokens) for make in template.makers]
 
     @property
     def tokens(self) -> Tokens:

@@ -137,9 +137,12 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
     assert first is not None
     stream, places = free_stream(first), places_of(inputs)
     key = (*what, first.device, stream, any((place or 0) & 15 for place in places))
-    known = None if stream is None else _ways.find(key)
+    known = None if stream is None else _runs.find((key, tokens))
+    if known is None and stream is not None and (template := _ways.find(key)) is not None:
+        known = template.as_recorded(tokens)
+        _runs.add((key, tokens), (), known)
     if known is not None:
-        return known.as_recorded(tokens).run(inputs, places)
+        return known.run(inputs, places)
     recorder = Recorder(inputs, stream)
     made = way(recorder)
     _ways.add(key, (), recorder.template())
@@ -157,6 +160,8 @@ _sets: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Se
 _SETS: Final = 8
 _ways: Final[Kept[Template]] = Kept(256)
 """What is made of lengths, whatever they are."""
+_runs: Final[Kept[Recording]] = Kept(256)
+"""The same for so many tokens."""
 
 
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
