@@ -1,4 +1,4 @@
-"""The Hopper forward on a GPU: both schedules on the same problems, sequences side by side, repeats, replays."""
+"""The Hopper forward on a GPU: every schedule on the same problems, sequences side by side, repeats, replays."""
 
 import math
 from dataclasses import replace
@@ -33,12 +33,16 @@ CASES = {
     "causal, more keys": {"mask": masks.causal(), "rows": 300, "keys": 900},
     "causal, more queries": {"mask": masks.causal(), "rows": 900, "keys": 300},
     "causal alibi": {"mask": masks.causal(), "score": scores.alibi(4)},
+    "farther is more": {"score": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k)), "keys": 777},
+    "jagged alibi": {"lengths": [100, 1, 700, 0, 128, 333], "score": scores.alibi(4), "mask": masks.window(150)},
     "softcap": {"score": scores.softcap(2.0)},
     "window": {"mask": masks.window(100)},
     "wide window": {"mask": masks.window(400)},
     "window to both sides": {"mask": masks.window(30, 60)},
     "jagged window": {"lengths": [100, 1, 700, 0, 128, 333], "mask": masks.window(150)},
     "document": {"mask": foci.Mask(lambda b, h, q, k: DOCUMENTS.cuda()[q] == DOCUMENTS.cuda()[k])},
+    "document, alone": {"mask": foci.Mask(lambda b, h, q, k: (DOCUMENTS.cuda()[q] == DOCUMENTS.cuda()[k]) & (q % 300 > 70))},
+    "document alibi": {"mask": foci.Mask(lambda b, h, q, k: DOCUMENTS.cuda()[q] == DOCUMENTS.cuda()[k]), "score": scores.alibi(4)},
     "dropout": {"dropout": 0.2},
     "negative scale": {"scale": -0.1},
     "jagged": {"lengths": [100, 1, 700, 0, 128, 333]},

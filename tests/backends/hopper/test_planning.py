@@ -11,6 +11,7 @@ from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.rates import MEASURED, Pair, rates_of
+from foci.backends.hopper.schedules import N3, SHORT, forward_schedule
 from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Formula, Layout, Outputs, Problem, Target
@@ -118,6 +119,21 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     decision = choose(asked, H200)
     assert decision.plan is not None
     assert decision.plan.backend == min(times, key=times.__getitem__), decision.table()
+
+
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        (KINDS["full"], N3),
+        (KINDS["causal"], N3),
+        (KINDS["window"], SHORT),
+        (KINDS["document"], SHORT),
+        (KINDS["document"] | {"layout": Layout.JAGGED}, N3),
+        (KINDS["score"], N3),
+    ],
+)
+def test_narrow_heads_with_short_runs_of_keys_are_persistent(given, schedule):
+    assert forward_schedule(problem(**given, **NARROW)) == schedule
 
 
 def test_explain_says_what_was_measured_and_where_the_backward_is_from():

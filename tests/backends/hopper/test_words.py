@@ -1,4 +1,4 @@
-"""Masks of partial tiles as words: every bit, natively or in the interpreter (TRITON_INTERPRET=1)."""
+"""Masks of partial tiles as words: every bit, and which tiles rows need, natively or in the interpreter (TRITON_INTERPRET=1)."""
 
 import os
 
@@ -79,6 +79,7 @@ def test_every_bit_says_what_the_mask_does(name, monkeypatch):
             if b < 0:  # a spare task
                 continue
             length = int(spans.q_length[b])
+        needed = []
         for i in range(full, full + part):
             entry = int(table.lists[row, i])
             forced, entry = entry >= 1 << 30, entry & ((1 << 30) - 1)
@@ -89,7 +90,11 @@ def test_every_bit_says_what_the_mask_does(name, monkeypatch):
             word = table.words[row * width + i][:, column % 8 // 2]
             bit = (word >> (column // 8 * 2 + column % 2)) & 1
             assert torch.equal(bit.bool(), keep & (q < length) & (k < length))
+            needed.append((keep & (q < length) & (k < length)).view(tile_q // 64, -1).any(1))
             seen += 1
+        for limits, tiles in zip(table.limits[row].tolist(), zip(*needed, strict=True), strict=bool(needed)):
+            those = [i for i, some in enumerate(tiles) if some]
+            assert limits == ([part - min(those), max(those) + 1] if those else [0, 0])
     assert seen > 3
 
 

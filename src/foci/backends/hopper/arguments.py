@@ -17,7 +17,8 @@ class Config(NamedTuple):
     scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
     attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
     PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys. BOUNDED: queries
-    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later.
+    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later. LINE: `score` is
+    given as the function `line` (`foci.backends.hopper.functions`).
     """
 
     CONSUMERS: Any
@@ -40,10 +41,11 @@ class Config(NamedTuple):
     GROUPED: Any = None
     BOUNDED: Any = None
     DEFERS: Any = None
+    LINE: Any = None
 
 
 class Marked(NamedTuple):
-    """A `foci.backends.triton.arguments.Table`, and the words of its partial tiles (`foci.backends.hopper.words`)."""
+    """A `foci.backends.triton.arguments.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.words`)."""
 
     counts: Any
     lists: Any
@@ -51,3 +53,4 @@ class Marked(NamedTuple):
     h_stride: int
     width: int
     words: Any
+    limits: Any = None

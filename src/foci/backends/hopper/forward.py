@@ -24,8 +24,9 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, marks_of, scores_of
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out, run_of, step, tiles_within
+from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, scores_of
+from foci.backends.hopper.tasks import plan
+from foci.backends.hopper.tiles import barriers, copy_in, copy_out, step
 from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
 
 
@@ -67,11 +68,33 @@ def kept(tile, at, numbers, c):
 
 
 @gluon.jit
-def as_factor(p, tile, at, numbers, dtype: gl.constexpr, c):
-    """Weights, those that dropout keeps, as the left factor of a product, in the registers where they are."""
+def dropped(p, tile, at, numbers, c):
+    """Weights, those that dropout keeps."""
     if c.DROPOUT:
         p = gl.where(kept(tile, at, numbers, c), p, 0.0)
+    return p
+
+
+@gluon.jit
+def as_factor(p, dtype: gl.constexpr, c):
+    """Weights as the left factor of a product, in the registers where they are."""
     return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves."""
+    low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpacked(words, dtype: gl.constexpr, c):
+    """What `packed` took, as the left factor of a product."""
+    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    p = gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
+    return gl.convert_layout(p, operand(c.DV_PAD), assert_trivial=True)
 
 
 @gluon.jit
@@ -81,10 +104,13 @@ def by_row(x, columns: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(q, keys, stage, c):
-    """Begins q . k of a stage."""
-    zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-    return warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
+    """Begins q . k of a stage, on top of what a line adds."""
+    if c.LINE:
+        return warpgroup_mma(q, keys.index(stage).permute((1, 0)), along_line(tile, at, env, c, score), is_async=True)
+    else:
+        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+        return warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -99,14 +125,15 @@ def fold_in_turn(
         tile = step(table, run, i, c)
         marks = marks_of(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), phase)
-        raw = multiply_keys(q, keys, stage, c)
+        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = acc * by_row(alpha, c.DV_PAD)
+        p = dropped(p, tile, at, numbers, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(as_factor(p, tile, at, numbers, keys.dtype, c), values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
@@ -116,7 +143,7 @@ def fold_in_turn(
 def fold_overlapped(
     acc, p, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Folds the tiles low .. high, each one's scores before the values of the tile before it, whose weights are `p`."""
+    """Folds the tiles low .. high, each one's scores before the values of the tile before it, which are there, with weights `p`."""
     keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
         stage = (base + i) % c.STAGES
@@ -124,17 +151,19 @@ def fold_overlapped(
         tile = step(table, run, i, c)
         marks = marks_of(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), ((base + i) // c.STAGES) & 1)
-        raw = multiply_keys(q, keys, stage, c)
-        mbarrier.wait(v_full.index(before), ((base + i - 1) // c.STAGES) & 1)
-        acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
+        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
+        acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(before), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         weights, alpha, most, total = fold_softmax(x, most, total, at[7])
+        weights = dropped(weights, tile, at, numbers, c)
+        # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
+        mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(before), count=1)
         acc = acc * by_row(alpha, c.DV_PAD)
-        p = as_factor(weights, tile, at, numbers, keys.dtype, c)
+        p = packed(weights, keys.dtype)
     return acc, p, most, total
 
 
@@ -167,12 +196,13 @@ def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score
         marks = marks_of(table, run, start, at, c, BOTH)
         stage = (base + start) % c.STAGES
         mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
-        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, c)])
+        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, tile, at, env, c, score)])
         mbarrier.arrive(k_free.index(stage), count=1)
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, BOTH)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        p = as_factor(p, tile, at, numbers, keys.dtype, c)
+        p = packed(dropped(p, tile, at, numbers, c), keys.dtype)
+        mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         acc, p, most, total = fold_overlapped(
             acc, p, most, total, q, bars, at, run, next, first, table, numbers, env, c, score, mask, UPPER
@@ -187,8 +217,7 @@ def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score
                 acc, p, most, total, q, bars, at, run, low, end, table, numbers, env, c, score, mask, LOWER
             )
         stage = (base + end - 1) % c.STAGES
-        mbarrier.wait(v_full.index(stage), ((base + end - 1) // c.STAGES) & 1)
-        acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
     pass_over(bars, end, count, c)
@@ -271,43 +300,6 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
         copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), values.index(stage), c.JAGGED)
-
-
-@gluon.jit
-def plan(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
-    b, memory_b, h, task, block = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    if c.MODE == "bounds":
-        first = block * c.TILE_Q
-        start0, whole0, ending0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start1, whole1, ending1, end1, narrow1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start2, whole2, ending2, end2, narrow2 = start1, whole1, ending1, end1, narrow1
-        if c.CONSUMERS == 3:
-            start2, whole2, ending2, end2, narrow2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start = gl.minimum(gl.minimum(start0, start1), start2)
-        top = gl.maximum(gl.maximum(end0, end1), end2)
-        count = gl.maximum(top - start, 0)
-        zero = count * 0
-        run = (top, zero, zero, zero, zero, zero, count)
-        cuts0 = cut(top, start0, whole0, ending0, end0, count, narrow0)
-        cuts1 = cut(top, start1, whole1, ending1, end1, count, narrow1)
-        cuts2 = cut(top, start2, whole2, ending2, end2, count, narrow2)
-        return run, (cuts0, cuts1, cuts2)
-    else:
-        run = run_of(table, b, h, task, kv_len, c)
-        count = run[2] + run[6]
-        cuts = (count * 0, run[6], count, count, count, count * 0)
-        return run, (cuts, cuts, cuts)
-
-
-@gluon.jit
-def cut(top, start, whole, ending, end, count, narrow):
-    """Of tiles from the last to the first: where a consumer's begin, whole ones begin and end, all end; and their number."""
-    there = end > start
-    begin = gl.where(there, top - end, count)
-    stop = gl.where(there, top - start, count)
-    return begin, gl.where(there, top - ending, count), gl.where(there, top - whole, count), stop, count, narrow
 
 
 @gluon.jit

@@ -4,6 +4,8 @@
     score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
+    line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
+    a line (`foci.backends.hopper.lines`)
     bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from foci.backends.hopper.lines import line_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.exponents import ONE, exponent_of, factored, gathered, slope_of
 from foci.backends.triton.functions import float_early, jit_function
@@ -42,13 +45,14 @@ _SMALLEST: Final = 1e-6
 @dataclass(frozen=True)
 class Functions:
     """Jit functions, each to be passed as a `constexpr` argument of its own; `outer` is the factor in aux[0], `source` what they
-    were made of."""
+    were made of. `line` is None where scores are none."""
 
     pre: Any
     score: Any
     both: Any
     mask: Any
     bounds: Any
+    line: Any
     outer: Expr
     source: str
 
@@ -81,13 +85,16 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
     score = gathered(substitute(float_early(variant.score), {_SCORE: scaled}))
     inner, outer = _divide(score) if divided else (score, ONE)
     exponent, slope = exponent_of(float_early(variant.score), half=half), slope_of(float_early(score_derivative(variant.score)), half=half)
-    roots, kept = _hoist((inner, exponent, slope, variant.mask), resident)
+    line = (line_of(inner) or ()) if divided else ()
+    roots, kept = _hoist((inner, exponent, slope, variant.mask, *line), resident)
     spelling = spelling_for(lies, half=half)
     emitted = emit((outer, *kept), spelling)
     before = (f"    {resident} = at", *_indent(emitted.lines))
     results = ", ".join(emitted.results)
     sources = {"pre": _function("pre", "b, h, at, q_len, kv_len, scale, env", (*before, f"    return ({results},)"))}
-    parts = {"score": ("score, ", roots[:1]), "both": ("raw, lse2, ", roots[1:3]), "mask": ("", roots[3:])}
+    parts = {"score": ("score, ", roots[:1]), "both": ("raw, lse2, ", roots[1:3]), "mask": ("", roots[3:4])}
+    if line:
+        parts["line"] = ("", roots[4:])
     for name, (first, exprs) in parts.items():
         sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
     found = bounds_of(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
@@ -96,7 +103,7 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
     ends = ", ".join(f"{resident} * 0 + {result}" for result in emitted.results)
     sources["bounds"] = _function("bounds", f"b, h, {resident}, q_len, kv_len, env", (*_indent(emitted.lines), f"    return {ends}"))
     made = {name: jit_function(name, source) for name, source in sources.items()}
-    return Functions(**made, outer=outer, source="\n\n".join(sources.values()))
+    return Functions(**{"line": None, **made}, outer=outer, source="\n\n".join(sources.values()))
 
 
 def _divide(score: Expr) -> tuple[Expr, Expr]:

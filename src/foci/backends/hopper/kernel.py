@@ -33,7 +33,7 @@ from foci.problem import Operands, Results
 
 __all__ = ["HopperKernel"]
 
-_words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
+_words: Final[weakref.WeakKeyDictionary[Visits, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
 
 
@@ -71,15 +71,16 @@ class HopperKernel(HopperGradients):
         functions = functions_of(self.variant, lies, half=True, resident="q_idx", divided=True)
         if not functions.takes(operands.scale, operands.floats):
             functions = functions_of(self.variant, lies, half=True, resident="q_idx")
-        words, count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
+        is_line = functions.line is not None
+        (words, limits), count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
         rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
         sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
         recorder.launch(
             attention_forward, (min(count, _processors(query.device)) if schedule.persistent else count,),
-            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words),
+            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits),
             call.numbers._replace(scale=operands.scale), call.environment,
-            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, has_words=words is not None),
-            functions.pre, functions.score, functions.mask, functions.bounds, num_warps=4,
+            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, has_words=words is not None, is_line=is_line),
+            functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
 
@@ -96,24 +97,27 @@ class HopperKernel(HopperGradients):
             return self.visits(call, tiles, "queries")
         return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
 
-    def _words(self, call: host.Pass, tiles: Tiles, visits: Visits) -> Tensor | None:
-        """Words of the partial tiles of lists, which are found once: not where the pass is to be known for other sequences."""
+    def _words(self, call: host.Pass, tiles: Tiles, visits: Visits) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Words of the partial tiles of lists and their limits, found once: not where the pass is to be known for other sequences."""
         lists = visits.table.lists
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
-            return None
-        words = _words.get(visits)
-        if words is None:
-            words = _words[visits] = torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device)
+            return None, None
+        found = _words.get(visits)
+        if found is None:
+            found = _words[visits] = (
+                torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
+                torch.zeros((lists.shape[0], tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
+            )
             heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
             Recorder((), None).launch(  # by itself: a pass reads what it made
                 pack_masks, (lists.shape[0] * (tiles.tile_q // 64), 8),
-                words, visits.table, self.size(call, heads, visits.tasks), visits.spans, call.environment, encode(heads),
+                *found, visits.table, self.size(call, heads, visits.tasks), visits.spans, call.environment, encode(heads),
                 self.config(call, tiles, visits), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
-        call.recorder.keep((words,))
-        return words
+        call.recorder.keep(found)
+        return found
 
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, has_words: bool) -> Config:
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, has_words: bool, is_line: bool) -> Config:
         """What a launch is compiled for."""
         p = self.problem
         return _config(
@@ -121,7 +125,8 @@ class HopperKernel(HopperGradients):
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
-            )
+            ),
+            is_line,
         )  # fmt: skip
 
 
@@ -132,8 +137,8 @@ def _without_mask(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...]) -> Config:
-    return Config(*map(tl.constexpr, values))
+def _config(values: tuple[Any, ...], is_line: bool) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(LINE=tl.constexpr(is_line))
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
-__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "kept", "marked", "marks_of", "scores_of", "words_at"]
+__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "along_line", "kept", "marked", "marks_of", "scores_of", "words_at"]
 
 ROWS = gl.constexpr(64)
 # what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
@@ -80,6 +80,20 @@ def words_at(words, some, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def along_line(tile, at, env, c, line: gl.constexpr):
+    """What a score adds to a tile of products, a number for each lane of a row and a slope: one operation for each product."""
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+    y, column, lane = by_column(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
+    rows = gl.convert_layout(gl.max(q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
+    columns = start_of(tile, c, c.TILE_KV) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    lead, rise = line(b, h, rows, columns, q_len, kv_len, env, aux)
+    lead = lead + gl.zeros([ROWS, 4], gl.float32, LANES)
+    y = y + (gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise)
+    return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), product(c.TILE_KV), assert_trivial=True)
+
+
+@gluon.jit
 def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
     """Words [rows, 4] of the i-th tile that a program visits, where it has some; asked for while its product is not yet there."""
     if c.WORDS and MASKED:
@@ -101,7 +115,7 @@ def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: 
     kv_idx = column
     if MASKED:
         kv_idx = gl.minimum(column, kv_len - 1)
-    if not c.PLAIN:
+    if not c.PLAIN and not c.LINE:
         x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
     if MASKED and c.MODE == "bounds":
         if c.LOW and MASKED != UPPER:

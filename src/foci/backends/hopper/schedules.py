@@ -32,7 +32,7 @@ class Schedule:
 
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
-SHORT: Final = replace(N3, why="three warpgroups in turn, which take tile after tile, as windows are short", persistent=True)
+SHORT: Final = replace(N3, why="three warpgroups in turn, which take tile after tile, as runs of keys are short", persistent=True)
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
 
 
@@ -47,6 +47,7 @@ def forward_schedule(problem: Problem) -> Schedule:
     if width <= 64:
         if problem.formula.dropout:
             return C2
-        return SHORT if bounds is not None and bounds.is_low and problem.formula.layout is Layout.DENSE else N3
+        is_short = bounds is None or bounds.is_low
+        return SHORT if is_short and problem.formula.layout is Layout.DENSE else N3
     is_simple = bounds is not None and not bounds.is_low and not problem.formula.dropout
     return N3 if is_simple and not tile_bytes(problem.variant) else C2

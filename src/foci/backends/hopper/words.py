@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Masks of partial tiles as bits, found once and read by every head and call that they serve.
+"""Masks of partial tiles as bits, and which of the tiles 64 rows need, found once and read by every head and call that they serve.
 
 A thread holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says whether a column
 is attended to, so that a mask costs a kernel the same whatever it reads. Rows are queries in the forward, keys in the backward.
@@ -19,10 +19,12 @@ WORDS_AT_MOST: Final = 1 << 26
 
 
 @triton.jit
-def pack_masks(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
+def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
     """Words of the partial tiles of 64 rows of a task; each of SPLIT programs takes every SPLIT-th of them.
 
-    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4]. `heads`: those that the lists tell apart, encoded.
+    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4]. limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]; of
+    the partial tiles that hold a bit, how many come from the first of them on, and up to the last. `heads`: those that the lists
+    tell apart, encoded.
     """
     part = tl.program_id(0) % (c.TILE_Q // 64)
     row = tl.program_id(0) // (c.TILE_Q // 64)
@@ -43,7 +45,9 @@ def pack_masks(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPL
     q_idx = tile * c.TILE_Q + part * 64 + tl.arange(0, 64)[:, None]
     column = tl.arange(0, c.TILE_KV)[None, :]
     at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
-    for i in range(tl.program_id(1), tl.load(counts + 1), SPLIT):
+    partial = tl.load(counts + 1)
+    limit = limits + (row * (c.TILE_Q // 64) + part) * 2
+    for i in range(tl.program_id(1), partial, SPLIT):
         entry = tl.load(table.lists + first + i)
         forced = entry < 0
         if c.BLOCKS:
@@ -55,6 +59,9 @@ def pack_masks(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPL
         bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
         word = tl.sum(tl.sum(bits.reshape(64, c.TILE_KV // 8, 4, 2), 3), 1)
         tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)
+        some = tl.max(tl.max(keep.to(tl.int32), 1), 0) > 0
+        tl.atomic_max(limit, partial - i, mask=some)
+        tl.atomic_max(limit + 1, i + 1, mask=some)
 
 
 @triton.jit

@@ -1,0 +1,54 @@
+"""Scores that are the product of query and key and a line: the same slope from key to key for all keys of a row.
+
+A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
+one operation (`foci.backends.hopper.masking.along_line`).
+"""
+
+from __future__ import annotations
+
+from foci.backends.triton.exponents import ONE
+from foci.ir.expr import Expr, const, variable
+from foci.ir.ops import apply
+from foci.ir.simplify import simplify
+
+__all__ = ["line_of"]
+
+_SCORE = variable("score")
+_ZERO = const(0.0)
+
+
+def line_of(score: Expr) -> tuple[Expr, Expr] | None:
+    """(what is added to the raw score, what that rises by from one key to the next); None where that is no line, or flat.
+
+    Nothing that is read from memory may differ from row to row.
+
+    >>> from foci.ir.ops import cast
+    >>> from foci.ir.expr import DType
+    >>> distance = apply("sub", cast(variable("kv_idx"), DType.FLOAT), cast(variable("q_idx"), DType.FLOAT))
+    >>> line_of(apply("add", _SCORE, apply("mul", distance, 0.5)))
+    ((float(kv_idx) - float(q_idx)) * 0.5, 0.5)
+    """
+    if score.op != "add" or _SCORE not in score.args:
+        return None
+    added = score.args[1] if score.args[0] is _SCORE else score.args[0]
+    if "score" in added.variables() or any(part.op in ("load", "reduce") and "q_idx" in part.variables() for part in added.walk()):
+        return None
+    rise = _rise(added)
+    return None if rise is None or rise is _ZERO else (added, rise)
+
+
+def _rise(e: Expr) -> Expr | None:
+    """What a float expression rises by from one key to the next; None where that depends on the key or the row."""
+    if "kv_idx" not in e.variables():
+        return _ZERO
+    if e.op == "cast" and e.args[0].op == "var":
+        return ONE
+    if e.op in ("add", "sub"):
+        first, second = map(_rise, e.args)
+        return None if first is None or second is None else simplify(apply(e.op, first, second))
+    if e.op == "mul":
+        for factor, other in (e.args, e.args[::-1]):
+            if not factor.variables() & {"q_idx", "kv_idx"}:
+                rise = _rise(other)
+                return None if rise is None else simplify(apply("mul", rise, factor))
+    return None

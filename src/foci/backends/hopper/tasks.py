@@ -1,0 +1,60 @@
+# mypy: ignore-errors
+"""Which tiles of keys a program of the forward visits, and which of them each of its consumers folds."""
+
+from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.masking import ROWS
+from foci.backends.hopper.tiles import run_of, tiles_within
+from foci.backends.triton.tiles import sequence
+
+__all__ = ["plan"]
+
+
+@gluon.jit
+def plan(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
+    """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
+    b, memory_b, h, task, block = place
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    if c.MODE == "bounds":
+        first = block * c.TILE_Q
+        start0, whole0, ending0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start1, whole1, ending1, end1, narrow1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start2, whole2, ending2, end2, narrow2 = start1, whole1, ending1, end1, narrow1
+        if c.CONSUMERS == 3:
+            start2, whole2, ending2, end2, narrow2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start = gl.minimum(gl.minimum(start0, start1), start2)
+        top = gl.maximum(gl.maximum(end0, end1), end2)
+        count = gl.maximum(top - start, 0)
+        zero = count * 0
+        run = (top, zero, zero, zero, zero, zero, count)
+        cuts0 = cut(top, start0, whole0, ending0, end0, count, narrow0)
+        cuts1 = cut(top, start1, whole1, ending1, end1, count, narrow1)
+        cuts2 = cut(top, start2, whole2, ending2, end2, count, narrow2)
+    else:
+        run = run_of(table, b, h, task, kv_len, c)
+        cuts0 = cut_of_list(0, run, table, c)
+        cuts1 = cut_of_list(1, run, table, c)
+        cuts2 = cut_of_list(c.CONSUMERS - 1, run, table, c)
+    return run, (cuts0, cuts1, cuts2)
+
+
+@gluon.jit
+def cut(top, start, whole, ending, end, count, narrow):
+    """Of tiles from the last to the first: where a consumer's begin, whole ones begin and end, all end; and their number."""
+    there = end > start
+    begin = gl.where(there, top - end, count)
+    stop = gl.where(there, top - start, count)
+    return begin, gl.where(there, top - ending, count), gl.where(there, top - whole, count), stop, count, narrow
+
+
+@gluon.jit
+def cut_of_list(me, run, table, c):
+    """The same of a list: a consumer begins with the first partial tile that it needs, and ends with the last if none is whole."""
+    row, full_first, full, part_first, before, gap, part = run
+    count = full + part
+    start = count * 0
+    end = count
+    if c.WORDS:
+        limit = table.limits + (row * c.CONSUMERS + me) * 2
+        start = part - gl.load(limit)
+        end = gl.where(full > 0, count, gl.maximum(gl.load(limit + 1), start))
+    return start, gl.minimum(part, end), end, end, count, count * 0

@@ -1,0 +1,52 @@
+"""Lines of scores against the scores themselves, pair by pair."""
+
+import pytest
+import torch
+
+import foci
+from foci import scores
+from foci.backends.hopper.lines import line_of
+from foci.binding import bind
+from foci.ir.eager import Env, evaluate
+
+triton = pytest.importorskip("foci.backends.triton.functions", reason="needs Triton")
+
+SLOPES = torch.tensor([0.5, 0.25])
+TABLE = torch.linspace(0, 1, 40)
+LINES = {
+    "alibi": scores.alibi(2),
+    "slopes of its own": foci.Score(lambda s, b, h, q, k: s + SLOPES[h] * (k - q)),
+    "farther is more": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k)),
+    "two terms": foci.Score(lambda s, b, h, q, k: s + (0.3 * (q - k) + SLOPES[h] * k)),
+    "a number for each head": foci.Score(lambda s, b, h, q, k: s + (SLOPES[h] + k * 2.0)),
+}
+OTHERS = {
+    "nothing": None,
+    "flat": foci.Score(lambda s, b, h, q, k: s + SLOPES[h]),
+    "distance": foci.Score(lambda s, b, h, q, k: s - 0.3 * abs(q - k)),
+    "bent": foci.Score(lambda s, b, h, q, k: s + 0.3 * k * k),
+    "steeper by row": foci.Score(lambda s, b, h, q, k: s + 0.3 * q * k),
+    "in steps": foci.Score(lambda s, b, h, q, k: s + 0.3 * (k // 2)),
+    "read by key": foci.Score(lambda s, b, h, q, k: s + TABLE[k]),
+    "read by row": foci.Score(lambda s, b, h, q, k: s + (TABLE[q] + 0.3 * k)),
+    "bounded": scores.softcap(2.0),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_is_what_is_added_and_rises_evenly(name):
+    bound = bind(LINES[name], None, torch.device("cpu"))
+    score = triton.float_early(bound.variant.score)
+    found = line_of(score)
+    assert found is not None
+    variables = {"b": torch.tensor(0), "h": torch.tensor(1), "q_idx": torch.arange(31)[:, None], "kv_idx": torch.arange(37)}
+    env = Env({n: v.to(torch.int32) for n, v in variables.items()} | {"score": torch.tensor(0.0)}, bound.captures, bound.ints, bound.floats)
+    whole, added, rise = evaluate((score, *found), env)
+    torch.testing.assert_close(added.expand(31, 37), whole.expand(31, 37))
+    torch.testing.assert_close(added.expand(31, 37).diff(dim=1), torch.as_tensor(rise).expand(31, 36))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_scores_are_no_lines(name):
+    bound = bind(OTHERS[name], None, torch.device("cpu"))
+    assert line_of(triton.float_early(bound.variant.score)) is None
