@@ -1,6 +1,6 @@
 """What is fast where: rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them.
 
-Measured on an H200, bfloat16, 8192 positions; `benchmarks/hopper_attention.py` measures them anew.
+Measured on an H200, bfloat16, 8192 positions, in several runs; `benchmarks/hopper_attention.py` measures them anew.
 """
 
 from __future__ import annotations
