@@ -390,3 +390,30 @@ def test_halves_of_a_tile_meet_different_keys(dtype):
         torch.testing.assert_close(out.double(), expected, atol=near, rtol=near)
         torch.testing.assert_close(aux.lse.double(), expected_aux.lse.double(), atol=far, rtol=far)
         torch.testing.assert_close(aux.column_sums.double(), expected_aux.column_sums.double(), atol=10 * far, rtol=10 * far)
+
+
+# Masks that real arithmetic decides otherwise than the device's does.
+TENTH = torch.tensor(0.1).item()
+ABOVE = torch.tensor(63 * TENTH).item()  # what float32 makes of the product
+ENDLESS, MISSING, ZERO = torch.full((256,), -torch.inf), torch.full((256,), torch.nan), torch.zeros(256)
+SECONDS = 1_700_000_000 + torch.arange(256)
+LARGE = 2**60 + torch.arange(256) // 32
+DELICATE = {
+    "a product that float32 rounds": lambda b, h, q, k: q * TENTH < ABOVE,
+    "zero times infinity": lambda b, h, q, k: ENDLESS[k] * ZERO[q] > -1,
+    "nan against infinity": lambda b, h, q, k: MISSING[k] <= torch.inf,
+    "the lesser of nan and a number": lambda b, h, q, k: torch.minimum(MISSING[k], ZERO[q]) <= 1,
+    "the size of nan": lambda b, h, q, k: MISSING[k].abs() >= 0,
+    "the sine of infinity": lambda b, h, q, k: ENDLESS[k].sin() <= 1.5,
+    "seconds as float32": lambda b, h, q, k: SECONDS[q].float() - SECONDS[k].float() < 33.0,
+    "integers that float64 rounds": lambda b, h, q, k: LARGE[q] == LARGE[k],
+    "a hash that wraps": lambda b, h, q, k: (h * 1103515245 + 12345) % 10 < 5,
+}
+
+
+@pytest.mark.parametrize("name", DELICATE)
+def test_tiles_are_decided_as_single_scores_are(name):
+    q, k, v = qkv(1, 8, 256, 16)
+    with foci.use("reference"):
+        expected = foci.attention(q, k, v, mask=DELICATE[name])
+    torch.testing.assert_close(attention(q, k, v, mask=DELICATE[name]), expected, atol=2e-6, rtol=0)

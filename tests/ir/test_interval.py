@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,29 @@ def test_no_value_leaves_its_range(expr, block_q, block_kv, seed):
         lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (found.lo, found.hi))
         inside = ((lo <= value) & (value <= hi)) | value.isnan()
         assert inside.all(), f"{to_infix(expr)}: {value[~inside][0]} outside {lo[~inside][0]} .. {hi[~inside][0]}"
+
+
+@settings(max_examples=200, deadline=None)
+@given(anything(3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
+def test_what_may_be_nan_decides_nothing(expr, block_q, block_kv, seed):
+    env = environment(seed, torch.float32)
+    make = torch.Generator().manual_seed(seed)
+    odd = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
+    captures = tuple(
+        torch.where(torch.rand(c.shape, generator=make) < 0.5, odd[torch.randint(0, 4, c.shape, generator=make)], c)
+        if c.is_floating_point()
+        else c
+        for c in env.captures
+    )
+    grid = grid_of((2, 3, 6, 5), (block_q, block_kv), captures)
+    score = env.variables["score"].double()
+    found = bounds(expr, Grid({**grid.ranges, "score": Range(score.min(), score.max())}, captures))
+    value = evaluate([expr], replace(env, captures=captures))[0].double().expand(2, 3, 6, 5)
+    rows, columns = torch.arange(6) // block_q, torch.arange(5) // block_kv
+    shape = (2, 3, int(rows.max()) + 1, int(columns.max()) + 1)
+    lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (found.lo, found.hi))
+    inside = torch.where(value.isnan(), (lo == -torch.inf) & (hi == torch.inf), (lo <= value) & (value <= hi))
+    assert inside.all(), f"{to_infix(expr)}: {value[~inside][0]} outside {lo[~inside][0]} .. {hi[~inside][0]}"
 
 
 PREFIX = load(0, (BATCH,), DType.INT32)

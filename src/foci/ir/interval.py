@@ -21,7 +21,7 @@ from foci.ir.ranges import Range
 from foci.ir.rewrite import reduction
 from foci.ir.segments import segment_range
 
-__all__ = ["Grid", "bounds"]
+__all__ = ["EXACT_OPS", "Grid", "bounds", "is_whole"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class _Analysis:
     def _node(self, e: Expr, args: list[Range], frames: _Frames) -> Range:
         if e.op in OPS:
             rule = _TYPED_RULES.get((e.op, e.dtype), OPS[e.op].range)
-            return self._settled(e, rule(*args))
+            return _unless_nan(e, self._settled(e, rule(*args)), args)
         if e.op == "load":
             return self._load(e, args)
         if e.op == "reduce":
@@ -181,7 +181,7 @@ class _Analysis:
 
     def _settled(self, e: Expr, found: Range) -> Range:
         """`found` with what arithmetic of the device does to it: rounding of floats, wrapping of integers."""
-        if e.op in _EXACT_OPS or e.dtype is DType.BOOL:
+        if e.op in EXACT_OPS or e.dtype is DType.BOOL:
             return found
         if e.dtype is not DType.FLOAT:
             lowest, highest = _LIMITS[e.dtype]
@@ -242,12 +242,24 @@ class _Analysis:
 # Rules -------------------------------------------------------------------------------------------------------------
 
 
-def _minimum(a: Range, b: Range) -> Range:
-    return Range(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi))
+def _unless_nan(e: Expr, found: Range, args: Sequence[Range]) -> Range:
+    """`found`, without bounds where a FLOAT operand has none: that may be nan, and then so is the result."""
+    if e.dtype is not DType.FLOAT or e.op == "where":
+        return found
+    for arg, operand in zip(e.args, args, strict=True):
+        if arg.dtype is DType.FLOAT:
+            found = _unbounded_where(operand, found)
+    return found
 
 
-def _maximum(a: Range, b: Range) -> Range:
-    return Range(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
+def _unbounded_where(operand: Range, found: Range) -> Range:
+    nothing_known = (operand.lo == -torch.inf) & (operand.hi == torch.inf)
+    return Range(torch.where(nothing_known, -torch.inf, found.lo), torch.where(nothing_known, torch.inf, found.hi))
+
+
+def _extreme(rule: Callable[[Range, Range], Range]) -> Callable[[Range, Range], Range]:
+    """The least or greatest of steps of a reduction: nan where one of them is."""
+    return lambda a, b: _unbounded_where(a, _unbounded_where(b, rule(a, b)))
 
 
 def _integer_mod(a: Range, b: Range) -> Range:
@@ -256,8 +268,8 @@ def _integer_mod(a: Range, b: Range) -> Range:
 
 
 _TYPED_RULES: Final[Mapping[tuple[str, DType], Callable[..., Range]]] = {
-    ("and", DType.BOOL): _minimum,
-    ("or", DType.BOOL): _maximum,
+    ("and", DType.BOOL): ranges.minimum,
+    ("or", DType.BOOL): ranges.maximum,
     ("xor", DType.BOOL): ranges.ne,
     ("not", DType.BOOL): ranges.negated,
     ("mod", DType.INT32): _integer_mod,
@@ -266,10 +278,10 @@ _TYPED_RULES: Final[Mapping[tuple[str, DType], Callable[..., Range]]] = {
 """Where the type tells more than the row of the op table, whose rules serve every type."""
 _COMBINED: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
     "sum": lambda a, b: _widened(ranges.add(a, b)),
-    "max": _maximum,
-    "min": _minimum,
-    "any": _maximum,
-    "all": _minimum,
+    "max": _extreme(ranges.maximum),
+    "min": _extreme(ranges.minimum),
+    "any": ranges.maximum,
+    "all": ranges.minimum,
 }
 
 
@@ -319,12 +331,17 @@ _CASTS: Final[Mapping[DType, Callable[[Range, DType], Range]]] = {
     DType.BOOL: _to_bool,
 }
 
-# Operations whose result, given exact operands, is exact whatever they are: no rounding, no overflow.
-_EXACT_OPS: Final = frozenset(
+EXACT_OPS: Final = frozenset(
     ("sign", "min", "max", "floor", "ceil", "round", "trunc", "where", "floordiv", "and", "or", "xor", "not", "shr")
 )
+"""Operations whose result, given exact operands, is exact whatever they are: no rounding, no overflow."""
 _INTEGRAL_OPS: Final = frozenset(("neg", "abs", "add", "sub", "mul", "min", "max", "where", "mod", "fmod", "floordiv", "sign"))
 _ROUNDINGS: Final = frozenset(("floor", "ceil", "round", "trunc"))
+
+
+def is_whole(e: Expr) -> bool:
+    """Whether a FLOAT expression is a whole number whatever it reads, and so does not round while it is small."""
+    return e in _integral(e)
 
 
 def _integral(root: Expr) -> frozenset[Expr]:

@@ -2,7 +2,7 @@
 
 A `Range` holds lower and upper bounds as float64 tensors that broadcast together, one entry per block pair. Booleans are
 ranges within [0, 1]: `lo == 1` is surely true, `hi == 0` surely false. Rules are conservative: the true value never
-leaves the range (Moore, Interval Analysis, 1966).
+leaves the range (Moore, Interval Analysis, 1966), and what may be nan has no bounds at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Range", "Rule", "bounded", "decreasing", "increasing", "unknown"]
+__all__ = ["Range", "Rule", "bounded", "decreasing", "increasing", "oscillating", "unknown"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,15 @@ def decreasing(f: Callable[[Tensor], Tensor]) -> Rule:
     return lambda a: _sound(f(a.hi), f(a.lo))
 
 
+def oscillating(a: Range) -> Range:
+    """The rule of sine and cosine: of infinity they are nan."""
+    return Range(torch.full_like(a.lo, -1.0), torch.full_like(a.hi, 1.0)).where(_is_finite(a), unknown(a))
+
+
+def _is_finite(a: Range) -> Tensor:
+    return torch.isfinite(a.lo) & torch.isfinite(a.hi)
+
+
 def bounded(lo: float, hi: float) -> Rule:
     """The rule of a function of which only its bounds are used."""
     return lambda *args: Range(torch.full_like(args[0].lo, lo), torch.full_like(args[0].hi, hi))
@@ -73,21 +82,24 @@ def sub(a: Range, b: Range) -> Range:
 
 
 def _corners(f: Callable[[Tensor, Tensor], Tensor], a: Range, b: Range) -> Range:
-    at = [torch.nan_to_num(f(x, y), nan=0.0, posinf=torch.inf, neginf=-torch.inf) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
-    return Range(
+    at = [f(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
+    return _sound(
         torch.minimum(torch.minimum(at[0], at[1]), torch.minimum(at[2], at[3])),
         torch.maximum(torch.maximum(at[0], at[1]), torch.maximum(at[2], at[3])),
     )
 
 
 def mul(a: Range, b: Range) -> Range:
-    return _corners(torch.mul, a, b)  # 0 * inf is 0: the factor is finite, however large
+    return _corners(torch.mul, a, b)
 
 
 def _by_divisor(f: Callable[[Tensor, Tensor], Tensor], a: Range, b: Range) -> Range:
     # inf / inf says nothing, so an unbounded dividend over an unbounded divisor is unknown.
-    safe = ((b.lo > 0) | (b.hi < 0)) & torch.isfinite(b.lo) & torch.isfinite(b.hi)
-    return _corners(f, a, b).where(safe, unknown(add(a, b)))
+    return _corners(f, a, b).where(_is_divisor(b), unknown(add(a, b)))
+
+
+def _is_divisor(b: Range) -> Tensor:
+    return ((b.lo > 0) | (b.hi < 0)) & _is_finite(b)
 
 
 def div(a: Range, b: Range) -> Range:
@@ -101,15 +113,17 @@ def floordiv(a: Range, b: Range) -> Range:
 def mod(a: Range, b: Range) -> Range:
     point = (b.lo == b.hi) & (b.lo > 0)
     turn = torch.floor(a.lo / b.lo)
-    same = point & (turn == torch.floor(a.hi / b.lo)) & torch.isfinite(a.lo) & torch.isfinite(a.hi)
+    proper = _is_divisor(b) & _is_finite(a)
+    same = point & (turn == torch.floor(a.hi / b.lo)) & proper
     wide = Range(torch.minimum(b.lo, torch.zeros_like(b.lo)), torch.maximum(b.hi, torch.zeros_like(b.hi)))
-    return _sound(a.lo - turn * b.lo, a.hi - turn * b.lo).where(same, wide)
+    return _sound(a.lo - turn * b.lo, a.hi - turn * b.lo).where(same, wide.where(proper, unknown(add(a, b))))
 
 
 def fmod(a: Range, b: Range) -> Range:
     most = torch.maximum(b.lo.abs(), b.hi.abs())
     zero = torch.zeros_like(most)
-    return Range(torch.where(a.lo < 0, -most, zero), torch.where(a.hi > 0, most, zero))
+    found = Range(torch.where(a.lo < 0, -most, zero), torch.where(a.hi > 0, most, zero))
+    return found.where(_is_divisor(b) & _is_finite(a), unknown(add(a, b)))
 
 
 def minimum(a: Range, b: Range) -> Range:
@@ -149,7 +163,8 @@ def lt(a: Range, b: Range) -> Range:
 
 
 def le(a: Range, b: Range) -> Range:
-    return _truth(a.hi <= b.lo, a.lo <= b.hi)
+    sure = (a.hi < b.lo) | ((a.hi == b.lo) & torch.isfinite(a.hi))  # what has no bounds may be nan
+    return _truth(sure, a.lo <= b.hi)
 
 
 def eq(a: Range, b: Range) -> Range:

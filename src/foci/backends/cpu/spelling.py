@@ -12,6 +12,7 @@ from typing import Final
 
 from foci.ir.emit import OpSpelling, Reduction, Spelling, UnsupportedOperation
 from foci.ir.expr import DType, Expr, node
+from foci.ir.interval import EXACT_OPS, is_whole
 from foci.ir.ops import OPS
 
 __all__ = ["COLUMN", "INTERVALS", "ROW", "SPAN", "VALUES", "is_vector", "leaf", "scalar_type", "vector_type"]
@@ -196,9 +197,22 @@ def _interval_call(name: str) -> OpSpelling:
         function = _RENAMED.get(name, name if name in _MONOTONE else "unknown")
         if name in _LOGIC:
             function = _LOGIC[name] if e.dtype is DType.BOOL else "unknown"
-        return f"interval::{function}({', '.join(operands)})"
+        if name == "le" and e.args[0].dtype is DType.FLOAT:
+            function = "float_le"
+        return _settled(e, f"interval::{function}({', '.join(operands)})")
 
     return spell
+
+
+_WRAPS: Final = {DType.INT32: "in_32_bits", DType.INT64: "in_64_bits"}
+
+
+def _settled(e: Expr, text: str) -> str:
+    """The spelled range, with what rounding and wrapping do to the operation's result."""
+    between_positions = e.op == "sub" and all(arg.op == "var" for arg in e.args)
+    if e.dtype is DType.BOOL or e.op in EXACT_OPS or between_positions:
+        return text
+    return f"interval::{_WRAPS.get(e.dtype) or ('whole' if is_whole(e) else 'rounded')}({text})"
 
 
 def _interval_var(e: Expr) -> str:
@@ -212,7 +226,7 @@ def _interval_var(e: Expr) -> str:
 def _interval_cast(e: Expr, operand: str) -> str:
     if e.op == "round_to":
         return f"interval::unknown({operand})"
-    return operand if e.dtype is DType.FLOAT else f"interval::{_CASTS[e.dtype]}({operand})"
+    return _settled(e, operand) if e.dtype is DType.FLOAT else f"interval::{_CASTS[e.dtype]}({operand})"
 
 
 def _interval_reduce(loop: Reduction) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
 
 namespace foci {
 
-// Bounds, included. Booleans lie within [0, 1]: lo == 1 is surely true, hi == 0 surely false.
+// Bounds, included; what may be nan has none. Booleans lie within [0, 1]: lo == 1 is surely true, hi == 0 surely false.
 struct Range {
   double lo, hi;
 };
@@ -17,22 +17,30 @@ constexpr double INF = __builtin_inf();
 FOCI_INLINE Range point(double x) { return x == x ? Range{x, x} : Range{-INF, INF}; }
 FOCI_INLINE Range sound(double lo, double hi) { return {lo == lo ? lo : -INF, hi == hi ? hi : INF}; }
 template <class... R> FOCI_INLINE Range unknown(R...) { return {-INF, INF}; }
-template <class... R> FOCI_INLINE Range unit(R...) { return {-1, 1}; }
 template <class... R> FOCI_INLINE Range truth(R...) { return {0, 1}; }
 FOCI_INLINE double least(double a, double b) { return a < b ? a : b; }
 FOCI_INLINE double most(double a, double b) { return a > b ? a : b; }
+FOCI_INLINE bool is_finite(Range a) { return a.lo > -INF && a.hi < INF; }
+FOCI_INLINE bool is_unknown(Range a) { return a.lo == -INF && a.hi == INF; }
+FOCI_INLINE bool is_divisor(Range a) { return (a.lo > 0 || a.hi < 0) && is_finite(a); }
+
+// What arithmetic of the device does to a result: integers wrap, floats round, whole ones once they are large.
+FOCI_INLINE Range in_32_bits(Range a) { return a.lo >= -0x1p31 && a.hi < 0x1p31 ? a : unknown(); }
+FOCI_INLINE Range in_64_bits(Range a) { return a.lo > -0x1p63 && a.hi < 0x1p63 ? a : unknown(); }
+FOCI_INLINE Range widened(Range a, double by) { return {a.lo * (a.lo > 0 ? 1 - by : 1 + by), a.hi * (a.hi > 0 ? 1 + by : 1 - by)}; }
+FOCI_INLINE Range rounded(Range a) { return widened(a, 0x1p-20); }
+FOCI_INLINE Range whole(Range a) { return a.lo >= -0x1p24 && a.hi <= 0x1p24 ? a : rounded(a); }
 
 FOCI_INLINE Range add(Range a, Range b) { return sound(a.lo + b.lo, a.hi + b.hi); }
 FOCI_INLINE Range sub(Range a, Range b) { return sound(a.lo - b.hi, a.hi - b.lo); }
 FOCI_INLINE Range negative(Range a) { return {-a.hi, -a.lo}; }
-FOCI_INLINE double times(double a, double b) { return a == 0 || b == 0 ? 0 : a * b; }
 FOCI_INLINE Range mul(Range a, Range b) {
-  const double w = times(a.lo, b.lo), x = times(a.lo, b.hi), y = times(a.hi, b.lo), z = times(a.hi, b.hi);
+  const double w = a.lo * b.lo, x = a.lo * b.hi, y = a.hi * b.lo, z = a.hi * b.hi;
+  if (w != w || x != x || y != y || z != z) return unknown();
   return {least(least(w, x), least(y, z)), most(most(w, x), most(y, z))};
 }
-FOCI_INLINE bool is_finite(Range a) { return a.lo > -INF && a.hi < INF; }
 FOCI_INLINE Range div(Range a, Range b) {
-  if (!(b.lo > 0 || b.hi < 0) || !is_finite(b)) return unknown();
+  if (!is_divisor(b)) return unknown();
   const double w = a.lo / b.lo, x = a.lo / b.hi, y = a.hi / b.lo, z = a.hi / b.hi;
   return sound(least(least(w, x), least(y, z)), most(most(w, x), most(y, z)));
 }
@@ -42,31 +50,38 @@ FOCI_INLINE Range trunc(Range a) { return {__builtin_trunc(a.lo), __builtin_trun
 FOCI_INLINE Range round(Range a) { return {__builtin_rint(a.lo), __builtin_rint(a.hi)}; }
 FOCI_INLINE Range floor_divide(Range a, Range b) { return floor(div(a, b)); }
 FOCI_INLINE Range floor_modulo(Range a, Range b) {
-  if (b.lo == b.hi && b.lo > 0 && is_finite(a)) {
+  if (!is_divisor(b) || !is_finite(a)) return unknown();
+  if (b.lo == b.hi && b.lo > 0) {
     const double turn = __builtin_floor(a.lo / b.lo);
     if (turn == __builtin_floor(a.hi / b.lo)) return {a.lo - turn * b.lo, a.hi - turn * b.lo};
   }
   return {least(b.lo, 0), most(b.hi, 0)};
 }
-FOCI_INLINE Range minimum(Range a, Range b) { return {least(a.lo, b.lo), least(a.hi, b.hi)}; }
-FOCI_INLINE Range maximum(Range a, Range b) { return {most(a.lo, b.lo), most(a.hi, b.hi)}; }
+FOCI_INLINE Range both(Range a, Range b) { return {least(a.lo, b.lo), least(a.hi, b.hi)}; }  // of booleans, as `either`
+FOCI_INLINE Range either(Range a, Range b) { return {most(a.lo, b.lo), most(a.hi, b.hi)}; }
+FOCI_INLINE Range minimum(Range a, Range b) { return is_unknown(a) || is_unknown(b) ? unknown() : both(a, b); }
+FOCI_INLINE Range maximum(Range a, Range b) { return is_unknown(a) || is_unknown(b) ? unknown() : either(a, b); }
 FOCI_INLINE Range absolute(Range a) {
+  if (is_unknown(a)) return unknown();
   const double low = least(__builtin_fabs(a.lo), __builtin_fabs(a.hi)), high = most(__builtin_fabs(a.lo), __builtin_fabs(a.hi));
   return {a.lo <= 0 && a.hi >= 0 ? 0 : low, high};
 }
 FOCI_INLINE double signum(double a) { return (a > 0) - (a < 0); }
-FOCI_INLINE Range sign(Range a) { return {signum(a.lo), signum(a.hi)}; }
+FOCI_INLINE Range sign(Range a) { return is_unknown(a) ? a : Range{signum(a.lo), signum(a.hi)}; }
+FOCI_INLINE Range unit(Range a) { return is_finite(a) ? Range{-1, 1} : unknown(); }
 
 FOCI_INLINE Range lt(Range a, Range b) { return {(double)(a.hi < b.lo), (double)(a.lo < b.hi)}; }
 FOCI_INLINE Range le(Range a, Range b) { return {(double)(a.hi <= b.lo), (double)(a.lo <= b.hi)}; }
+// Of floats: what has no bounds may be nan, which is no less than infinity.
+FOCI_INLINE Range float_le(Range a, Range b) {
+  const Range found = le(a, b);
+  return is_unknown(a) || is_unknown(b) ? Range{0, found.hi} : found;
+}
 FOCI_INLINE Range eq(Range a, Range b) {
   return {(double)(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo), (double)(a.lo <= b.hi && b.lo <= a.hi)};
 }
 FOCI_INLINE Range opposite(Range a) { return {1 - a.hi, 1 - a.lo}; }
 FOCI_INLINE Range ne(Range a, Range b) { return opposite(eq(a, b)); }
-// Bitwise operations of booleans; of integers nothing is known.
-FOCI_INLINE Range both(Range a, Range b) { return minimum(a, b); }
-FOCI_INLINE Range either(Range a, Range b) { return maximum(a, b); }
 FOCI_INLINE Range choose(Range c, Range a, Range b) {
   return c.lo == 1 ? a : c.hi == 0 ? b : Range{least(a.lo, b.lo), most(a.hi, b.hi)};
 }
@@ -109,6 +124,7 @@ template <class T, int RANK, class... I> Range element(const Captured<T, RANK>& 
       index[i] = 0;
     }
   }
+  if (__is_same(T, int64_t) && !(lo > -0x1p53 && hi < 0x1p53)) return widened({lo, hi}, 0x1p-52);  // a double has rounded them
   return {lo, hi};
 }
 
