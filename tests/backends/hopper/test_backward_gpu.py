@@ -26,6 +26,11 @@ CASES = {
     "D 64": {"mask": masks.causal(), "dim": 64, "rows": 700},
     "D 80, float16": {"dim": 80, "dtype": torch.float16},
     "alibi": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 700},
+    "bias for each key": {
+        "score": foci.Score(lambda s, b, h, q, k: s + torch.arange(600, device=q.device)[k] / 300),
+        "rows": 500,
+        "keys": 600,
+    },
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "rows": 700},
     "dropout": {"dropout": 0.2, "rows": 300},
     "jagged": {"lengths": LENGTHS},
