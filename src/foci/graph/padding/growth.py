@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
@@ -90,14 +92,30 @@ def call(
     node = graph.call_function(target, tuple(arguments), dict(keywords or {}))
     if like is not None:
         node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
-    values, others = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with _mode(graph):
-        node.meta["val"] = target(*values, **others)
+    node.meta["val"] = _result(_mode(graph), target, *fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
     return node
 
 
-def _mode(graph: fx.Graph) -> Any:
-    return next(value.fake_mode for node in graph.nodes if (value := value_of(node)) is not None and hasattr(value, "fake_mode"))
+def _result(mode: FakeTensorMode, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """A fake one. Without symbols, from meta tensors: a mode takes most of the pass's time to look at what it is asked."""
+    given = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
+    devices = {each.device for each in given}
+    symbolic = any(isinstance(size, torch.SymInt) for each in given for size in (*each.shape, *each.stride()))
+    if len(devices) != 1 or symbolic or "device" in keywords:
+        with mode:
+            return target(*arguments, **keywords)
+    with torch._C._DisableTorchDispatch():
+        plain = tree_map_only(torch.Tensor, _on_meta, tuple(arguments))
+        made = target(*plain, **tree_map_only(torch.Tensor, _on_meta, dict(keywords)))
+    return FakeTensor(mode, made, *devices)
+
+
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _mode(graph: fx.Graph) -> FakeTensorMode:
+    return next(value.fake_mode for node in graph.nodes if isinstance(value := value_of(node), FakeTensor))
 
 
 def grow(graph: fx.Graph, growth: Growth) -> None:
