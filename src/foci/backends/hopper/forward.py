@@ -52,26 +52,20 @@ def fold_softmax(x, most, total, factor):
 
 
 @gluon.jit
-def kept(tile, at, numbers, c):
-    """Which weights dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
-    column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
-    column = column + row * 0
-    row = row + column * 0
-    w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
-    words = gl.convert_layout(words, product(c.TILE_KV))
-    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
-    return words.to(gl.uint32, bitcast=True) >= threshold
-
-
-@gluon.jit
 def dropped(p, tile, at, numbers, c):
-    """Weights, those that dropout keeps."""
+    """Weights, zeros where dropout drops them: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
     if c.DROPOUT:
-        p = gl.where(kept(tile, at, numbers, c), p, 0.0)
+        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+        row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+        column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
+        column = column + row * 0
+        row = row + column * 0
+        w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
+        words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
+        words = gl.convert_layout(words, product(c.TILE_KV))
+        threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
+        p = gl.where(words.to(gl.uint32, bitcast=True) >= threshold, p, 0.0)
     return p
 
 
@@ -143,7 +137,10 @@ def fold_in_turn(
 def fold_overlapped(
     acc, p, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Folds the tiles low .. high, each one's scores before the values of the tile before it, which are there, with weights `p`."""
+    """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
+
+    `p`: the packed weights of that tile.
+    """
     keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
         stage = (base + i) % c.STAGES

@@ -81,15 +81,14 @@ def words_at(words, some, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def along_line(tile, at, env, c, line: gl.constexpr):
-    """What a score adds to a tile of products, a number for each lane of a row and a slope: one operation for each product."""
+    """What a score adds to a tile of products: a number for each lane of a row, and a slope times columns that are constants."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     y, column, lane = by_column(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
     rows = gl.convert_layout(gl.max(q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
     columns = start_of(tile, c, c.TILE_KV) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
     lead, rise = line(b, h, rows, columns, q_len, kv_len, env, aux)
-    lead = lead + gl.zeros([ROWS, 4], gl.float32, LANES)
-    y = y + (gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise)
+    y = gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise
     return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), product(c.TILE_KV), assert_trivial=True)
 
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What every kernel does with tiles: where they lie, which are visited, what is masked."""
+"""What every kernel does with tiles: how they come and go, and which are visited."""
 
 from foci.backends.hopper.interface import bring, gl, gluon, mbarrier, send
 from foci.backends.triton.tiles import visited, visits
