@@ -178,6 +178,17 @@ class TorchModule(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
+def relaxed(q, k, v, mask):
+    """Ding et al. 2021, section 2.4: scores are made small before the row's largest is taken off."""
+    scores = (q / math.sqrt(DIM) @ k.mT + mask) / 32
+    return torch.softmax((scores - scores.amax(-1).unsqueeze(-1)) * 32, -1) @ v
+
+
+def relaxed_twin(q, k, v, mask):
+    scores = (q / math.sqrt(DIM) @ k.mT + mask) / 32
+    return torch.softmax((scores - scores.amax(-2).unsqueeze(-2)) * 32, -1) @ v
+
+
 def half_weights(q, k, v):
     """Weights go through half precision."""
     return (q @ k.mT * SCALE).softmax(-1).to(torch.bfloat16).to(v.dtype) @ v
@@ -260,6 +271,7 @@ TRICKS = (
     Spelling("a sink by the logsumexp", sink_of_logsumexp, padded_before, sink_of_logsumexp_twin, "read"),
     Spelling("two attentions merged by their sums", merged, padded, fused=2),
     Spelling("masked and zeroed by 0-d tensors", zeroed_again, padded, zeroed_again_twin, "replaced"),
+    Spelling("scores made small for a while", relaxed, biased, relaxed_twin, "amax"),
     Spelling("weights through another dtype", half_weights, qkv, reason="rounded to bfloat16", dtypes=(torch.float32,)),
     Spelling("weights returned too", weights_too, qkv, reason="also returned"),
     Spelling("the mean of weights returned too", mean_weights_too, qkv, reason="also read"),

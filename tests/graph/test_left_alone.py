@@ -18,6 +18,10 @@ DECLINED = {
     "weights of two": lambda q, k, v: ((q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1)) @ v,
     "a temperature of keys": lambda q, k, v: ((q @ k.mT).softmax(-1) * torch.arange(S)) @ v,
     "sharpened weights": lambda q, k, v: (q @ k.mT).softmax(-1).pow(2) @ v,
+    "less the largest of other rows": lambda q, k, v: (lambda s: (s - s.amax(-1).unsqueeze(-2)).softmax(-1) @ v)(q @ k.mT),
+    "less the largest, beside a sink": lambda q, k, v: (
+        lambda s: torch.cat([s - s.amax(-1, True), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+    )(q @ k.mT),
     "two softmaxes": lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v,
 }
 

@@ -162,6 +162,8 @@ def read(
     found: list[Index] = []
 
     def score(node: fx.Node, index: Index) -> Expr | None:
+        if node in shifted:
+            return lift.element(shifted[node], index)
         if node is not first.node:
             return None
         found.append(index)
@@ -176,7 +178,7 @@ def read(
     if walk.index[softmax.dim] != keys:
         raise NoRule("the softmax is not over the keys")
     source, sink = _without_sink(softmax, walk.index, on_path)
-    source = _without_row_maximum(source, softmax.dim, on_path)
+    shifted = {} if sink is not None else _shifted(source, softmax.dim, on_path)
     expression = lift.element(source, walk.index)
     if not found or any(index != found[0] for index in found):
         raise NoRule("the scores of several positions are mixed" if found else "the softmax does not read the first product")
@@ -222,14 +224,50 @@ def _through_casts(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node:
 
 def _without_row_maximum(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node:
     """`x` where the source is `x - x.max(dim)`: softmax does not see what a whole row has in common."""
-    while True:
-        node = _through_casts(source, on_path)
-        call = call_of(node)
-        if call is None or call.name != "sub" or len(call.args) != 2 or call.args[0] not in on_path or not is_tensor(call.args[1]):
-            return source
-        if not _is_row_statistic(call.args[1], call.args[0], dim, on_path):
-            return source
-        source = call.args[0]
+    while (under := _unshifted(_through_casts(source, on_path), dim, on_path)) is not None:
+        source = under
+    return source
+
+
+def _unshifted(node: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node | None:
+    """`x` of x - x.max(dim), of its size."""
+    call = call_of(node)
+    if call is None or call.name != "sub" or len(call.args) != 2 or call.args[0] not in on_path or not is_tensor(call.args[1]):
+        return None
+    source, statistic = call.args
+    sizes, of_rows = shape_of(source), shape_of(statistic)
+    if len(shape_of(node)) != len(sizes) or not all(map(same_size, shape_of(node), sizes)):
+        return None
+    if len(of_rows) != len(sizes) or not same_size(of_rows[dim], 1):
+        return None
+    return source if _is_row_statistic(statistic, source, dim, on_path) else None
+
+
+def _shifted(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Differences from a row's largest, each with what it is the difference of: scaled and added to, they are still no one's to see."""
+    found: dict[fx.Node, fx.Node] = {}
+    node: fx.Node | None = source
+    while node is not None:
+        node = _through_casts(node, on_path)
+        under = _unshifted(node, dim, on_path)
+        if under is not None:
+            found[node] = under
+        node = _scaled(node, on_path) if under is None else under
+    return found
+
+
+def _scaled(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
+    """What the node multiplies or divides by a number, or adds to what no score is in, all of its own size."""
+    call = call_of(node)
+    if call is None or call.name not in ("mul", "div", "add", "sub") or len(call.args) != 2 or call.kwargs:
+        return None
+    inner: list[fx.Node] = [arg for arg in call.args if arg in on_path]
+    if len(inner) != 1 or len(shape_of(inner[0])) != len(shape_of(node)) or not all(map(same_size, shape_of(inner[0]), shape_of(node))):
+        return None
+    other = call.args[1] if call.args[0] is inner[0] else call.args[0]
+    if call.name in ("mul", "div") and (is_tensor(other) or (call.name == "div" and call.args[0] is other)):
+        return None
+    return inner[0]
 
 
 def _logsumexps(softmax: Softmax, on_path: frozenset[fx.Node], passed: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
