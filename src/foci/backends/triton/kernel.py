@@ -266,7 +266,8 @@ class TritonKernel:
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
-        splits = self.splits(schedule, groups, tiles)
+        taken = shared_bytes("decode", schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
+        splits = splits_for(groups, tiles, self.plan.target.arch, taken)
         programs, width = groups * splits, self.dims[1]
         partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
@@ -281,11 +282,6 @@ class TritonKernel:
             combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], self.dims[1] // columns),
             partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), 64, columns, num_warps=4,
         )  # fmt: skip
-
-    def splits(self, schedule: Schedule, groups: int, tiles: int) -> int:
-        """Programs that share the keys of each of `groups` decodes of so many tiles."""
-        taken = shared_bytes("decode", schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
-        return splits_for(groups, tiles, self.plan.target.arch, taken)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""

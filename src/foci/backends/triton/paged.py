@@ -23,8 +23,7 @@ from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
 __all__ = ["PagedKernel"]
 
 _PROGRAMS: Final = 1056
-"""Programs that a decode of several sequences is split into, whose lengths only the device knows: several for each multiprocessor, so
-that long ones are spread."""
+"""Programs that a decode is split into: several for each multiprocessor, so that the last ones cost little."""
 
 
 class PagedKernel:
@@ -68,8 +67,7 @@ class PagedKernel:
         config = kernel.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, key.shape[2])
         groups, tiles = batch * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
-        is_even = batch == 1 or kernel.plan.target.arch == 0
-        splits = kernel.splits(schedule, groups, tiles) if is_even else max(1, min(_PROGRAMS // groups, tiles // 4))
+        splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
         rows, width = schedule.tile_q, kernel.dims[1]
         partial = query.new_empty((groups * splits, rows, width), dtype=torch.float32)
         most, total = (query.new_empty((groups * splits, rows), dtype=torch.float32) for _ in range(2))
