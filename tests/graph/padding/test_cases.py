@@ -9,10 +9,10 @@ from machines import Recorder, machine
 from test_passes import run_both
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from foci.graph.padding import Machine, find_table, pad
+from foci.graph.padding import Machine, find_table, growing, pad
 from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.reading import products_of, value_of
 
@@ -128,6 +128,38 @@ def test_no_product_has_bad_rows(case):
     assert any(padding.how for padding in paddings)
     after = [(value.shape, value.stride()) for node in graph.graph.output_node().args[0] if (value := value_of(node)) is not None]
     assert before == after
+
+
+@pytest.mark.parametrize("case", ["linear-bf16", "chunks", "head dim 16", "product"])
+def test_values_of_new_nodes_are_those_of_fake_tensors(case):
+    make, sizes, _ = CASES[case]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        graph = traced(*make(*sizes)).graph
+    before = set(graph.nodes)
+    grow_dims(graph, H200)
+    made = [node for node in graph.nodes if node not in before]
+    assert len(made) > 10
+    for node in made:
+        arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with mode:
+            value = node.target(*arguments, **keywords)
+        found = node.meta["val"]
+        assert isinstance(found, FakeTensor)
+        assert found.fake_mode is mode
+        described = [(x.shape, x.stride(), x.dtype, x.device) for x in (found, value)]
+        assert described[0] == described[1], node.format_node()
+
+
+def test_each_operation_is_looked_at_once(monkeypatch):
+    seen = []
+    relations_of = growing.relations_of
+    monkeypatch.setattr(growing, "relations_of", lambda node: seen.append(node) or relations_of(node))
+    make, sizes, _ = CASES["head dim 16"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = traced(*make(*sizes)).graph
+    assert grow_dims(graph, H200)
+    assert seen
+    assert len(seen) == len(set(seen))
 
 
 @pytest.mark.parametrize("case", CASES)

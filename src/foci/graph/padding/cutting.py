@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from foci.graph.padding.dims import CREATIONS
-from foci.graph.padding.growth import Growth, call, is_remade, resized
+from foci.graph.padding.growth import Growth, call, resized
 from foci.graph.padding.model import Machine
 from foci.graph.padding.reading import VIEWS, Origin, Product, base_of, origin_of, value_of
 
@@ -107,7 +107,7 @@ def _is_dead(node: fx.Node) -> bool:
 
 
 def _is_loop(node: fx.Node, growth: Growth) -> bool:
-    if not growth.dims(node) or not is_remade(node, growth) or node.target in CREATIONS:
+    if not growth.dims(node) or not growth.remakes(node) or node.target in CREATIONS:
         return False
     pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     return pointwise or node.target in VIEWS or node.target is prims.convert_element_type.default

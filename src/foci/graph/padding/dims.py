@@ -16,7 +16,7 @@ from torch import fx
 from foci.graph.padding.reading import value_of
 from foci.graph.padding.strides import known
 
-__all__ = ["CREATIONS", "REDUCTIONS", "RESHAPES", "Relations", "Slot", "closure", "mapped_dims", "reduced_dims", "relations_of"]
+__all__ = ["CREATIONS", "REDUCTIONS", "RESHAPES", "Reader", "Relations", "Slot", "closure", "mapped_dims", "reduced_dims", "relations_of"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -57,6 +57,10 @@ class Relations:
 
     def handles(self, slot: Slot) -> bool:
         return slot in self.reduced or slot in self.free or any(slot in tie for tie in self.ties)
+
+
+Reader: TypeAlias = Callable[[fx.Node], Relations | None]
+"""`relations_of`, or what remembers its results for a graph that stays as it is."""
 
 
 def relations_of(node: fx.Node) -> Relations | None:
@@ -266,15 +270,20 @@ _RULES: Final[Mapping[Any, Callable[[fx.Node], Relations]]] = {
 }
 
 
-def closure(start: Slot) -> list[Slot]:
-    """All dims that must have the size of one: those that operations tie to it, and on; in the order in which they are found."""
+def closure(start: Slot, relations: Reader = relations_of) -> list[Slot]:
+    """All dims that must have the size of one: those that operations tie to it, and on; in the order in which they are found.
+
+    Args:
+        start: the one.
+        relations: `relations_of`, or what remembers its results for a graph that stays as it is.
+    """
     found = {start: None}
     todo = [start]
     while todo:
         slot = todo.pop()
         for node in (slot[0], *slot[0].users):
-            relations = relations_of(node)
-            for tie in relations.ties if relations is not None else ():
+            found_there = relations(node)
+            for tie in found_there.ties if found_there is not None else ():
                 if slot in tie:
                     fresh = [other for other in tie if other not in found]
                     found.update(dict.fromkeys(fresh))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 
 from foci.graph.padding.cutting import Cut, cut, cut_of, may_be_cut, seconds_cut
 from foci.graph.padding.decide import seconds_by_rows
-from foci.graph.padding.dims import closure, relations_of
-from foci.graph.padding.growth import Growth, grow, is_remade
+from foci.graph.padding.dims import Reader, closure, relations_of
+from foci.graph.padding.growth import Growth, grow
 from foci.graph.padding.legal import rows_fix
 from foci.graph.padding.model import Machine, is_profitable_to_pad, seconds
 from foci.graph.padding.reading import VIEWS, Matrix, Origin, Product, base_of, hints, location_of, origin_of, products_of, value_of
@@ -34,12 +36,21 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     Returns:
         A line for each matrix of products with such a dim.
     """
-    paddings = list(_cut_products(graph, machine))
+    relations = functools.cache(relations_of)  # each operation is looked at once, as long as the graph stays as it is
     products = list(products_of(graph, machine.load))
-    found = list(_growths(graph, products, machine))
-    legal = [growth for growth, obstacle in found if obstacle is None]
+    paddings = []
+    for product in products:
+        found = _cut(graph, products, product, relations, machine)
+        if found is not None:
+            paddings.append(_cut_entry(*found))
+            cut(graph, found[0])
+            relations.cache_clear()
+    if paddings:
+        products = list(products_of(graph, machine.load))
+    growths = list(_growths(graph, products, relations, machine))
+    legal = [growth for growth, obstacle in growths if obstacle is None]
     taken = _chosen(legal, graph, products, machine)
-    for growth, obstacle in found:
+    for growth, obstacle in growths:
         reason = obstacle if growth not in taken else None
         touched = [product for product in products if _touches(product, growth)]
         gain = 0.0
@@ -53,21 +64,11 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     return tuple(paddings)
 
 
-def _cut_products(graph: fx.Graph, machine: Machine) -> Iterator[Padding]:
-    products = list(products_of(graph, machine.load))
-    for product in products:
-        found = _cut(graph, products, product, machine)
-        if found is not None:
-            made, gain = found
-            yield _cut_entry(made, gain)
-            cut(graph, made)
-
-
-def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, machine: Machine) -> tuple[Cut, float] | None:
+def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, relations: Reader, machine: Machine) -> tuple[Cut, float] | None:
     """How a product is cut and what that gains, if it is more than by growing or by groups of rows."""
     if not may_be_cut(product, machine):
         return None
-    growth, obstacle = _growth(product.matrices[0], machine)
+    growth, obstacle = _growth(product.matrices[0], relations, machine)
     if obstacle is not None or sum(_touches(other, growth) for other in products) > 1:
         return None
     found, before, aligned = cut_of(product, growth, machine), _time(product, None, machine), _time(product, growth, machine)
@@ -78,26 +79,26 @@ def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, machine
     return (found, before - after) if is_profitable_to_pad(before, after, 0.0) and before - after >= max(others) else None
 
 
-def _growths(graph: fx.Graph, products: Sequence[Product], machine: Machine) -> Iterator[tuple[Growth, str | None]]:
+def _growths(graph: fx.Graph, products: Sequence[Product], relations: Reader, machine: Machine) -> Iterator[tuple[Growth, str | None]]:
     """Every set of dims of bad size that products read or write, with what forbids it to grow; none that is left to groups of rows."""
     done: set[tuple[fx.Node, int]] = set()
     for product in products:
         for matrix in product.matrices:
             if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
-                growth, obstacle = _growth(matrix, machine)
+                growth, obstacle = _growth(matrix, relations, machine)
                 done |= growth.lengths.keys()
                 if obstacle is not None or not _goes_by_rows(graph, products, matrix, growth, machine):
                     yield growth, obstacle
 
 
-def _growth(start: Matrix, machine: Machine) -> tuple[Growth, str | None]:
+def _growth(start: Matrix, relations: Reader, machine: Machine) -> tuple[Growth, str | None]:
     """What would grow with the rows of a matrix, and what forbids it."""
     value = value_of(start.node)
     assert value is not None
     size = hints(value.shape)[start.inner]
     alignment = ALIGNMENT if size >= SMALLEST_STRIDE else machine.load
     length = size, round_up(size, alignment // value.dtype.itemsize)
-    growth = Growth(dict.fromkeys(closure((start.node, start.inner)), length))
+    growth = Growth(dict.fromkeys(closure((start.node, start.inner), relations), length), relations)
     if machine.table is None:
         return growth, f"no measurements of {machine.name}: run `foci tune`"
     if any(isinstance(node.meta["val"].shape[dim], torch.SymInt) for node, dim in growth.lengths):
@@ -174,7 +175,7 @@ def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
     for node in growth.nodes:
         dims = growth.dims(node)
         moved = 0
-        if not is_remade(node, growth) and _is_read_whole(node, growth):
+        if not growth.remakes(node) and _is_read_whole(node, growth):
             # along rows, the copy's reads and writes are misaligned by turns
             moved += 4 if any(_is_inner(node, dim) for dim in dims) else 2
         if _is_masked(node, growth) and origin_of(base_of(node)) is Origin.PRODUCT:
@@ -192,10 +193,10 @@ def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
 def _is_read_whole(node: fx.Node, growth: Growth) -> bool:
     """Whether somebody but a generated loop, which would pad while reading, reads a tensor from outside, through views too."""
     for reader in node.users:
-        if reader.target in VIEWS and growth.dims(reader) and is_remade(reader, growth):
+        if reader.target in VIEWS and growth.dims(reader) and growth.remakes(reader):
             if _is_read_whole(reader, growth):
                 return True
-        elif origin_of(reader) is Origin.PRODUCT and is_remade(reader, growth):
+        elif origin_of(reader) is Origin.PRODUCT and growth.remakes(reader):
             return True
     return False
 
@@ -203,14 +204,14 @@ def _is_read_whole(node: fx.Node, growth: Growth) -> bool:
 def _is_masked(node: fx.Node, growth: Growth) -> bool:
     """Whether a product runs over a grown dim of it."""
     for reader in node.users:
-        relations = relations_of(reader) if origin_of(reader) is Origin.PRODUCT else None
+        relations = growth.relations(reader) if origin_of(reader) is Origin.PRODUCT else None
         if relations is not None and any((node, dim) in relations.reduced for dim in growth.dims(node)):
             return True
     return False
 
 
 def _leaves(node: fx.Node, growth: Growth) -> bool:
-    return any(reader.op == "output" or (reader.target not in VIEWS and not is_remade(reader, growth)) for reader in node.users)
+    return any(reader.op == "output" or (reader.target not in VIEWS and not growth.remakes(reader)) for reader in node.users)
 
 
 def _is_inner(node: fx.Node, dim: int) -> bool:
@@ -234,7 +235,7 @@ def _cut_entry(found: Cut, gain: float) -> Padding:
     value = value_of(left.node)
     assert value is not None
     sizes, strides = hints(value.shape), hints(value.stride())
-    shorter = torch.empty((*sizes[:-1], found.length), device="meta").stride()
+    shorter = make_contiguous_strides_for((*sizes[:-1], found.length))
     return Padding(left.base.name, (str(product),), sizes, strides, shorter, "cut", gain, location=location_of(product.node))
 
 
@@ -255,8 +256,8 @@ def _entries(products: Sequence[Product], growth: Growth, gain: float, reason: s
             yield Padding(base.name, named, sizes, strides, reason=reason, location=location)
             continue
         grown = [growth.lengths.get((base, dim), (0, size))[1] for dim, size in enumerate(sizes)]
-        padded = torch.empty_strided(sizes, strides, device="meta").new_empty(grown).stride()
-        copied = not is_remade(base, growth)
+        padded = make_contiguous_strides_for(grown)
+        copied = not growth.remakes(base)
         taken = (math.prod(grown) - (0 if copied else math.prod(sizes))) * value.dtype.itemsize
         how = "copied" if copied else "in place"
         yield Padding(base.name, named, sizes, strides, tuple(padded), how, gain / len(bases), taken, location=location)

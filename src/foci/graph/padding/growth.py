@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from foci.graph.padding.dims import CREATIONS, RESHAPES, Slot, relations_of
+from foci.graph.padding.dims import CREATIONS, RESHAPES, Reader, Slot, relations_of
 from foci.graph.padding.fills import Fill, Rows, fill_of
 from foci.graph.padding.reading import VIEWS, hints, value_of
 
-__all__ = ["Growth", "call", "grow", "is_remade", "resized"]
+__all__ = ["Growth", "call", "grow", "resized"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -35,9 +34,11 @@ class Growth:
 
     Attributes:
         lengths: by dim, its size and the one that it gets.
+        relations: of the graph as it is now.
     """
 
     lengths: Mapping[Slot, tuple[int, int]]
+    relations: Reader = relations_of
 
     def dims(self, node: fx.Node) -> list[int]:
         """Those of a node's value."""
@@ -57,7 +58,31 @@ class Growth:
 
     def and_also(self, *others: Growth) -> Growth:
         """All at once."""
-        return Growth({slot: length for growth in (self, *others) for slot, length in growth.lengths.items()})
+        if not others:
+            return self
+        return Growth({slot: length for growth in (self, *others) for slot, length in growth.lengths.items()}, self.relations)
+
+    def remakes(self, node: fx.Node) -> bool:
+        """Whether an operation can run with grown operands, and give a grown result where it belongs to the set."""
+        if node not in self._remade:
+            self._remade[node] = self._can_be_remade(node)
+        return self._remade[node]
+
+    @functools.cached_property
+    def _remade(self) -> dict[fx.Node, bool]:
+        return {}
+
+    def _can_be_remade(self, node: fx.Node) -> bool:
+        operands = [(operand, dim) for operand in node.all_input_nodes for dim in self.dims(operand)]
+        dims = self.dims(node)
+        if not operands and not (dims and node.target in CREATIONS):
+            return False
+        relations = self.relations(node)
+        if relations is None:
+            return False
+        tied = {slot for tie in relations.ties for slot in tie if len(tie) > 1 or node.target in CREATIONS}
+        handled = all(slot in tied or relations.handles(slot) for slot in operands)
+        return handled and all((node, dim) in tied for dim in dims)
 
 
 @dataclass(eq=False)
@@ -92,22 +117,26 @@ def call(
     node = graph.call_function(target, tuple(arguments), dict(keywords or {}))
     if like is not None:
         node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
-    node.meta["val"] = _result(_mode(graph), target, *fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
+    node.meta["val"] = _result(node)
     return node
 
 
-def _result(mode: FakeTensorMode, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+def _result(node: fx.Node) -> Any:
     """A fake one. Without symbols, from meta tensors: a mode takes most of the pass's time to look at what it is asked."""
-    given = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
-    devices = {each.device for each in given}
-    symbolic = any(isinstance(size, torch.SymInt) for each in given for size in (*each.shape, *each.stride()))
-    if len(devices) != 1 or symbolic or "device" in keywords:
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
+    places = {value.device if isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides else None for value in values}
+    if "device" in node.kwargs:
+        places.add(None if values else node.kwargs["device"])  # type: ignore[arg-type]
+    mode = _mode(node.graph)
+    target: Any = node.target
+    if len(places) != 1 or None in places:
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with mode:
             return target(*arguments, **keywords)
-    with torch._C._DisableTorchDispatch():
-        plain = tree_map_only(torch.Tensor, _on_meta, tuple(arguments))
-        made = target(*plain, **tree_map_only(torch.Tensor, _on_meta, dict(keywords)))
-    return FakeTensor(mode, made, *devices)
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _on_meta(n.meta["val"]))
+        made = target(*arguments, **(keywords if values else {**keywords, "device": "meta"}))
+    return FakeTensor(mode, made, *places)
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:
@@ -126,26 +155,13 @@ def grow(graph: fx.Graph, growth: Growth) -> None:
         growth: sets of dims that `closure` found.
     """
     olds = [node for node in graph.nodes if node.op != "output"]
-    state = _Rewrite(graph, growth, {node: None for node in olds if is_remade(node, growth)})
+    state = _Rewrite(graph, growth, {node: None for node in olds if growth.remakes(node)})
     for node in state.remade:
         _remake(state, node)
     for node in reversed(state.remade):
         if node.users:
             _cut(state, node)
         graph.erase_node(node)
-
-
-def is_remade(node: fx.Node, growth: Growth) -> bool:
-    """Whether an operation can run with grown operands, and give a grown result where it belongs to the set."""
-    operands = [(operand, dim) for operand in node.all_input_nodes for dim in growth.dims(operand)]
-    dims = growth.dims(node)
-    if not operands and not (dims and node.target in CREATIONS):
-        return False
-    relations = relations_of(node)
-    if relations is None:
-        return False
-    tied = {slot for tie in relations.ties for slot in tie if len(tie) > 1 or node.target in CREATIONS}
-    return all(relations.handles(slot) for slot in operands) and all((node, dim) in tied for dim in dims)
 
 
 def _remake(state: _Rewrite, node: fx.Node) -> None:
