@@ -160,6 +160,7 @@ def read(
         raise NoRule(f"no gradient flows through {first.node.name}")
     on_path = _depending(first.node, passed)
     found: list[Index] = []
+    shifted: dict[fx.Node, fx.Node] = {}
 
     def score(node: fx.Node, index: Index) -> Expr | None:
         if node in shifted:
@@ -178,7 +179,8 @@ def read(
     if walk.index[softmax.dim] != keys:
         raise NoRule("the softmax is not over the keys")
     source, sink = _without_sink(softmax, walk.index, on_path)
-    shifted = {} if sink is not None else _shifted(source, softmax.dim, on_path)
+    if sink is None:
+        shifted |= _shifted(source, softmax.dim, on_path)
     expression = lift.element(source, walk.index)
     if not found or any(index != found[0] for index in found):
         raise NoRule("the scores of several positions are mixed" if found else "the softmax does not read the first product")
