@@ -91,6 +91,7 @@ def put_stand_ins(monkeypatch):
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
     monkeypatch.setattr(sparsity, "_ways", recording.Kept(256))
+    monkeypatch.setattr(sparsity, "_runs", recording.Kept(256))
     monkeypatch.setattr(known, "_templates", recording.Kept(1024))
     return worked_out, launched
 

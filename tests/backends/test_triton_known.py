@@ -170,7 +170,7 @@ def moved_call(tokens, options, *, separate, wanted=(True, True, True)):
     if "seqused_k" in options:
         options = {**options, "seqused_k": torch.tensor([3, 4])}
     q, k, v = (torch.zeros(n, 4, 64, dtype=torch.bfloat16).requires_grad_(on) for n, on in zip((tokens[0], tokens[1], tokens[1]), wanted))
-    kept = run_both_ways(lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options), (q, k, v))
+    kept = run_both_ways(lambda q, k, v: foci.varlen_attn(q, k, v, *offsets, 220, 220, **options), (q, k, v))
     return [*kept, *offsets]
 
 
@@ -203,7 +203,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         assert calls == [("forward_again", True), ("backward_again", True)]
         assert not worked_out
         found = [*launched]
-        for kept in (recall._known, known._templates._found, sparsity._ways._found, sparsity._sets):
+        for kept in (recall._known, known._templates._found, sparsity._ways._found, sparsity._runs._found, sparsity._sets):
             kept.clear()
         launched.clear()
         moved_call(other, MOVED[name], separate=separate)

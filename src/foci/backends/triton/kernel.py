@@ -169,6 +169,8 @@ class TritonKernel:
         stream = None if self.learns or not is_ready(given) else free_stream(query)
         if stream is None:
             return None
+        if 0 in given.dout.stride():
+            given = given._replace(dout=laid_out(given.dout, given.out))
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         tensors = (*inputs, *given)
         places = places_of(tensors)
