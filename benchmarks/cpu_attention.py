@@ -336,7 +336,7 @@ def start() -> Iterator[dict[str, object]]:
 # Reports ---------------------------------------------------------------------------------------------------------------
 
 
-def results(source: Path) -> tuple[list[dict[str, object]], int]:
+def results(source: Path) -> tuple[list[dict[str, object]], str]:
     """The lines of a file and of how many runs they are; lines of one row are made one by the medians of their numbers."""
     rows: dict[tuple[object, ...], list[dict[str, object]]] = {}
     for text in source.read_text().splitlines():
@@ -347,7 +347,8 @@ def results(source: Path) -> tuple[list[dict[str, object]], int]:
         {key: round(statistics.median(line[key] for line in lines), 3) if key in middle else value for key, value in lines[-1].items()}
         for lines in rows.values()
     ]
-    return combined, max(map(len, rows.values()))
+    counts = sorted(set(map(len, rows.values())))
+    return combined, " to ".join(map(str, counts[:1] + counts[1:][-1:]))
 
 
 def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
