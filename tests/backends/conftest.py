@@ -85,3 +85,11 @@ def stand_in(monkeypatch, tmp_path):
         return found
 
     return put
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    """Launches as they were worked out, and as they were launched again, by stand-ins for kernels."""
+    from recordings import put_stand_ins
+
+    return put_stand_ins(monkeypatch)

@@ -14,21 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
+from launched import LAUNCHED
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.triton import kernel, known, recording, sparsity
 
-MODULES = {
-    kernel: (
-        "attention_forward",
-        "prepare_rows",
-        "attention_query_gradient",
-        "attention_key_gradient",
-        "attention_decode",
-        "combine_splits",
-    ),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
-}
+MODULES = {module: LAUNCHED[module] for module in (kernel, sparsity)}
 
 
 class Compiled:

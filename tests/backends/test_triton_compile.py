@@ -15,28 +15,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
+from launched import LAUNCHED  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.triton import auxiliary, capture_gradients, kernel, paged, sparsity  # noqa: E402
+from foci.backends.triton import kernel, paged, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS, scratch_of, shared_bytes  # noqa: E402
 from foci.backends.triton.streams import layout_of  # noqa: E402
 
-LAUNCHED = {
-    kernel: (
-        "attention_forward",
-        "prepare_rows",
-        "attention_query_gradient",
-        "attention_key_gradient",
-        "attention_decode",
-        "combine_splits",
-    ),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
-    capture_gradients: ("attention_bias_gradient", "capture_gradient"),
-    paged: ("attention_decode", "combine_splits"),
-    auxiliary: ("weigh_columns", "weigh_rows"),
-}
 KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),
     "attention_query_gradient": ("query_gradient", "query_gradient_sparse"),

@@ -1,30 +1,18 @@
 """Calls known from before: the same launches as new ones, with nothing prepared anew."""
 
 import contextlib
-import os
 import weakref
 from collections import OrderedDict
 
 import pytest
 import torch
+from recordings import DOCUMENTS, SLOPES, Function, addressed
+from triton.runtime.jit import JITFunction
 
 import foci
 from foci import execution, masks, planner, recall, scores
-from foci.problem import Target
-
-pytest.importorskip("triton", reason="Triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter launches nothing", allow_module_level=True)
-
-from recordings import DOCUMENTS, SLOPES, Function, addressed, put_stand_ins
-from triton.runtime.jit import JITFunction
-
 from foci.backends.triton import kernel, known, sparsity
-
-
-@pytest.fixture
-def logs(monkeypatch):
-    return put_stand_ins(monkeypatch)
+from foci.problem import Target
 
 
 @pytest.fixture

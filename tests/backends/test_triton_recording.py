@@ -1,32 +1,20 @@
 """Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
 
 import gc
-import os
 import sys
 import types
 import weakref
 
 import pytest
 import torch
+from recordings import SLOPES, VARIANTS, Compiled, addressed, made, operands_of
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
+from foci.backends.triton import kernel, recording, sparsity
 from foci.binding import bind
 from foci.problem import Cotangents, Layout, Operands, Outputs
-
-pytest.importorskip("triton", reason="Triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter launches nothing", allow_module_level=True)
-
-from recordings import SLOPES, VARIANTS, Compiled, addressed, made, operands_of, put_stand_ins
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from foci.backends.triton import kernel, recording, sparsity
-
-
-@pytest.fixture
-def logs(monkeypatch):
-    return put_stand_ins(monkeypatch)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

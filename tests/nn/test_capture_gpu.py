@@ -2,10 +2,10 @@
 
 import copy
 import gc
-import warnings
 
 import pytest
 import torch
+from waiting import waits
 
 import foci
 import foci.nn
@@ -184,19 +184,6 @@ def test_streams():
         torch.cuda.synchronize()
         for one in found:
             assert_same(one, wanted)
-
-
-def waits(function):
-    function()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in caught)
 
 
 def test_waits():

@@ -6,18 +6,12 @@ import pickle
 
 import pytest
 import torch
-from capturing import FF, Again, E, H, assert_same, encoder, graded, padding, rand, twins
+from capturing import FF, E, H, assert_same, encoder, graded, padding, rand, twins
 
 import foci
 import foci.nn
-from foci.nn.capture import Captured
 
-
-@pytest.fixture(autouse=True)
-def engine(monkeypatch):
-    found = Again()
-    monkeypatch.setattr(Captured, "engine", found)
-    return found
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def test_steps_of_an_optimizer():

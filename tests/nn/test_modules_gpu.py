@@ -1,10 +1,10 @@
 """foci.nn on a CUDA device against itself on the CPU; what it waits for; CUDA graphs."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+from waiting import waits
 
 import foci
 import foci.nn
@@ -88,20 +88,6 @@ def test_cache(page_size):
     with torch.no_grad():
         parts = [model(part, cache=cache) for part in x.split([20, 1, 1, 8], dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), model(x, mask=causal), rtol=1e-3, atol=1e-3)
-
-
-def waits(function):
-    """How many times a call waits for the device."""
-    function()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in caught)
 
 
 def test_waits():

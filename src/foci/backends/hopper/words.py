@@ -19,6 +19,24 @@ WORDS_AT_MOST: Final = 1 << 26
 
 
 @triton.jit
+def place_of(size, heads, TILE: tl.constexpr):
+    """(which 64 rows of a tile the program has, row of the table, task, batch entry, head)."""
+    part = tl.program_id(0) % (TILE // 64)
+    row = tl.program_id(0) // (TILE // 64)
+    task = row % number(size.tasks)
+    line = row // number(size.tasks)
+    b = line // number(heads)
+    return part, row, task, b, line - b * number(heads)
+
+
+@triton.jit
+def packed(keep, column, COLUMNS: tl.constexpr):
+    """The four words of each of 64 rows."""
+    bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
+    return tl.sum(tl.sum(bits.reshape(64, COLUMNS // 8, 4, 2), 3), 1)
+
+
+@triton.jit
 def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
     """Words of the partial tiles of 64 rows of a task; each of SPLIT programs takes every SPLIT-th of them.
 
@@ -26,12 +44,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
     the partial tiles that hold a bit, how many come from the first of them on, and up to the last. `heads`: those that the lists
     tell apart, encoded.
     """
-    part = tl.program_id(0) % (c.TILE_Q // 64)
-    row = tl.program_id(0) // (c.TILE_Q // 64)
-    task = row % number(size.tasks)
-    line = row // number(size.tasks)
-    b = line // number(heads)
-    h = line - b * number(heads)
+    part, row, task, b, h = place_of(size, heads, c.TILE_Q)
     tile = task
     if c.JAGGED:
         b = tl.load(spans.tasks + 2 * task)
@@ -56,8 +69,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
         kv_idx = entry * c.TILE_KV + column
         keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
         keep = (keep | forced) & (q_idx < q_len) & (kv_idx < kv_len)
-        bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
-        word = tl.sum(tl.sum(bits.reshape(64, c.TILE_KV // 8, 4, 2), 3), 1)
+        word = packed(keep, column, c.TILE_KV)
         tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)
         some = tl.max(tl.max(keep.to(tl.int32), 1), 0) > 0
         tl.atomic_max(limit, partial - i, mask=some)
@@ -70,12 +82,7 @@ def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, S
 
     words: [rows of the table, its width, c.TILE_KV, 4] of integers that hold c.TILE_Q / 4 bits. Others as for `pack_masks`.
     """
-    part = tl.program_id(0) % (c.TILE_KV // 64)
-    row = tl.program_id(0) // (c.TILE_KV // 64)
-    task = row % number(size.tasks)
-    line = row // number(size.tasks)
-    b = line // number(heads)
-    h = line - b * number(heads)
+    part, row, task, b, h = place_of(size, heads, c.TILE_KV)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     counts = table.counts + row.to(tl.int64) * 4
     first = tl.load(counts)
@@ -100,7 +107,6 @@ def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, S
         q_idx = tile * c.TILE_Q + column
         keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
         keep = keep & (q_idx < q_len) & (kv_idx < kv_len)
-        bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
-        word = tl.sum(tl.sum(bits.reshape(64, c.TILE_Q // 8, 4, 2), 3), 1)
+        word = packed(keep, column, c.TILE_Q)
         place = (row.to(tl.int64) * number(table.width) + tile) * (c.TILE_KV * 4)
         tl.store(words + place + at, word.to(words.dtype.element_ty))
