@@ -131,3 +131,10 @@ def test_importing_foci_imports_no_optional_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["foci.nn", "foci.graph.padding.options"])
+def test_padding_brings_nothing_of_recognition(module):
+    code = f"import sys, {module}; print([name for name in ('foci.graph.recognise', 'foci.graph.compiler') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

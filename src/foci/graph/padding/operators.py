@@ -95,7 +95,8 @@ _KERNELS: Final[Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
 for _name, (_kernel, _fake) in _KERNELS.items():
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"foci::{_name}", _fake, lib=_library)
+    # fakes too; `register_fake` would look for the line that calls it through all modules that there are
+    _library.impl(_name, _fake, "Meta")  # type: ignore[no-untyped-call]
 
 OPERATORS: Final = {name: getattr(torch.ops.foci, name).default for name in _KERNELS}
 """By name."""
