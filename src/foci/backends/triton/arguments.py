@@ -7,11 +7,25 @@ said by `Config.UNIT` instead: strides travel in units of so many elements.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Config", "Environment", "Numbers", "Size", "Spans", "Strides", "Table", "encode", "encode_strides", "encode_word"]
+__all__ = [
+    "Config",
+    "Environment",
+    "Numbers",
+    "Size",
+    "Spans",
+    "Strides",
+    "Table",
+    "encode",
+    "encode_strides",
+    "encode_word",
+    "table_config",
+]
 
 
 class Config(NamedTuple):
@@ -136,3 +150,10 @@ def encode_strides(strides: tuple[int, int, int, int], unit: int) -> Strides:
     """Strides of a [B, H, S, D] tensor as `Strides` holds them."""
     b, h, s, d = strides
     return Strides(4 * (b // unit) + 3, 4 * (h // unit) + 3, 4 * (s // unit) + 3, 4 * d + 3)
+
+
+@functools.lru_cache(maxsize=256)
+def table_config(tile_q: int, tile_kv: int, *, is_packed: bool, mode: str = "all", is_forced: bool = False) -> Config:
+    """What the kernels that find tiles are compiled for: little, so that the kernels of many problems share them."""
+    named = {"TILE_Q": tile_q, "TILE_KV": tile_kv, "MODE": mode, "JAGGED": is_packed, "BLOCKS": is_forced}
+    return Config(*(tl.constexpr(named.get(name, 0)) for name in Config._fields))

@@ -7,14 +7,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from math import gcd
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from foci.backends.contract import Inputs, Offsets
-from foci.backends.triton.arguments import Size, Spans, Table, encode
+from foci.backends.triton.arguments import Size, Spans, Table, encode, table_config
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.counts import Count, Tokens
@@ -56,7 +57,7 @@ class Sequences:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
         stays: whether another call may find the offsets as they are.
         tables: tasks by tile, number of tasks and whether they are tiles of queries (see `assign_tasks`).
-        visits, recordings: what `visits_of` found, and passes that can be run again.
+        classes, visits, recordings: classes of tiles and what `visits_of` found, and passes that can be run again.
     """
 
     q_start: Tensor | None = None
@@ -65,6 +66,7 @@ class Sequences:
     kv_length: Tensor | None = None
     stays: bool = True
     tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    classes: Kept[Tensor] = field(default_factory=lambda: Kept(32))
     visits: Kept[Visits] = field(default_factory=lambda: Kept(32))
     recordings: Kept[Recording] = field(default_factory=lambda: Kept(256))
 
@@ -173,23 +175,23 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     operands = call.operands
     read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
     if not call.sequences.stays or operands.blocks is not None or _changes_unseen(operands.query, read):
-        return _make(kernel, call, schedule, side)
+        return _make(kernel, call, schedule, side, None)
     query, key = operands.query, operands.key
     what = (
         kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
-        operands.floats, query.device, stream_of(query), schedule, side, *((id(t), t._version) for t in read),
+        operands.floats, query.device, stream_of(query), *((id(t), t._version) for t in read), int(call.rows), int(call.columns),
     )  # fmt: skip
-    known = (what, int(call.rows), int(call.columns))
+    known = (*what, schedule.tile_q, schedule.tile_kv, side)
     found = call.sequences.visits.find(known)
     if found is None:
-        found = _make(kernel, call, schedule, side)
+        found = _make(kernel, call, schedule, side, what)
         after_launches(functools.partial(call.sequences.visits.add, known, read, found))
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Tasks:
-    """Tasks of a kernel, and the tiles that stream by each: of keys, or of queries."""
+    """Tasks of a kernel, tiles of `tile` rows, and those of `other` rows that stream by each: of keys, or of queries."""
 
     count: int
     width: int
@@ -198,6 +200,7 @@ class _Tasks:
     heads: int
     batch: int
     tile: int
+    other: int
 
     def at(self, sequences: Sequences, tokens: Tokens) -> Tensor:
         """Those of other sequences, in the order that they are taken."""
@@ -215,7 +218,8 @@ class _Tasks:
         return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
 
 
-def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
+def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> Visits:
+    """`known` is what classes of tiles are kept by, None where they are not."""
     operands, mask = call.operands, kernel.variant.mask
     tasks = _tasks(kernel, call, schedule, side)
     if mask.op == "const" and mask.value is True and operands.blocks is None:
@@ -224,7 +228,18 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Vi
     visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
     recorder = Recorder(operands.captures, free_stream(operands.query))
     recorder.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
-    found = _list(kernel, call, schedule, tasks, _classify(kernel, call, schedule, tasks, visits, recorder), visits, recorder)
+    grid = _grid(call, schedule, tasks)
+    classes = None
+    if known is not None and operands.cu_q is None:
+        # both passes, and the tasks of both sides, share what is looked at
+        known = (*known, grid.grain)
+        classes = call.sequences.classes.find(known)
+    if classes is None:
+        classes = _classify(kernel, call, schedule, tasks, grid, recorder)
+        if known is not None and operands.cu_q is None:
+            read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
+            after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
+    found = _list(call, tasks, grid, classes, visits, recorder)
     template = None if kernel.mask_slots or tasks.source is None else recorder.template()
     return found if template is None else replace(found, source=functools.partial(_listed, tasks, template))
 
@@ -254,7 +269,7 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
     if operands.page_table is not None:
         spans = DENSE._replace(kv_length=call.sequences.kv_length)
         width, batch = triton.cdiv(operands.max_kv, other), operands.query.shape[0]
-    return _Tasks(count, width, spans, is_by_query, heads, batch, tile)
+    return _Tasks(count, width, spans, is_by_query, heads, batch, tile, other)
 
 
 def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool) -> Tensor:
@@ -278,43 +293,70 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool)
     return table
 
 
+class _Grid(NamedTuple):
+    """What is classified: pieces of `grain` queries and keys, `lines` by `columns` for each head, tasks of packed sequences times their
+    tiles; `each` of them, of queries and of keys, make a tile."""
+
+    grain: tuple[int, int]
+    lines: int
+    columns: int
+    each: tuple[int, int]
+
+
+_GRAIN: Final = 64
+
+
+def _grid(call: Pass, schedule: Schedule, tasks: _Tasks) -> _Grid:
+    tiles = (schedule.tile_q, schedule.tile_kv)
+    if call.operands.cu_q is not None:
+        return _Grid(tiles, tasks.count, tasks.width, (1, 1))
+    q, kv = (gcd(tile, _GRAIN) for tile in tiles)
+    keys = call.columns if call.operands.page_table is None else call.operands.max_kv
+    return _Grid((q, kv), triton.cdiv(int(call.rows), q), triton.cdiv(int(keys), kv), (tiles[0] // q, tiles[1] // kv))
+
+
 def _size(call: Pass, tasks: _Tasks) -> Size:
     return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, call.rows, call.columns)))
 
 
-def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, visits: Visits, recorder: Recorder) -> Tensor:
-    """int8 [batch, heads, tasks, width]."""
+def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
+    """int8 [batch, heads, lines, columns]."""
     blocks, size = call.operands.blocks, kernel.problem.formula.block_size
-    line = tasks.count * tasks.width
-    strides = (tasks.heads * line, line, tasks.width, 1)
-    classes = recorder.empty((tasks.batch, tasks.heads, tasks.count, tasks.width), strides, torch.int8, call.operands.query)
+    area = grid.lines * grid.columns
+    strides = (tasks.heads * area, area, grid.columns, 1)
+    classes = recorder.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)
     given = (0, 0, 1, 1, 1)
     if blocks is not None and size is not None:
         blocks = blocks.contiguous()
         recorder.forget()
         b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
-        given = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
-    shape = tuple(map(encode, (tasks.heads, tasks.width, *given)))
+        given = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
+    shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *given)))
+    is_packed = call.operands.cu_q is not None
     if classes.numel():
         recorder.launch(
-            classify_tiles, (tasks.batch * tasks.heads * line,),
+            classify_tiles, (tasks.batch * tasks.heads * area,),
             classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
-            kernel.config(call, schedule, visits), call.functions.mask, tasks.is_by_query, num_warps=4,
+            table_config(*grid.grain, is_packed=is_packed), call.functions.mask, tasks.is_by_query or not is_packed, num_warps=4,
         )  # fmt: skip
     return classes
 
 
-def _list(
-    kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, classes: Tensor, visits: Visits, recorder: Recorder
-) -> Visits:
+def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: Visits, recorder: Recorder) -> Visits:
     rows, width = tasks.batch * tasks.heads * tasks.count, tasks.width + 1
     counts = recorder.empty((rows, 4), (4, 1), torch.int32, classes)
     lists = None if visits.mode == "ranges" else recorder.empty((rows, width), (width, 1), torch.int32, classes)
-    shape = tuple(map(encode, (tasks.heads, tasks.width, width)))
+    is_packed = call.operands.cu_q is not None
+    shape = tuple(map(encode, (tasks.heads, tasks.width, width, tasks.other, tasks.is_by_query)))
+    if tasks.is_by_query or is_packed:
+        along = (grid.lines, grid.columns, 1, *grid.each, grid.columns)
+    else:
+        along = (grid.columns, 1, grid.columns, *grid.each[::-1], grid.lines)
+    places = tuple(map(encode, (grid.lines * grid.columns, *along)))
     recorder.launch(
         list_tiles, (rows,),
-        classes, counts, lists, _size(call, tasks), tasks.spans, shape, kernel.config(call, schedule, visits), tasks.is_by_query, 128,
-        num_warps=1,
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, places,
+        table_config(0, 0, mode=visits.mode, is_packed=is_packed, is_forced=call.operands.blocks is not None), 128, num_warps=1,
     )  # fmt: skip
     b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
     h_stride = 0 if tasks.heads == 1 else tasks.count

@@ -20,16 +20,16 @@ FULL = tl.constexpr(2)
 def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
     """Class of each tile by evaluating the mask; `given` classes of larger blocks decide first, where there are any.
 
-    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, width, b and h stride and width of `given`, tiles per given
+    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, tasks, width, b and h stride and width of `given`, tiles per given
     block of queries and of keys), encoded. KEYS: tasks are tiles of queries and keys stream by; otherwise the reverse.
     One program for each tile.
     """
-    heads, width, given_b, given_h, given_width, per_q, per_kv = shape
+    heads, tasks, width, given_b, given_h, given_width, per_q, per_kv = shape
     pid = tl.program_id(0).to(tl.int64)
     column = (pid % number(width)).to(tl.int32)
     line = pid // number(width)
-    task = (line % number(size.tasks)).to(tl.int32)
-    bh = line // number(size.tasks)
+    task = (line % number(tasks)).to(tl.int32)
+    bh = line // number(tasks)
     h = (bh % number(heads)).to(tl.int32)
     b = (bh // number(heads)).to(tl.int32)
     tile = task
@@ -46,42 +46,65 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
         block = (q_tile // number(per_q)) * number(given_width) + kv_tile // number(per_kv)
         known = tl.load(given + b * number(given_b) + h * number(given_h) + block).to(tl.int32)
     if known == PARTIAL:
-        # a tile of 192 rows is looked at 64 at a time: ranges are powers of two
-        ROWS: tl.constexpr = c.TILE_Q & -c.TILE_Q
+        # a few rows at a time: code of few instructions compiles sooner. Ranges are powers of two, a tile of 192 keys is not
+        ROWS: tl.constexpr = 16
         KEYS_AT_ONCE: tl.constexpr = c.TILE_KV & -c.TILE_KV
-        attended = 0
-        there = 0
-        for i in tl.static_range(c.TILE_Q // ROWS):
-            for j in tl.static_range(c.TILE_KV // KEYS_AT_ONCE):
-                q_idx = q_tile * c.TILE_Q + i * ROWS + tl.arange(0, ROWS)[:, None]
-                kv_idx = kv_tile * c.TILE_KV + j * KEYS_AT_ONCE + tl.arange(0, KEYS_AT_ONCE)[None, :]
+        attended = tl.zeros([ROWS, KEYS_AT_ONCE], tl.int32)
+        there = tl.zeros([ROWS, KEYS_AT_ONCE], tl.int32)
+        for i in range(0, c.TILE_Q, ROWS):
+            for j in range(0, c.TILE_KV, KEYS_AT_ONCE):
+                q_idx = q_tile * c.TILE_Q + i + tl.arange(0, ROWS)[:, None]
+                kv_idx = kv_tile * c.TILE_KV + j + tl.arange(0, KEYS_AT_ONCE)[None, :]
                 inside = (q_idx < q_len) & (kv_idx < kv_len)
                 keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
-                attended += tl.sum(tl.sum((inside & keep).to(tl.int32), 1), 0)
-                there += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
-        known = tl.where(attended == 0, EMPTY, tl.where(attended == there, FULL, PARTIAL))
+                attended += (inside & keep).to(tl.int32)
+                there += inside.to(tl.int32)
+        kept = tl.sum(tl.sum(attended, 1), 0)
+        known = tl.where(kept == 0, EMPTY, tl.where(kept == tl.sum(tl.sum(there, 1), 0), FULL, PARTIAL))
     known = tl.where((q_tile * c.TILE_Q >= q_len) | (kv_tile * c.TILE_KV >= kv_len), EMPTY, known)
     tl.store(classes + pid, known.to(tl.int8))
 
 
 @triton.jit
-def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Lists and ranges of each task from the classes of its tiles. A tile that overhangs what streams by is never full.
+def classes_of(row, at, width, lines, shape):
+    """(whether any, whether all) classes within tiles `at` of a task are other than EMPTY, and FULL; neither beyond the last."""
+    step, stride, per_task, per_tile, columns = shape
+    some = at < 0
+    whole = (at >= 0) & (at < width)
+    for i in range(0, tl.minimum(number(per_task), lines)):
+        for j in range(0, number(per_tile)):
+            column = at * number(per_tile) + j
+            lies = row + i * number(step) + column.to(tl.int64) * number(stride)
+            known = tl.load(lies, mask=column < number(columns), other=0).to(tl.int32)
+            some = some | (known != EMPTY)
+            whole = whole & ((known == FULL) | (column >= number(columns)))
+    return some, whole
 
-    `shape` is (heads, tiles of a task, width of a list), encoded; the rest as `classify_tiles`.
+
+@triton.jit
+def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.constexpr):
+    """Lists and ranges of each task from the classes of what its tiles are made of. A tile that overhangs what streams by is never full.
+
+    `shape` is (heads, tiles of a task, width of a list, rows or keys of a tile that streams by, whether those are keys); `grid` says
+    where classes lie: (classes of a head, of the tasks' side of a head, step from one such to the next, stride along a task, how many
+    of each a task and a tile have, how many there are along a task), all encoded.
     """
-    heads, width, list_width = shape
+    heads, width, list_width, tile, is_by_query = shape
+    area, lines, step, stride, per_task, per_tile, columns = grid
     pid = tl.program_id(0).to(tl.int64)
     task = pid % number(size.tasks)
-    line = pid // number(size.tasks)
-    b = (line // number(heads)).to(tl.int32)
+    bh = pid // number(size.tasks)
+    b = (bh // number(heads)).to(tl.int32)
     if c.JAGGED:
         b = tl.load(spans.tasks + 2 * task)
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    whole = kv_len // c.TILE_KV if KEYS else q_len // c.TILE_Q
-    row = classes + pid * number(width)
+    complete = tl.where(number(is_by_query) > 0, kv_len, q_len) // number(tile)
+    first_line = task * number(per_task)
+    row = classes + bh * number(area) + first_line * number(step)
+    left = (number(lines) - first_line).to(tl.int32)
+    inner = (step, stride, per_task, per_tile, columns)
     full = 0
     first = 1 << 30
     last = 0
@@ -89,11 +112,11 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
     full_last = 0
     for start in range(0, number(width), CHUNK):
         at = start + tl.arange(0, CHUNK)
-        known = tl.load(row + at, mask=at < number(width), other=0).to(tl.int32)
-        is_full = (known == FULL) & (at < whole)
+        some, whole = classes_of(row, at, number(width), left, inner)
+        is_full = whole & (at < complete)
         full += tl.sum(is_full.to(tl.int32), 0)
-        first = tl.minimum(first, tl.min(tl.where(known != EMPTY, at, 1 << 30), 0))
-        last = tl.maximum(last, tl.max(tl.where(known != EMPTY, at + 1, 0), 0))
+        first = tl.minimum(first, tl.min(tl.where(some, at, 1 << 30), 0))
+        last = tl.maximum(last, tl.max(tl.where(some, at + 1, 0), 0))
         full_first = tl.minimum(full_first, tl.min(tl.where(is_full, at, 1 << 30), 0))
         full_last = tl.maximum(full_last, tl.max(tl.where(is_full, at + 1, 0), 0))
     if c.MODE == "ranges":
@@ -108,12 +131,12 @@ def list_tiles(classes, counts, lists, size, spans, shape, c, KEYS: tl.constexpr
         parts = full
         for start in range(0, number(width), CHUNK):
             at = start + tl.arange(0, CHUNK)
-            known = tl.load(row + at, mask=at < number(width), other=0).to(tl.int32)
-            is_full = ((known == FULL) & (at < whole)).to(tl.int32)
-            is_part = tl.where(known == EMPTY, 0, 1 - is_full)
+            some, whole = classes_of(row, at, number(width), left, inner)
+            is_full = (whole & (at < complete)).to(tl.int32)
+            is_part = tl.where(some, 1 - is_full, 0)
             entry = at
             if c.BLOCKS:
-                entry = at + tl.where(known == FULL, FORCED, 0)
+                entry = at + tl.where(whole, FORCED, 0)
             tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, entry, mask=is_full == 1)
             tl.store(out + parts + tl.cumsum(is_part, 0) - 1, entry, mask=is_part == 1)
             fulls += tl.sum(is_full, 0)

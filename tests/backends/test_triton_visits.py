@@ -1,0 +1,107 @@
+"""Tables of tiles against the mask, looked at place by place: in Triton's interpreter, or on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+import foci
+from foci import masks
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Formula, Operands, Problem, Target
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
+
+from foci.backends.triton import kernel, sparsity
+from foci.backends.triton.recording import Recorder
+from foci.backends.triton.schedules import Schedule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, COLUMNS = 100, 200
+IDS = (torch.arange(COLUMNS, device=DEVICE) * 3 // 200).to(torch.int32)
+KEEP = torch.rand(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.998
+MASKS = {
+    "causal": masks.causal(),
+    "window": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 30)),
+    "documents": foci.Mask(lambda b, h, q, k: IDS[q] == IDS[k]),
+    "few, by head": foci.Mask(lambda b, h, q, k: KEEP[h, q, k]),
+    "many, by batch entry": foci.Mask(lambda b, h, q, k: (q + b * 60 > k) | (k > 130)),
+}
+TILES = [(128, 128), (64, 128), (32, 64), (192, 64)]
+
+
+def begun(mask):
+    """A kernel of the mask, and a pass of it."""
+    query, key = (torch.zeros(2, 2, n, 16, dtype=torch.float16, device=DEVICE) for n in (ROWS, COLUMNS))
+    bound = bind(None, mask, DEVICE)
+    operands = Operands(query, key, key, bound.captures, bound.ints, bound.floats, 0.25)
+    asked = Problem(
+        Formula(bound.variant), torch.float16, 16, 16, 2, 2, 2, ROWS, COLUMNS, False, False, False, (False,) * len(bound.captures)
+    )
+    arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    return made, made.begin(operands, {"out": query}, sparsity.Sequences(), Recorder((), None))
+
+
+def kept_by(mask):
+    """bool [B, H, ROWS, COLUMNS]."""
+    index = (
+        torch.arange(n, device=DEVICE).view(shape) for n, shape in ((2, (2, 1, 1, 1)), (2, (2, 1, 1)), (ROWS, (-1, 1)), (COLUMNS, (1, -1)))
+    )
+    return mask.function(*index).expand(2, 2, ROWS, COLUMNS)
+
+
+def visited(visits, b, h, task):
+    """(full, partial) tiles of a task, as kernels read them."""
+    table = visits.table
+    row = b * (table.b_stride >> 2) + h * (table.h_stride >> 2) + task
+    counts = table.counts[row].tolist()
+    if visits.mode == "ranges":
+        low, full, behind, high = counts
+        return set(range(full, behind)), set(range(low, full)) | set(range(behind, high))
+    found = table.lists[row].tolist()
+    return set(found[: counts[0]]), set(found[counts[0] : counts[0] + counts[1]])
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_are_those_the_mask_keeps(name, tiles):
+    made, call = begun(MASKS[name])
+    kept = kept_by(MASKS[name])
+    for side in ("queries", "keys"):
+        visits = sparsity.visits_of(made, call, Schedule(*tiles, 4, 1), side)
+        by_task, tile, other = (kept, *tiles) if side == "queries" else (kept.transpose(2, 3), *tiles[::-1])
+        assert visits.tasks == -(-by_task.shape[2] // tile)
+        for b, h, task in ((b, h, task) for b in range(2) for h in range(2) for task in range(visits.tasks)):
+            mine = by_task[b, h, task * tile : (task + 1) * tile].split(other, 1)
+            full = {at for at, part in enumerate(mine) if part.all() and part.shape[1] == other}
+            partial = {at for at, part in enumerate(mine) if part.any()} - full
+            assert visited(visits, b, h, task) == (full, partial), (side, b, h, task)
+
+
+def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
+    looked = []
+    real = sparsity.classify_tiles
+    monkeypatch.setattr(sparsity, "classify_tiles", Noted(real, looked))
+    made, call = begun(MASKS["documents"])
+    for tiles, side in (((128, 64), "queries"), ((64, 64), "queries"), ((64, 128), "keys")):
+        sparsity.visits_of(made, call, Schedule(*tiles, 4, 2), side)
+    assert len(looked) == 1
+    found = sparsity.visits_of(made, call, Schedule(64, 64, 4, 2), "queries")
+    assert sparsity.visits_of(made, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
+    sparsity.visits_of(made, call, Schedule(32, 64, 4, 2), "queries")
+    assert len(looked) == 2
+
+
+class Noted:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, function, launches):
+        self.function, self.launches, self.signature = function, launches, getattr(function, "signature", None)
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.function[grid]
