@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.triton import kernel, paged, sparsity  # noqa: E402
+from foci.backends.triton import foresight, kernel, paged, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS, scratch_of, shared_bytes  # noqa: E402
 from foci.backends.triton.streams import layout_of  # noqa: E402
 
@@ -162,14 +162,54 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
         assert keys(*given) == first, given
 
 
+@pytest.mark.parametrize("name", ["causal", "causal D 64 alibi", "softcap", "document", "no gradient of queries", "plain"])
+def test_the_backward_pass_is_foreseen_as_it_will_be(name, keyed, monkeypatch):
+    seen = []
+
+    def note(function, args, options):
+        # what the pass will make has no memory yet
+        own = [t for arg in args for t in (getattr(arg, "base", arg),) if isinstance(t, torch.Tensor)]
+        assert all(t.is_meta or t.untyped_storage().data_ptr() in given for t in own)
+        function.found = seen
+        function[(1,)](*args, **options)
+        function.found = keyed
+
+    monkeypatch.setattr(foresight, "is_new", lambda: True)
+    monkeypatch.setattr(foresight, "launch_ahead", note)
+    whole = sparsity.Sequences()
+    monkeypatch.setattr(sparsity, "_WHOLE", whole)
+    made, operands = begun(CASES[name], 90)
+    keyed.clear()
+    real, given = kernel.foresee, set()
+
+    def foresee(kernel_, operands, sequences, results):
+        given.update(t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures))
+        given.update(t.untyped_storage().data_ptr() for visits in found_in(sequences.visits) for t in visits.tensors if t is not None)
+        before = found_in(sequences.visits), found_in(sequences.classes)
+        real(kernel_, operands, sequences, results)
+        assert (found_in(sequences.visits), found_in(sequences.classes)) == before
+
+    monkeypatch.setattr(kernel, "foresee", foresee)
+    results = made.forward(operands)
+    keyed.clear()
+    made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    assert keyed
+    assert set(keyed) <= set(seen)
+    assert {key for key in seen if key[0].startswith("attention")} == {key for key in keyed if key[0].startswith("attention")}
+
+
+def found_in(kept):
+    return [value for _, value in kept._found.values()]
+
+
 def kinds_of(function, made):
     if function == "attention_key_gradient":
         return ()  # dk and dv may be launched apart: the device's limit is checked
     return [kind for kind in KINDS.get(function, ()) if kind in made.schedules]
 
 
-def launch(case, arch):
-    """Compiles what a forward and a backward launch."""
+def begun(case, arch):
+    """The kernel of a case's plan, and its operands."""
     dim, queries, keys = case.get("dim", 128), case.get("queries", 512), case.get("keys", 512)
     batch = 1 if case.get("jagged") else 2
     query, key = (torch.zeros(batch, 2, n, dim, dtype=torch.bfloat16) for n in (queries, keys))
@@ -188,6 +228,12 @@ def launch(case, arch):
     learned = tuple(bool(case.get("learned")) for _ in bound.captures)
     asked = Problem(formula, torch.bfloat16, dim, dim, 2, 2, batch, queries, keys, case.get("query_grad", True), True, True, learned)
     made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    return made, operands
+
+
+def launch(case, arch):
+    """Compiles what a forward and a backward launch."""
+    made, operands = begun(case, arch)
     results = made.forward(operands)
     if "queries" not in case:
         made.backward(operands, results, Cotangents(torch.zeros_like(results.out), None, results.column_sums, results.weights))

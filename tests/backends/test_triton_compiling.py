@@ -1,8 +1,12 @@
 """New kernels compile side by side, and launches wait for them: without a GPU, by a driver that launches nothing."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections import OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from foci.backends.triton import compiling  # noqa: E402
-from foci.backends.triton.compiling import after_launches, side_by_side  # noqa: E402
+from foci.backends.triton.compiling import after_launches, is_new, launch_ahead, side_by_side  # noqa: E402
 from foci.backends.triton.recording import Recorder  # noqa: E402
 
 
@@ -36,6 +40,17 @@ def wrong_kernel(x, n: tl.constexpr):
     tl.static_assert(n > 100, "of no use")
 
 
+def device_of(launcher):
+    """A driver of a device that launches by `launcher`."""
+    return SimpleNamespace(
+        utils=SimpleNamespace(
+            load_binary=lambda *_: (1, 1, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 166912, "multiprocessor_count": 1}
+        ),
+        launcher_cls=launcher, get_current_device=lambda: 0, get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", 80, 32),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def events(monkeypatch, tmp_path):
     """What compiles, by which thread, and what is launched, in order."""
@@ -52,16 +67,11 @@ def events(monkeypatch, tmp_path):
     def note(*, src, metadata, metadata_group, times, cache_hit):
         found.append(("compile", src.name, threading.current_thread() is threading.main_thread()))
 
-    device = SimpleNamespace(
-        utils=SimpleNamespace(
-            load_binary=lambda *_: (1, 1, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 166912, "multiprocessor_count": 1}
-        ),
-        launcher_cls=Launcher, get_current_device=lambda: 0, get_current_stream=lambda _: 0,
-        get_current_target=lambda: GPUTarget("cuda", 80, 32),
-    )  # fmt: skip
+    device = device_of(Launcher)
     for kernel in (first_kernel, second_kernel, wrong_kernel):
         kernel.device_caches.clear()
     monkeypatch.setattr(compiling, "_met", set())
+    monkeypatch.setattr(compiling, "_begun", OrderedDict())
     monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda _: 166912)
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
         triton.knobs.compilation.listener = note
@@ -141,3 +151,73 @@ def test_a_kernel_that_does_not_compile_says_so_and_keeps_nothing(events):
         after_launches(lambda: events.append("kept"))
     assert ("launch", "first_kernel") in events
     assert "kept" not in events
+
+
+def ahead(kernel, warps=1):
+    launch_ahead(kernel, (torch.empty(16, device="meta"), 1), {"num_warps": warps})
+
+
+def names(events, what):
+    return [event[1] for event in events if event[0] == what]
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+def test_a_later_pass_takes_up_what_was_begun_for_it(events, monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    with side_by_side():
+        launch(first_kernel)
+        ahead(second_kernel)
+        assert is_new()
+    assert names(events, "launch") == ["first_kernel"]
+    assert len(compiling._begun) == 1
+    with side_by_side():
+        launch(second_kernel)
+        assert is_new()
+    assert names(events, "launch") == ["first_kernel", "second_kernel"]
+    assert sorted(names(events, "compile")) == ["first_kernel", "second_kernel"]
+    assert not any(in_main for what, _, *rest in events if what == "compile" for in_main in rest)
+    assert not compiling._begun
+
+
+def test_a_kernel_that_waits_and_is_ahead_is_waited_for(events):
+    with side_by_side():
+        launch(first_kernel)
+        ahead(first_kernel)
+    assert names(events, "compile") == names(events, "launch") == ["first_kernel"]
+    assert not compiling._begun
+
+
+def test_what_fails_ahead_says_so_where_it_is_launched(events):
+    with side_by_side():
+        launch(first_kernel)
+        ahead(wrong_kernel)
+    assert names(events, "launch") == ["first_kernel"]
+    with pytest.raises(triton.CompilationError, match="of no use"), side_by_side():
+        launch(wrong_kernel)
+
+
+def test_passes_that_never_come_are_forgotten(events, monkeypatch):
+    monkeypatch.setattr(compiling, "_MOST_BEGUN", 2)
+    with side_by_side():
+        for warps in (1, 2, 4, 8):
+            ahead(second_kernel, warps=warps)
+    assert len(compiling._begun) == 2
+    ahead(first_kernel)  # nobody waits: nothing begins
+    assert len(compiling._begun) == 2
+
+
+def test_a_process_that_ends_meanwhile_ends_well(tmp_path):
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import triton, torch, test_triton_compiling as t
+from triton.runtime import driver
+driver._active = t.device_of(lambda *_: lambda *_: None)
+triton.compiler.compiler.max_shared_mem = lambda _: 166912
+with t.side_by_side():
+    t.launch(t.first_kernel)
+    t.ahead(t.second_kernel)
+print(len(t.compiling._begun))
+"""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

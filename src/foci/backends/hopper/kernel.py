@@ -50,6 +50,7 @@ class HopperKernel(HopperGradients):
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.takes_own = rates_of(self.problem).backward.is_ahead
+        self.foresees = self.is_prefix or not self.takes_own  # tables of other masks are made by themselves
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:

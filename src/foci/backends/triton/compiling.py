@@ -3,16 +3,19 @@
 What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `side_by_side` launches
 wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
 Beside each compiles the C code that hands it its arguments, which follows from their types alone. Triton's front end, which is Python and
-keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order.
+keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order. Kernels that a later
+pass will launch compile after these and are not waited for: that pass takes them up where they are.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -20,19 +23,20 @@ from typing import Any, Final, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
-__all__ = ["RELEASE", "Waiting", "after_launches", "launch_waiting", "side_by_side", "waiting"]
+__all__ = ["RELEASE", "Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
 RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
 """Of Triton, whose inside some ways are written for."""
 
 
 class Waiting(NamedTuple):
-    """A launch that waits: of what and with what, and what launches it."""
+    """A launch that waits: of what and with what, and what launches it; or one to come, `is_ahead`, whose kernel is compiled for it."""
 
     function: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
     run: Callable[[], None]
+    is_ahead: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -64,6 +68,22 @@ def after_launches(action: Callable[[], None]) -> None:
         queue.append(Waiting(None, (), {}, action))
 
 
+def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Has a kernel compiled that a later pass will launch, within `side_by_side`; without it nothing happens."""
+    queue = _queue.get()
+    if queue is not None:
+        queue.append(Waiting(function, args, options, _nothing, is_ahead=True))
+
+
+def _nothing() -> None:
+    """A launch to come is none now."""
+
+
+def is_new() -> bool:
+    """Whether a launch waits whose kernel none has met."""
+    return any(isinstance(each.function, JITFunction) and each.kind not in _met for each in _queue.get() or ())
+
+
 @contextmanager
 def side_by_side() -> Iterator[None]:
     """Launches by a recorder wait for the end of the block. Nothing in it may look at what they make."""
@@ -82,28 +102,78 @@ def side_by_side() -> Iterator[None]:
 def launch_waiting(queue: list[Waiting]) -> None:
     """Compiles what is new and launches all that waits, in order."""
     ready, queue[:] = list(queue), []
-    new = {each.kind: each for each in ready if isinstance(each.function, JITFunction)}
+    # one that both waits and is ahead is waited for
+    kernels = [each for each in ready if isinstance(each.function, JITFunction)]
+    new = {each.kind: each for each in sorted(kernels, key=lambda each: each.is_ahead, reverse=True)}
     for kind in _met & new.keys():
         del new[kind]
     if new:
         _compile(list(new.values()))
         if len(_met) > _MOST_MET:
             _met.clear()
-        _met.update(new)
+        _met.update(kind for kind, each in new.items() if not each.is_ahead)
     for each in ready:
         each.run()
 
 
 def _compile(new: Sequence[Waiting]) -> None:
     """Kernels go to Triton's cache; one that fails is left to its launch, which says why."""
-    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    from triton.runtime._async_compile import active_mode
 
     if active_mode.get() is not None:
         return
-    with ThreadPoolExecutor(2 * len(new)) as pool, AsyncCompileMode(_Beside(pool), ignore_errors=True):
+    pool = ThreadPoolExecutor(2 * len(new))
+    mode = _SideBySide(_Beside(pool))
+    token = active_mode.set(mode)
+    try:
         # a pass ends with what takes longest
-        for each in reversed(new):
+        for each in reversed([each for each in new if not each.is_ahead]):
             each.function.warmup(*each.args, grid=(1,), **each.options)
+        if len(os.sched_getaffinity(0)) < 2 * len(new):
+            mode.finish()
+        mode.is_ahead = True
+        for each in reversed([each for each in new if each.is_ahead]):
+            with suppress(Exception):
+                each.function.warmup(*each.args, grid=(1,), **each.options)
+    finally:
+        active_mode.reset(token)
+        pool.shutdown(wait=False)
+    mode.finish()
+
+
+class _SideBySide:
+    """Stands in for Triton's AsyncCompileMode, which waits for all that it is given: takes up what was begun ahead, and leaves what it
+    begins ahead to the pass that launches it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waited: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
+        self.is_ahead = False
+
+    def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """By Triton's key of a kernel: what compiles it, and what puts it where its launch finds it."""
+        if key in self._waited:
+            return
+        begun = _begun.pop(key, None)
+        future = self._executor.submit(compile_it) if begun is None else begun
+        if self.is_ahead:
+            _begun[key] = future
+            if len(_begun) > _MOST_BEGUN:
+                _begun.popitem(last=False)
+        else:
+            self._waited[key] = (future, finish)
+
+    def finish(self) -> None:
+        """Waits for what is launched now."""
+        while self._waited:
+            _, (future, finish) = self._waited.popitem()
+            with suppress(Exception):
+                finish(future.result())
+
+
+_begun: Final[OrderedDict[str, Future[Any]]] = OrderedDict()
+"""Kernels that compile ahead of the pass that launches them. Those of passes that never come are forgotten, the oldest first."""
+_MOST_BEGUN: Final = 16
 
 
 class _Beside(Executor):

@@ -24,6 +24,7 @@ from foci.backends.triton.compiling import side_by_side
 from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import attention_decode, combine_splits
+from foci.backends.triton.foresight import foresee
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.known import (
@@ -83,7 +84,9 @@ class Pass:
 
 
 class TritonKernel:
-    """Forward and backward of a plan."""
+    """Forward and backward of a plan. `foresees`: whether a backward pass by a recorder touches nothing else, see `foresight`."""
+
+    foresees = True
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -104,8 +107,7 @@ class TritonKernel:
         self.query_kind = "query_gradient_sparse" if is_sloped or is_short else "query_gradient"
         self.key_kind = "key_gradient_scored" if is_sloped or self.reads_tiles else "key_gradient"
         self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
-        self.is_half = is_half(self.problem.dtype)
-        self.dense_spans, self.dense_table = DENSE, ALL
+        self.is_half, self.dense_spans, self.dense_table = is_half(self.problem.dtype), DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
         self.results = 3 if formula.outputs.row_max else 2
         self.wanted = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
@@ -140,6 +142,7 @@ class TritonKernel:
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         with side_by_side():
             results = self._forward(operands, sequences, recorder)
+            foresee(self, operands, sequences, results)
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), made)

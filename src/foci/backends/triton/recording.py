@@ -27,7 +27,9 @@ from foci.backends.triton.arguments import Config, Strides
 from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
 from foci.backends.triton.counts import Count, Tokens, row_of
 
-__all__ = ["Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "is_for_graphs", "places_of", "stream_of"]
+__all__ = [
+    "Kept", "Recorder", "Recording", "Source", "Template", "free_stream", "is_for_graphs", "places_of", "plain_arguments", "stream_of",
+]  # fmt: skip
 
 Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
 """What a pass reads of sequences besides its inputs: the tensors, of the sequences, the tokens and the captured tensors."""
@@ -266,7 +268,12 @@ class Recorder:
     Args:
         inputs: the tensors a pass is given, each object once; None where it lacks one.
         stream: what `stream_of` gives; None to note nothing.
+
+    Attributes:
+        is_ahead: whether the pass is one to come, of which nothing is kept.
     """
+
+    is_ahead = False
 
     def __init__(self, inputs: Inputs, stream: int | None) -> None:
         self._stream = stream
@@ -289,13 +296,17 @@ class Recorder:
         self._kept += tensors
         self._sources.append(source)
 
+    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
+        """One of what comes before the pass, a pass of its own."""
+        return Recorder(inputs, stream)
+
     def forget(self) -> None:
         """What the pass does besides cannot be repeated: nothing is recorded."""
         self._launches = None
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launches as Triton does, which compiles what it has to; later, within `side_by_side`."""
-        plain, queue = _plain(args), waiting()
+        plain, queue = plain_arguments(args), waiting()
         run = functools.partial(self._launch, function, grid, args, plain, options)
         if queue is None:
             run()
@@ -360,7 +371,7 @@ def _is_descriptor(arg: Any) -> bool:
     return isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor"  # Gluon has one of its own
 
 
-def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def plain_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with numbers for `Count`s, which Triton does not know."""
     return tuple(map(_plain_one, args))
 
@@ -371,7 +382,7 @@ def _plain_one(arg: Any) -> Any:
     if isinstance(arg, Count):
         return int(arg)
     if isinstance(arg, tuple):
-        return type(arg)(*_plain(arg)) if hasattr(arg, "_fields") else _plain(arg)
+        return type(arg)(*plain_arguments(arg)) if hasattr(arg, "_fields") else plain_arguments(arg)
     if _is_descriptor(arg) and any(isinstance(n, Count) for n in arg.shape):
         plain = copy.copy(arg)
         plain.shape = list(map(int, arg.shape))

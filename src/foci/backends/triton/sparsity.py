@@ -183,6 +183,8 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, side)
     found = call.sequences.visits.find(known)
+    if found is None and call.recorder.is_ahead:
+        return _make(kernel, call, schedule, side, None)
     if found is None:
         found = _make(kernel, call, schedule, side, what)
         after_launches(functools.partial(call.sequences.visits.add, known, read, found))
@@ -226,7 +228,7 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known
         return Visits(tasks.count, "all", tasks.spans, ALL, tasks.source)
     is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
     visits = Visits(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
-    recorder = Recorder(operands.captures, free_stream(operands.query))
+    recorder = call.recorder.another(operands.captures, free_stream(operands.query))
     recorder.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
     grid = _grid(call, schedule, tasks)
     classes = None
