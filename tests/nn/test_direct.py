@@ -267,6 +267,27 @@ def test_masks_that_cannot_be_packed():
             foci.nn.Packing.from_mask(wrong)
 
 
+LIE = {"as it is": lambda m: m, "turned": lambda m: m.T.contiguous().T, "narrowed": lambda m: torch.nn.functional.pad(m, (3, 2))[:, 3:-2]}
+
+
+@pytest.mark.parametrize("lies", list(LIE))
+@pytest.mark.parametrize("rows", [[4, 0, 6, 1], [0, 0, 0, 0], [6, 6, 6, 5]], ids=["mixed", "no tokens", "few hidden"])
+def test_packings_by_the_mask(rows, lies):
+    """What says where tokens are, of a mask however it lies and wherever its padding is."""
+    right = torch.arange(6) >= torch.tensor(rows)[:, None]
+    left, holes = right.flip(1), right ^ (torch.arange(6) == 2)
+    for hidden in (right, left, holes):
+        mask = LIE[lies](hidden)
+        found, counts = foci.nn.Packing.from_mask(mask), (~hidden).sum(1)
+        assert found.offsets.tolist() == [0, *counts.cumsum(0).tolist()] and found.longest == int(counts.max())
+        assert found.indices.tolist() == (~hidden).flatten().nonzero().flatten().tolist()
+        inside = (~hidden).nonzero()
+        places = torch.cat([torch.arange(n) for n in counts])
+        assert torch.equal(found.positions(len(inside)), inside[:, 1])
+        assert (found.columns is None) == torch.equal(places, inside[:, 1])
+        assert torch.equal(found.pack(found.pad(inside.double())), inside.double())
+
+
 def test_wrong_tokens_with_a_packing():
     x, packing = rand(B, S, E), packing_of(HIDDEN)
     encoder = stack("Encoder", foci.nn)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -40,21 +42,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
-        return _Scatter.apply(grad, indices, ctx.total), None  # type: ignore[no-untyped-call]
-
-
-class _Scatter(torch.autograd.Function):
-    """Rows into zeros; the backward pass takes them out again."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, indices: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(indices)
-        return rows.new_zeros((total, *rows.shape[1:])).index_copy_(0, indices, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (indices,) = ctx.saved_tensors
-        return _Gather.apply(grad, indices), None, None  # type: ignore[no-untyped-call]
+        return _scattered(grad, indices, ctx.total), None
 
 
 class _Nest(torch.autograd.Function):
@@ -70,10 +58,7 @@ class _Nest(torch.autograd.Function):
 
 
 def _scattered(rows: Tensor, indices: Tensor, total: int) -> Tensor:
-    if not (rows.requires_grad and torch.is_grad_enabled()):
-        return rows.new_zeros((total, *rows.shape[1:])).index_copy_(0, indices, rows)
-    scattered: Tensor = _Scatter.apply(rows, indices, total)  # type: ignore[no-untyped-call]
-    return scattered
+    return rows.new_zeros((total, *rows.shape[1:])).index_copy_(0, indices, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +233,10 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
     read, device = padding.detach(), padding.device
     if padding.is_cuda and padding.numel() <= _FEW:
         read = read.cpu()
+    if read.dtype == torch.bool and read.device.type == "cpu" and batch_first:
+        lengths_on_the_left = _lengths_on_the_left(read)
+        if lengths_on_the_left is not None:
+            return _packed_on_the_left(read, lengths_on_the_left, device)
     floating = padding.is_floating_point()
     keep = read > -torch.inf if floating else read.logical_not()
     lengths = keep.sum(1)
@@ -281,6 +270,33 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
         bias=padding.flatten().index_select(0, sent(flat)) if bias_used else None,
         batch_first=batch_first,
     )
+
+
+def _lengths_on_the_left(padding: Tensor) -> list[int] | None:
+    """Tokens of each row of a bool mask [B, S] that the host holds, if all padding is on the right; by its bytes, as each operation of
+    torch takes longer than a look at a row."""
+    batch, length = padding.shape
+    whole = padding.contiguous()
+    memory, found = ctypes.string_at(whole.data_ptr(), batch * length), []
+    for start in range(0, batch * length, length):
+        row = memory[start : start + length]
+        tokens = row.count(0)
+        if row.rfind(0) + 1 != tokens:
+            return None
+        found.append(tokens)
+    return found
+
+
+def _packed_on_the_left(padding: Tensor, lengths: list[int], device: torch.device) -> Packing | None:
+    """The packing of rows whose first `lengths` positions are tokens; `padding` is the host's."""
+    batch, length = padding.shape
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] == batch * length:
+        return None
+    offsets, indices = torch.tensor(ends), padding.logical_not().flatten().nonzero().squeeze(1)
+    if device.type != "cpu":  # one copy for both
+        offsets, indices = torch.cat((offsets, indices)).to(device, non_blocking=True).split_with_sizes((batch + 1, ends[-1]))
+    return Packing(offsets=offsets, longest=max(lengths), shape=(batch, length), indices=indices)
 
 
 _FEW: Final = 1 << 15
