@@ -320,6 +320,8 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
     mask: Any = None,
     score: Function = None,
     dropout_p: float = 0.0,
@@ -341,6 +343,8 @@ def varlen_attn(
             unlimited, so (-1, 0) is causal.
         enable_gqa: lets key and value have fewer heads than query.
         seqused_k: [N], how many keys of each sequence take part, if not all.
+        block_table: keys in pages; an error, as `foci.paged_attention` attends to them.
+        num_splits: tuning of torch's own kernels; has no meaning here and changes nothing.
         mask: as in `foci.attention`, without block masks; composed with window_size.
         score: as in `foci.attention`.
         dropout_p: as in `foci.attention`.
@@ -359,6 +363,8 @@ def varlen_attn(
         torch.Size([10, 4, 16])
     """
     check_is_tensor(query=query, key=key, value=value)
+    if block_table is not None:
+        raise ValueError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")

@@ -78,6 +78,8 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = _DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """A block mask from a mask function, in O((S / block)^2) time and memory wherever intervals decide.
 
@@ -91,6 +93,7 @@ def create_block_mask(
         BLOCK_SIZE: of queries and keys, or one for both.
         _compile: taken for compatibility; there is nothing to compile.
         separate_full_blocks: list full blocks apart, so that they need no mask_mod.
+        compute_dq_write_order, dq_kv_order: order the work of torch's own backward kernel; change nothing here.
 
     Raises:
         TypeError: if mask_mod is no function of four arguments, or TraceError, if it leaves the language.

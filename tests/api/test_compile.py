@@ -326,6 +326,23 @@ def test_transforms(name):
     same(TRANSFORMS[name](attend), TRANSFORMS[name](formula), atol=1e-8, rtol=1e-8)
 
 
+def scaled_by(number):
+    q, k, v, _ = TANGENTS
+    return foci.attention(q, k, v, score=lambda s, b, h, i, j: s * number, mask=lambda b, h, i, j: i - j < number + 1)
+
+
+def test_transforms_of_a_captured_number():
+    number, tangent = torch.tensor(0.8, dtype=D), torch.tensor(1.5, dtype=D)
+    slope = jacrev(scaled_by)(number)
+    assert slope.abs().max() > 0.1
+    same(jvp(scaled_by, (number,), (tangent,))[1], slope * tangent)
+    with torch.autograd.forward_ad.dual_level():
+        out = scaled_by(torch.autograd.forward_ad.make_dual(number, tangent))
+        same(torch.autograd.forward_ad.unpack_dual(out).tangent, slope * tangent)
+    numbers = rand(3, dtype=D).abs()
+    same(vmap(scaled_by)(numbers), torch.stack([scaled_by(n) for n in numbers]))
+
+
 def test_vmap_of_entry_points():
     q, k, v, _ = many()
     q, k, v = q[:, 0], k[:, 0], v[:, 0]

@@ -1,6 +1,7 @@
 """`foci.flex_attention` against torch's eager one, its captured tensors, and what its caches hold."""
 
 import functools
+import inspect
 import random
 import warnings
 
@@ -170,6 +171,13 @@ def test_row_reductions(name, backend):
     torch.testing.assert_close(out, want)
     for got, expected in zip(grads, torch.autograd.grad(want.square().sum(), leaves, allow_unused=True), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks"])
+def test_signatures_are_torchs(name):
+    ours, torchs = (inspect.signature(getattr(module, name)).parameters for module in (foci, theirs))
+    for parameter in torchs:
+        assert ours[parameter].kind == torchs[parameter].kind and ours[parameter].default == torchs[parameter].default, parameter
 
 
 def test_gradcheck():

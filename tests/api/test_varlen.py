@@ -37,10 +37,16 @@ def test_varlen_has_torchs_signature():
     from torch.nn.attention.varlen import varlen_attn
 
     ours, theirs = inspect.signature(foci.varlen_attn).parameters, inspect.signature(varlen_attn).parameters
-    common = [name for name in theirs if name in ours]
-    assert common[:7] == list(theirs)[:7] == list(ours)[:7]
-    for name in common:
+    assert list(theirs)[:7] == list(ours)[:7]
+    for name in theirs:
         assert ours[name].kind == theirs[name].kind and ours[name].default == theirs[name].default, name
+
+
+def test_varlen_takes_what_tunes_torchs_kernels_and_no_pages():
+    q, cu = rand(9, 2, 8), torch.tensor([0, 4, 9])
+    assert torch.equal(foci.varlen_attn(q, q, q, cu, cu, 5, 5, num_splits=1), foci.varlen_attn(q, q, q, cu, cu, 5, 5))
+    with pytest.raises(ValueError, match=r"block_table .* foci\.paged_attention"):
+        foci.varlen_attn(q, q, q, cu, cu, 5, 5, block_table=torch.zeros(2, 1, dtype=torch.int32))
 
 
 def test_varlen_of_some_keys():

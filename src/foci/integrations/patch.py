@@ -62,32 +62,6 @@ def _flex_attention(
     )
 
 
-def _varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Any:
-    # num_splits is torch's tuning of its own kernels and changes no result.
-    if block_table is not None:
-        raise ValueError("block_table (keys in pages) is not supported by foci.varlen_attn: leave foci.patch() around this call")
-    return functional.varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        return_aux=return_aux, scale=scale, window_size=window_size, enable_gqa=enable_gqa, seqused_k=seqused_k,
-    )  # fmt: skip
-
-
 def _create_block_mask(
     mask_mod: Function,
     B: int | None,
@@ -106,8 +80,9 @@ def _create_block_mask(
         return Mask(mask_mod)  # the analysis follows at run time, with the lengths and values of the call
     from torch.nn.attention.flex_attention import BlockMask
 
-    # The last two order the work of torch's own backward kernel and change no result.
-    made = mask_mods.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks)
+    made = mask_mods.create_block_mask(
+        mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
+    )
     return BlockMask.from_kv_blocks(
         made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, made.BLOCK_SIZE, mask_mod, made.seq_lengths
     )
@@ -117,7 +92,7 @@ _ROUTES: Final[tuple[tuple[str, str, Function], ...]] = (
     ("torch.nn.functional", "scaled_dot_product_attention", _scaled_dot_product_attention),
     ("torch.nn.attention.flex_attention", "flex_attention", _flex_attention),
     ("torch.nn.attention.flex_attention", "create_block_mask", _create_block_mask),
-    ("torch.nn.attention.varlen", "varlen_attn", _varlen_attn),
+    ("torch.nn.attention.varlen", "varlen_attn", functional.varlen_attn),
 )
 """Module, name, and what takes its place."""
 

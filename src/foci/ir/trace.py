@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from foci.ir import expr as ir
@@ -368,6 +369,8 @@ def _is_plain_number(tensor: Tensor) -> bool:
         and tensor.dim() == 0
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and (forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None)  # type: ignore[no-untyped-call]
         and torch._guards.detect_fake_mode() is None
     )
 
