@@ -165,7 +165,8 @@ def evaluated(e, values, bound):
         (masks.causal(), True),
         (masks.window(3, 0) & masks.causal(), True),
         (foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9) & (k < 40)), True),
-        (foci.Mask(lambda b, h, q, k: torch.abs(q - k) < 4), False),  # true, but not proved
+        (foci.Mask(lambda b, h, q, k: torch.abs(q - k) < 4), True),
+        (foci.Mask(lambda b, h, q, k: (q - k) * (q - k) < 16), False),  # true, but not proved
         (foci.Mask(lambda b, h, q, k: (k < 4) | (q == k)), False),
         (foci.Mask(lambda b, h, q, k: k % 2 == 0), False),
     ],

@@ -22,8 +22,8 @@ PARTS = {
     "conformance": (
         "tests/conformance/test_conformance.py",
         "triton and cpu and not repeats and (causal-square-dense-float16 or outputs-dense-float32 or outputs-jagged-float32"
-        " or captured-head-scale-blocks or score-bias_keys-dense-float16 or no-keys-dense)",
-        6,
+        " or captured-head-scale-blocks or score-bias_keys-dense-float16 or no-keys-dense or (distance and float32))",
+        8,
     ),
     "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
     "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),

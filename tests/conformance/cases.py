@@ -175,6 +175,10 @@ def some_rows(b, h, q_idx, kv_idx):
     return (q_idx % 3 != 1) & (kv_idx <= q_idx)
 
 
+def near(b, h, q_idx, kv_idx):
+    return abs(q_idx - kv_idx) < 6 + h
+
+
 CAUSAL, PLAIN = functions(mask=causal), functions()
 
 
@@ -224,6 +228,10 @@ def _corners() -> Iterator[Case]:
         yield Case("all-empty", functions(mask=lambda b, h, q_idx, kv_idx: q_idx < 0), WIDE, 0, dtype, outputs=EVERYTHING)
         yield Case("outputs", PLAIN, WIDE, 7, dtype, outputs=EVERYTHING)
         yield Case("outputs", CAUSAL, _jagged_sizes(), 7, dtype, Layout.JAGGED, outputs=ROWS)
+    for dtype in DTYPES:
+        yield Case("distance", functions(mask=near), WIDE, 5, dtype, outputs=EVERYTHING)
+    yield Case("distance", functions(mask=near), LARGE, 0, BFLOAT16)
+    yield Case("distance", functions(mask=near), _jagged_sizes(), 5, FLOAT32, Layout.JAGGED)
     for p in (0.0, 0.3, 1.0):
         yield Case(f"dropout-{p}", CAUSAL, WIDE, 7, FLOAT32, dropout_p=p, outputs=EVERYTHING)
         yield Case(f"dropout-{p}-large", functions(lambda s, *_: s.tanh(), causal), LARGE, 0, BFLOAT16, dropout_p=p)

@@ -10,6 +10,9 @@ from foci.binding import bind
 from foci.ir.eager import Env, evaluate
 
 STARTS = torch.tensor([3, 0, 9, 40])
+LARGE = torch.tensor([2**63 - 1, 2**63 - 1])
+SMALL = torch.tensor([-(2**31), -(2**31)], dtype=torch.int32)
+MOST = 2**31 - 1
 BOUNDED = {
     "everything": masks.everything(),
     "causal": masks.causal(),
@@ -21,12 +24,33 @@ BOUNDED = {
     "strict": foci.Mask(lambda b, h, q, k: (k < q) & (k > q - 6)),
     "a length for each batch entry": foci.Mask(lambda b, h, q, k: k < STARTS[b]),
     "rows": foci.Mask(lambda b, h, q, k: (q < 7) & (k <= 2 * q)),
+    "distance": foci.Mask(lambda b, h, q, k: abs(q - k) <= 6),
+    "distance by a method": foci.Mask(lambda b, h, q, k: (k - q).abs() < 6),
+    "distance, other way round": foci.Mask(lambda b, h, q, k: ~(torch.abs(k - q) > 6)),
+    "distance for each batch entry": foci.Mask(lambda b, h, q, k: abs(q - k) < STARTS[b + 1]),
+    "distance for each row": foci.Mask(lambda b, h, q, k: abs(q - k) <= STARTS[q // 10]),
+    "distance in two terms": foci.Mask(lambda b, h, q, k: abs(q - k) < 5 + 2 * b),
+    "distance from elsewhere": foci.Mask(lambda b, h, q, k: abs(q - k + 4) <= 6),
+    "causal distance": foci.Mask(lambda b, h, q, k: (q >= k) & (abs(q - k) <= 6)),
+    "behind for each batch entry": foci.Mask(lambda b, h, q, k: q - k < STARTS[b + 1]),
+    "ahead for each batch entry": foci.Mask(lambda b, h, q, k: k - q <= STARTS[b]),
+    "larger of both": foci.Mask(lambda b, h, q, k: torch.maximum(q - k, k - q) <= 6),
+    "smaller of two lengths": foci.Mask(lambda b, h, q, k: k <= torch.minimum(q, STARTS[3 - b])),
+    "as far as numbers go": foci.Mask(lambda b, h, q, k: abs(q - k) <= MOST),
+    "ahead as far as numbers go": foci.Mask(lambda b, h, q, k: k - q <= MOST),
+    "farther than numbers go": foci.Mask(lambda b, h, q, k: abs(q - k) <= 2**40),
+    "as far as tensors go": foci.Mask(lambda b, h, q, k: abs(q - k) <= LARGE[b]),
+    "none by a tensor": foci.Mask(lambda b, h, q, k: q - k <= SMALL[b]),
     "nothing": foci.Mask(lambda b, h, q, k: (k < q) & (k > q)),
 }
 UNBOUNDED = {
     "either": foci.Mask(lambda b, h, q, k: (k < 3) | (k > q)),
     "documents": foci.Mask(lambda b, h, q, k: STARTS[q // 10] == STARTS[k // 10]),
     "doubled": foci.Mask(lambda b, h, q, k: 2 * k <= q),
+    "far": foci.Mask(lambda b, h, q, k: abs(q - k) >= 6),
+    "distance of what is read": foci.Mask(lambda b, h, q, k: abs(STARTS[q // 10] - STARTS[k // 10]) <= 3),
+    "distance by key": foci.Mask(lambda b, h, q, k: abs(q - k) <= STARTS[k // 10]),
+    "either of two": foci.Mask(lambda b, h, q, k: torch.minimum(q - k, k - 9) <= 0),
     "of its own reading": foci.Mask(lambda b, h, q, k: k <= STARTS[k // 10]),
 }
 

@@ -102,7 +102,7 @@ def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
     c, table, ranks = args["c"], args["table"], args["order"].ranks
     rows, tile_q, tile_kv = case.get("rows", 1000), c.TILE_Q.value, c.TILE_KV.value
     tasks, b_stride, h_stride = -(-KEYS // tile_kv), table.b_stride >> 2, table.h_stride >> 2
-    assert c.BOUNDED.value == (name in ("window", "window of later keys", "steep"))
+    assert c.BOUNDED.value == (name in ("window", "window of later keys", "by head", "by batch entry", "steep"))
     assert (table.words is None) == c.BOUNDED.value
     q, k = torch.arange(rows, device=DEVICE)[:, None], torch.arange(KEYS, device=DEVICE)[None, :]
     for b in range(2):

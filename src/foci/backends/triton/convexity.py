@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from foci.backends.triton.bounds import comparisons
 from foci.ir.expr import DType, Expr
 
 __all__ = ["begins_late", "is_convex"]
@@ -22,13 +23,15 @@ def is_convex(mask: Expr, name: str) -> bool:
     >>> is_convex(apply("le", variable("kv_idx"), variable("q_idx")), "kv_idx")
     True
     """
-    if name not in mask.variables():
+    return all(_is_interval(part, name) for part in comparisons(mask))
+
+
+def _is_interval(part: Expr, name: str) -> bool:
+    if name not in part.variables():
         return True
-    if mask.op == "and":
-        return all(is_convex(arg, name) for arg in mask.args)
-    if mask.op not in ("lt", "le"):
+    if part.op not in ("lt", "le"):
         return False
-    low, high = (_trend(arg, name) for arg in mask.args)
+    low, high = (_trend(arg, name) for arg in part.args)
     return low is not None and high is not None and not (low == high != _FLAT)
 
 
@@ -41,11 +44,13 @@ def begins_late(mask: Expr) -> bool:
     >>> begins_late(apply("le", variable("kv_idx"), variable("q_idx"))), begins_late(apply("le", variable("q_idx"), variable("kv_idx")))
     (False, True)
     """
-    if mask.op == "and":
-        return any(map(begins_late, mask.args))
-    if mask.op not in ("lt", "le"):
+    return any(map(_is_lower, comparisons(mask)))
+
+
+def _is_lower(part: Expr) -> bool:
+    if part.op not in ("lt", "le"):
         return False
-    low, high = (_trend(arg, "kv_idx") for arg in mask.args)
+    low, high = (_trend(arg, "kv_idx") for arg in part.args)
     return low == _FALLING or high == _RISING
 
 
