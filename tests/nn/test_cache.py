@@ -124,6 +124,39 @@ def test_what_a_cache_refuses():
             foci.nn.KVCache(**arguments)
 
 
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_a_cache_of_other_layers_rows_or_dtype_is_refused(page_size):
+    model, x = encoder(), rand(B, N, E)
+    with pytest.raises(ValueError, match=r"cache must be made for the 2 layers of the model, .*; it has 1"):
+        model(x, cache=foci.nn.KVCache(1, 8, page_size=page_size))
+    with pytest.raises(TypeError, match="cache must be a foci.nn.KVCache; got list"):
+        model(x, cache=[None, None])
+    cache = foci.nn.KVCache(2, 8, page_size=page_size)
+    with pytest.raises(TypeError, match=r"cache\[n\]; got KVCache"):
+        model.layers[0](x, cache=cache)
+    model(x[:, :1], cache=cache)
+    with pytest.raises(ValueError, match=f"the cache holds {B} rows of torch.float64; 1 of torch.float64 are to be added"):
+        model(x[:1, 1:2], cache=cache)
+    with pytest.raises(ValueError, match=f"the cache holds {B} rows of torch.float64; {B} of torch.float32 are to be added"):
+        model.float()(x[:, 1:2].float(), cache=cache)
+    assert cache.length == 1
+
+
+def test_a_padding_mask_beside_a_cache_only_leaves_tokens_out():
+    model, x = encoder(), rand(B, N, E)
+    padding = torch.arange(N).expand(B, N) >= torch.tensor([[N], [1], [4]])
+    adds = torch.zeros(B, N, dtype=torch.float64).masked_fill(padding, -torch.inf)
+    outs = [model(x, src_key_padding_mask=mask, cache=foci.nn.KVCache(2, N)) for mask in (padding, adds)]
+    torch.testing.assert_close(outs[0], outs[1])
+    cache = foci.nn.KVCache(2, 2 * N)
+    with pytest.raises(ValueError, match="key_padding_mask beside a cache must be bool, or floating of 0 and -inf alone"):
+        model(x, src_key_padding_mask=adds.clamp_min(-1e9), cache=cache)
+    model(x, src_key_padding_mask=padding, cache=cache)
+    with pytest.raises(AssertionError, match="key_padded_mask"):
+        model(x[:, :1], src_key_padding_mask=torch.cat((padding, padding[:, :1]), 1), cache=cache)
+    assert cache.length == N
+
+
 def test_pages_grow_with_the_tokens():
     model, x = encoder(), rand(B, N, E)
     cache = foci.nn.KVCache(2, 10_000, page_size=4)

@@ -127,6 +127,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return self._nested((query, key, value), padding, attn_mask, need_weights=need_weights, average=average, is_causal=is_causal)
         masking.check_mask("key_padding_mask", padding)
         masking.check_mask("attn_mask", attn_mask)
+        if not isinstance(cache, (LayerCache, Memory, type(None))):
+            raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         batched = masking.check_shapes(query, key, value, padding, attn_mask)
         if is_causal and attn_mask is None and not isinstance(cache, LayerCache):
             raise RuntimeError(_NEEDS_MASK)
@@ -289,9 +291,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if isinstance(cache, Memory):
             cache.key, cache.value = k.detach(), v.detach()
             return q, k, v, None
-        dropped = None
-        if cache is not None and padding is not None:
-            dropped = padding == -torch.inf if padding.is_floating_point() else padding
+        dropped = None if cache is None else masking.dropped(padding)
         rotary: Any = self.rotary
         if rotary is not None:
             if cache is None:

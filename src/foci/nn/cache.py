@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache", "LayerCache", "Memory", "Pages", "Stored"]
+__all__ = ["KVCache", "LayerCache", "Memory", "Pages", "Stored", "check_cache"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,10 @@ class _Buffer(Protocol):
         """Keeps these rows of the batch, in this order."""
         ...
 
+    def holds(self) -> tuple[int, torch.dtype]:
+        """Rows, and their dtype."""
+        ...
+
 
 class _Static:
     """One tensor [B, Hkv, max_length + 1, D]; the last place takes what is to go nowhere."""
@@ -109,6 +113,9 @@ class _Static:
 
     def select(self, rows: Tensor) -> None:
         self.data = self.data.index_select(0, rows)
+
+    def holds(self) -> tuple[int, torch.dtype]:
+        return self.data.shape[0], self.data.dtype
 
 
 class _Paged:
@@ -144,6 +151,9 @@ class _Paged:
         self.pool = torch.cat((self.pool[:1], self.pool[table.flatten()]))
         self.used = self.pool.shape[0]
         self.table = torch.arange(1, self.used, device=table.device).view(table.shape)
+
+    def holds(self) -> tuple[int, torch.dtype]:
+        return self.table.shape[0], self.pool.dtype
 
     def _grow(self, count: int) -> None:
         batch, have = self.table.shape
@@ -195,6 +205,9 @@ class LayerCache:
         if self._buffers is None:
             self._buffers = (self._buffer(key), self._buffer(value))
         buffers, positions = self._buffers, None
+        rows, dtype = buffers[0].holds()
+        if (key.shape[0], key.dtype) != (rows, dtype):
+            raise ValueError(f"the cache holds {rows} rows of {dtype}; {key.shape[0]} of {key.dtype} are to be added")
         stop = start + new
         with torch.no_grad():
             if padding is None and self.counts is None:
@@ -236,7 +249,7 @@ class LayerCache:
 class KVCache:
     """Keys and values of the tokens that a model has seen, one `LayerCache` for each layer.
 
-    Given to `TransformerEncoder`, `TransformerDecoder` or one of their layers as `cache=`, it makes them attend to all
+    Given to `TransformerEncoder` or `TransformerDecoder` as `cache=`, and `cache[n]` to a layer, it makes them attend to all
     tokens so far: each call adds the tokens it is given, and each of them sees those before it and itself. Rows may have
     different lengths: a padding mask, on any side, leaves tokens out. No gradient flows through a cache.
 
@@ -296,3 +309,18 @@ class KVCache:
         """
         for layer in self.layers:
             layer.select(rows)
+
+
+def check_cache(cache: Any, layers: int) -> None:
+    """Checks what a stack of layers was given as `cache`.
+
+    Raises:
+        TypeError: for anything but a KVCache or None.
+        ValueError: for one of another number of layers.
+    """
+    if cache is None:
+        return
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a foci.nn.KVCache; got {type(cache).__name__}")
+    if len(cache) != layers:
+        raise ValueError(f"cache must be made for the {layers} layers of the model, KVCache(num_layers={layers}, ...); it has {len(cache)}")

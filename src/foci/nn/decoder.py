@@ -12,7 +12,7 @@ from torch.nn.functional import relu
 
 from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended
-from foci.nn.cache import KVCache, LayerCache, Memory
+from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
 from foci.nn.direct import caller, is_alone, is_silent
 from foci.nn.encoder import Activation, attend_self, clones, feed_forward, is_batch_first, set_variants, warn_padded, why_not_tokens
 from foci.nn.masking import check_mask, detect_causal
@@ -239,6 +239,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         (tgt, tgt_padding), (_, memory_padding) = given
         check_masks(*masks, tgt_padding, memory_padding)
         layers: Any = self.layers
+        check_cache(cache, len(layers))
         batch_first = is_batch_first(layers)
         reason = next((r for r in map(overridden, layers) if r is not None), None)
         (x, padding), (mem, hidden) = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)

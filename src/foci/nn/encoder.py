@@ -14,7 +14,7 @@ from torch.nn.functional import relu
 
 from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
-from foci.nn.cache import KVCache, LayerCache
+from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.direct import activated, caller, is_alone, is_silent
 from foci.nn.masking import check_mask, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
@@ -219,6 +219,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("mask", mask)
         layers: Any = self.layers
+        check_cache(cache, len(layers))
         batch_first = is_batch_first(layers)
         reason = next((r for r in map(overridden, layers) if r is not None), None)
         x, padding = entered(

@@ -73,6 +73,20 @@ def check_padding_shape(padding: Tensor, batch: int, length: int) -> None:
             raise AssertionError(f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {padding.shape[dim]}")
 
 
+def dropped(padding: Tensor | None) -> Tensor | None:
+    """bool [B, n], which of the new tokens a cache does not store.
+
+    Raises:
+        ValueError: for a floating padding mask that adds to scores: what it adds would be gone at the next call.
+    """
+    if padding is None or not padding.is_floating_point():
+        return padding
+    out = padding == -torch.inf
+    if is_readable(padding) and bool((~out & (padding != 0)).any()):
+        raise ValueError("key_padding_mask beside a cache must be bool, or floating of 0 and -inf alone; it has other values")
+    return out
+
+
 def detect_causal(mask: Tensor | None, is_causal: bool | None, length: int | None) -> bool:
     """Whether a mask is the causal one: what the caller says, else a look at it, where values may be looked at.
 
