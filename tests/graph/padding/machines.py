@@ -6,6 +6,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor
 
 from foci.graph.padding import Machine, Padding, pad
 from foci.graph.padding.growing import grow_dims
@@ -24,6 +25,18 @@ def machine(slowdown: float = 3.0, *, odd: float = 1.0, bandwidth: float = 4e12,
     )
     table = Table("simulated", "simulated", "none", dict.fromkeys(KINDS, peak), bandwidth, 1e-9, rows)
     return Machine("simulated", 16, tf32, table)
+
+
+def check_values(nodes):
+    """That nodes describe their values as their mode of fake tensors does when it runs them."""
+    for node in nodes:
+        arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        found = node.meta["val"]
+        assert isinstance(found, FakeTensor)
+        with found.fake_mode:
+            value = node.target(*arguments, **keywords)
+        described = [(x.shape, x.stride(), x.dtype, x.device) for x in (found, value)]
+        assert described[0] == described[1], node.format_node()
 
 
 class Recorder:
@@ -59,7 +72,9 @@ class Recorder:
 
     def _grow(self, graph):
         if self.grow:
+            before = set(graph.graph.nodes)
             self.paddings.extend(grow_dims(graph.graph, self.machine))
+            check_values([node for node in graph.graph.nodes if node not in before])
             graph.graph.lint()
             graph.recompile()
 

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from foci.graph.padding.dims import CREATIONS
-from foci.graph.padding.growth import Growth, call, resized
+from foci.graph.padding.growth import Growth, call, lengthened, resized
 from foci.graph.padding.model import Machine
-from foci.graph.padding.reading import VIEWS, Origin, Product, base_of, origin_of, value_of
+from foci.graph.padding.reading import VIEWS, Origin, Product, base_of, origin_of
 
 __all__ = ["Cut", "cut", "cut_of", "may_be_cut", "seconds_cut"]
 
@@ -138,16 +138,17 @@ def cut(graph: fx.Graph, found: Cut) -> None:
     *bias, left, right = node.args
     with graph.inserting_before(node):
         first, last = ([_part(graph, found, start, {}, matrix) for matrix in (left, right)] for start in (0, found.length))
-        result = call(graph, node.target, (*bias, *first), like=node)
+        result = _loop(graph, node.target, (*bias, *first), node)
         wide = torch.promote_types(dtype, torch.float32)
+        columns = _cast(graph, _loop(graph, aten.neg.default, last[:1], last[0]), wide), _cast(graph, last[1], wide)
         rest = None
         for column in range(found.size - found.length):
             # subtracted at the end: of a product and a sum Inductor would make one product that reads the summand from memory
-            share = call(graph, aten.mul.Tensor, _factors(graph, last, column, wide), like=node)
-            rest = share if rest is None else call(graph, aten.add.Tensor, (rest, share), like=node)
-        result = call(graph, prims.convert_element_type.default, (result, wide), like=node) if wide is not dtype else result
-        result = call(graph, aten.sub.Tensor, (result, rest), like=node)
-        result = call(graph, prims.convert_element_type.default, (result, dtype), like=node) if wide is not dtype else result
+            factors = [_column(graph, matrix, dim, column) for matrix, dim in zip(columns, (-1, -2))]
+            share = _loop(graph, aten.mul.Tensor, factors, node, wide)
+            rest = share if rest is None else _loop(graph, aten.add.Tensor, (rest, share), node, wide)
+        result = _loop(graph, aten.sub.Tensor, (_cast(graph, result, wide), rest), node, wide)
+        result = _cast(graph, result, dtype)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     for loop in reversed([other for other in graph.nodes if other in found.loops]):
@@ -155,15 +156,19 @@ def cut(graph: fx.Graph, found: Cut) -> None:
             graph.erase_node(dead)
 
 
-def _factors(graph: fx.Graph, matrices: Sequence[fx.Node], column: int, wide: torch.dtype) -> list[fx.Node]:
-    """A column of the left matrix, negative, and a row of the right one."""
-    found = []
-    for matrix, dim in zip(matrices, (-1, -2)):
-        value = value_of(matrix)
-        assert value is not None
-        sliced = call(graph, aten.slice.Tensor, (matrix, value.dim() + dim, column, column + 1), like=matrix)
-        found.append(call(graph, prims.convert_element_type.default, (sliced, wide), like=matrix) if wide is not value.dtype else sliced)
-    return [call(graph, aten.neg.default, found[:1], like=matrices[0]), found[1]]
+def _loop(graph: fx.Graph, target: Any, arguments: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """An operation whose result has another's sizes."""
+    return call(graph, target, arguments, like=like, sizes=like.meta["val"].shape, dtype=dtype)
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype is dtype:
+        return node
+    return _loop(graph, prims.convert_element_type.default, (node, dtype), node, dtype)
+
+
+def _column(graph: fx.Graph, matrix: fx.Node, dim: int, column: int) -> fx.Node:
+    return call(graph, aten.slice.Tensor, (matrix, matrix.meta["val"].dim() + dim, column, column + 1), like=matrix)
 
 
 def _part(graph: fx.Graph, found: Cut, start: int, made: dict[fx.Node, fx.Node], node: Any) -> fx.Node:
@@ -176,7 +181,8 @@ def _part(graph: fx.Graph, found: Cut, start: int, made: dict[fx.Node, fx.Node],
             inside = {operand: operand for operand in node.all_input_nodes if not found.growth.dims(operand)}
             inside |= {operand: _part(graph, found, start, made, operand) for operand in node.all_input_nodes if operand not in inside}
             arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: inside[n])
-            made[node] = call(graph, node.target, resized(part, node, arguments), keywords, like=node)
+            sizes = lengthened(node, {dim: stop - start})
+            made[node] = call(graph, node.target, resized(part, node, arguments), keywords, node, sizes)
         else:
             made[node] = call(graph, aten.slice.Tensor, (node, dim, start, stop), like=node)
     return made[node]

@@ -11,21 +11,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from foci.graph.padding.dims import CREATIONS, RESHAPES, Reader, Slot, relations_of
+from foci.graph.padding.dims import CREATIONS, REDUCTIONS, RESHAPES, Reader, Slot, relations_of
 from foci.graph.padding.fills import Fill, Rows, fill_of
 from foci.graph.padding.reading import VIEWS, hints, value_of
 
-__all__ = ["Growth", "call", "grow", "resized"]
+__all__ = ["Growth", "call", "grow", "lengthened", "resized"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+
+_PRODUCTS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_CONTIGUOUS: Final = frozenset({*_PRODUCTS, *REDUCTIONS, prims.convert_element_type.default})
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,23 +109,43 @@ class _Rewrite:
     maxima: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def call(
-        self, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
+        self,
+        target: Any,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
+        like: fx.Node | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> fx.Node:
-        return call(self.graph, target, arguments, keywords, like)
+        return call(self.graph, target, arguments, keywords, like, sizes)
 
 
 def call(
-    graph: fx.Graph, target: Any, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None, like: fx.Node | None = None
+    graph: fx.Graph,
+    target: Any,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
+    like: fx.Node | None = None,
+    sizes: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> fx.Node:
-    """A new node, here, that knows its value; of the same line of the user's code as another."""
+    """A new node, here, that knows its value.
+
+    Args:
+        graph: to be added to, where it inserts now.
+        target, arguments, keywords: of the operation.
+        like: a node of the same line of the user's code.
+        sizes: of the result, if it is contiguous wherever the operands' dims lie in their order; then nothing is run to find out.
+        dtype: of such a result; that of `like` if not given.
+    """
     node = graph.call_function(target, tuple(arguments), dict(keywords or {}))
     if like is not None:
         node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
-    node.meta["val"] = _result(node)
+        dtype = dtype if dtype is not None or sizes is None else like.meta["val"].dtype
+    node.meta["val"] = _result(node, sizes, dtype)
     return node
 
 
-def _result(node: fx.Node) -> Any:
+def _result(node: fx.Node, sizes: Sequence[int] | None, dtype: torch.dtype | None) -> Any:
     """A fake one. Without symbols, from meta tensors: a mode takes most of the pass's time to look at what it is asked."""
     values = [operand.meta["val"] for operand in node.all_input_nodes]
     places = {value.device if isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides else None for value in values}
@@ -134,9 +158,18 @@ def _result(node: fx.Node) -> Any:
         with mode:
             return target(*arguments, **keywords)
     with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
-        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _on_meta(n.meta["val"]))
-        made = target(*arguments, **(keywords if values else {**keywords, "device": "meta"}))
+        if sizes is not None and values and all(map(_lies_in_order, values)):
+            made = torch.empty(tuple(sizes), dtype=dtype, device="meta")
+        else:
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _on_meta(n.meta["val"]))
+            made = target(*arguments, **(keywords if values else {**keywords, "device": "meta"}))
     return FakeTensor(mode, made, *places)
+
+
+def _lies_in_order(value: torch.Tensor) -> bool:
+    """Whether an element-wise operation of it, and of others that do so, gives a contiguous result."""
+    strides = [stride for size, stride in zip(value.shape, value.stride()) if size != 1]
+    return strides == sorted(set(strides), reverse=True) and 0 not in strides
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:
@@ -177,7 +210,8 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
             by_operand[operand] = _masked(state, operand, over) if over else state.made.get(operand, operand)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
         arguments = resized(growth, node, arguments)
-        made = state.call(node.target, arguments, keywords, node)
+        lengths = {dim: growth.lengths[node, dim][1] for dim in growth.dims(node)}
+        made = state.call(node.target, arguments, keywords, node, lengthened(node, lengths))
     if node.target is aten.amax.default:
         state.maxima[made] = made.args[0]  # type: ignore[assignment]
     if growth.dims(node):
@@ -193,8 +227,16 @@ def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
     fill, dims, value = fill_of(made, state.fills, state.maxima), state.growth.dims(node), value_of(node)
     if fill is None or value is None or fill.rows is Rows.CLEAN:
         return fill
-    product = node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default)
-    return fill if len(dims) == 1 and (not product or dims == [value.dim() - 1]) else None
+    return fill if len(dims) == 1 and (node.target not in _PRODUCTS or dims == [value.dim() - 1]) else None
+
+
+def lengthened(node: fx.Node, lengths: Mapping[int, int]) -> list[int] | None:
+    """The sizes of an operation's result with other lengths, if it is contiguous wherever the operands' dims lie in their order."""
+    value, target = value_of(node), node.target
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and "memory_format" not in node.kwargs
+    if value is None or not (pointwise or target in _CONTIGUOUS):
+        return None
+    return [lengths.get(dim, size) for dim, size in enumerate(value.shape)]
 
 
 def resized(growth: Growth, node: fx.Node, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -250,7 +292,7 @@ def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Nod
         value = value_of(made)
         assert value is not None
         instead = state.call(aten.full.default, ([], neutral), {"dtype": value.dtype, "device": value.device})
-        made = state.call(aten.where.self, (_mask(state, node, dim), made, instead), like=node)
+        made = state.call(aten.where.self, (_mask(state, node, dim), made, instead), like=node, sizes=made.meta["val"].shape)
         whole = len(state.growth.dims(node)) == 1
         state.fills[made] = Fill(neutral) if whole else None
     state.made[node] = made
