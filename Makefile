@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep ^torch== constraints.txt)
 JOBS ?= 2
+NEWEST := 3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test docs lint format bench changelog clean
+.PHONY: help venv demo test newest docs lint format bench changelog clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
@@ -27,6 +28,15 @@ demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci;
 
 test: $(STAMP) ## the whole suite, JOBS processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(ARGS)
+
+newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind for Hopper, compiled by the newest Triton as well
+	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
+	PYTHONPATH=.newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/backends/hopper/test_forward_compile.py \
+		tests/backends/hopper/test_backward_compile.py -k "plain or 256 or jagged or document" $(ARGS)
+
+.newest/triton-$(NEWEST).dist-info:
+	rm -rf .newest
+	$(BIN)/python -m pip install --quiet --no-deps --target .newest triton==$(NEWEST)
 
 docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
@@ -47,5 +57,5 @@ changelog: $(STAMP) ## what the next release's entry would say
 	$(BIN)/towncrier build --draft
 
 clean: ## caches and results, not the environment
-	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-output .newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ that sum into dv and dk, straight from registers. A warpgroup sums over all rows
 """
 
 from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
 from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
@@ -40,12 +40,12 @@ def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.co
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
         copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
-        tma.async_copy_global_to_shared(lse, [head + here], ready, lse_rows.index(stage))
+        bring(lse, [head + here], ready, lse_rows.index(stage))
         ready = do_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
         copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(stage), c.JAGGED)
         if KEY:
-            tma.async_copy_global_to_shared(delta, [head + here], ready, delta_rows.index(stage))
+            bring(delta, [head + here], ready, delta_rows.index(stage))
         n += 1
     return n
 

@@ -7,6 +7,7 @@ its number, before anything here is imported.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,6 +21,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+
+@builtin
+def viewed(buffer, dtype, shape, layout, _semantic=None):
+    """A buffer in shared memory as one of another shape and layout; a method made public after Triton 3.6."""
+    view = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
+
+
 __all__ = [
     "TensorDescriptor",
     "bring",
@@ -29,6 +38,7 @@ __all__ = [
     "mbarrier",
     "send",
     "tma",
+    "viewed",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
