@@ -26,6 +26,8 @@ CASES = {
     "D 64": {"mask": masks.causal(), "dim": 64, "rows": 700},
     "D 80, float16": {"dim": 80, "dtype": torch.float16},
     "alibi": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 700},
+    "alibi, D 64": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 389, "keys": 517, "dim": 64},
+    "alibi to both sides": {"score": foci.Score(lambda s, b, h, q, k: s + (k - q) * (h + 1) / 50), "rows": 517, "keys": 389},
     "bias for each key": {
         "score": foci.Score(lambda s, b, h, q, k: s + torch.arange(600, device=q.device)[k] / 300),
         "rows": 500,
@@ -46,11 +48,18 @@ CASES = {
         "heads": 8,
         "kv_heads": 2,
     },
+    "distance": {"mask": foci.Mask(lambda b, h, q, k: abs(q - k) <= 100), "rows": 900, "keys": 950},
+    "distance for each batch entry": {"mask": foci.Mask(lambda b, h, q, k: abs(q - k) < 60 + 200 * b), "rows": 700, "dim": 64},
     "document": {"mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000)), "rows": 900},
     "document, D 64": {"mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000)), "rows": 900, "dim": 64},
     "stripes": {"mask": foci.Mask(lambda b, h, q, k: (q // 64 + k // 128) % 3 != 0), "rows": 960},
     "by head": {"mask": foci.Mask(lambda b, h, q, k: (abs(q - k) * (h + 1)) < 500), "rows": 700},
     "D 256": {"mask": masks.causal(), "dim": 256, "rows": 500, "keys": 300},
+    "D 256, grouped heads": {"dim": 256, "heads": 8, "kv_heads": 2, "rows": 300},
+    "D 256, jagged, causal": {"dim": 256, "lengths": LENGTHS, "mask": masks.causal()},
+    "D 256, softcap": {"dim": 256, "score": scores.softcap(20.0), "rows": 300, "keys": 400},
+    "D 256, dropout": {"dim": 256, "dropout": 0.2, "rows": 300},
+    "D 256, Dv 64": {"dim": 256, "value_dim": 64, "rows": 300},
     "D 64, Dv 128": {"dim": 64, "value_dim": 128},
     "D 16": {"dim": 16},
 }
@@ -74,7 +83,7 @@ def test_gradients_are_those_of_float64(name, apart):
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document"])
+@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document", "D 256"])
 def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)

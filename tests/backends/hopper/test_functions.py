@@ -42,3 +42,23 @@ def test_exponents_and_slopes_are_those_of_the_score(name, resident):
     (grad,) = torch.autograd.grad(right.sum(), score)
     torch.testing.assert_close(exponent, right.detach().double() * math.log2(math.e) - lse2, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(torch.as_tensor(slope).expand(9, 7).double(), grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["alibi", "softcap", "farther is more"])
+def test_a_line_of_queries_is_what_a_score_adds(name):
+    """In base 2, for one query and, by what it rises by, for those behind."""
+    given = {**SCORES, "farther is more": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k))}[name]
+    bound = bind(given, None, torch.device("cpu"))
+    made = functions.functions_of(bound.variant, (), half=True, resident="kv_idx")
+    assert (made.line is None) == (name == "softcap")
+    if made.line is None:
+        return
+    known = {"tl": TRITON}
+    exec(made.source, known)
+    q, k, h = torch.arange(9)[:, None], torch.arange(7)[None, :], torch.tensor(2)
+    lengths, numbers = (torch.tensor(9), torch.tensor(7)), SimpleNamespace(floats=bound.floats, ints=bound.ints)
+    aux = known["pre"](0, h, k, *lengths, 0.3, numbers)
+    lead, rise = known["line"](0, h, torch.tensor(4), k, *lengths, numbers, aux)
+    at = {"score": torch.tensor(0.0), "b": torch.tensor(0), "h": h, "q_idx": q, "kv_idx": k, "q_len": lengths[0], "kv_len": lengths[1]}
+    (right,) = evaluate((bound.variant.score,), Env(at, bound.captures, bound.ints, bound.floats))
+    torch.testing.assert_close((lead + (q - 4) * rise).double(), right.double() * math.log2(math.e), rtol=1e-6, atol=1e-6)

@@ -17,8 +17,8 @@ class Config(NamedTuple):
     scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
     attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
     PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys. BOUNDED: queries
-    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later. LINE: `score` is
-    given as the function `line` (`foci.backends.hopper.functions`).
+    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later. LINE: `score`, or
+    `both`, is given as the function `line` (`foci.backends.hopper.functions`).
     """
 
     CONSUMERS: Any

@@ -23,7 +23,8 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
-from foci.backends.hopper.backward_schedules import KEYS, QUERIES, Cut, Fused, fused_schedule, is_prefix
+from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix
+from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
@@ -128,13 +129,12 @@ class HopperGradients(host.TritonKernel):
     def _apart(
         self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None, Tensor | None]
     ) -> None:
-        """dq in one kernel; dk and dv in another, or in two where their sums would not fit the registers together."""
+        """dq in one kernel; dk and dv in another."""
         dq, dk, dv = grads
         if dq is not None:
             self._queries(call, streams, rows, dq)
         if dk is not None and dv is not None and sum(self.dims) > 256:
-            self._keys(call, streams, (dk, None))
-            self._keys(call, streams, (None, dv))
+            self._split(call, streams, (dk, dv))
         elif dk is not None or dv is not None:
             self._keys(call, streams, (dk, dv))
 
@@ -162,6 +162,18 @@ class HopperGradients(host.TritonKernel):
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
+    def _split(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor]) -> None:
+        """dk and dv of wide heads."""
+        operands, of = call.operands, streams.of
+        visits, functions = self._found(call, SPLIT, "keys"), self._functions(operands, "kv_idx")
+        batch, kv_heads = streams.key.shape[:2]
+        call.recorder.launch(
+            attention_split_gradient, (batch * kv_heads * visits.tasks,),
+            *(of(t, 64) for t in streams[:4]), *streams.rows_of(64), *(of(t, 64) for t in grads),
+            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            call.environment, self._cut_config(call, SPLIT, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+        )  # fmt: skip
+
     def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor], schedule: Fused) -> None:
         """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
         operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
@@ -178,14 +190,16 @@ class HopperGradients(host.TritonKernel):
         found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
         order = Order(turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._ranked(call, found, cut, by_key.tasks))
         words = self._query_words(call, found, cut, by_key)
-        config = self._cut_config(call, cut, found.mode, defers=schedule.defers, has_words=words is not None)
+        has_words, is_line = words is not None, functions.line is not None
+        config = self._cut_config(call, cut, found.mode, defers=schedule.defers, has_words=has_words, is_line=is_line)
         recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
             *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
-            operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, functions.bounds, num_warps=4,
+            operands.scale, call.environment, config, functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
+            num_warps=4,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
@@ -245,13 +259,15 @@ class HopperGradients(host.TritonKernel):
     def _functions(self, operands: Operands, resident: str) -> Functions:
         return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
-    def _cut_config(self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False, has_words: bool = False) -> Config:
+    def _cut_config(
+        self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False, has_words: bool = False, is_line: bool = False
+    ) -> Config:
         p = self.problem
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers,
+                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line,
             )
         )  # fmt: skip
 

@@ -11,9 +11,9 @@ A score is the product and what is added to it: what other functions need would 
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
-from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, viewed, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.masking import kept, marked, words_at
+from foci.backends.hopper.masking import kept, leaned, marked, words_at
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
 from foci.backends.triton.tiles import number, sequence
 
@@ -97,7 +97,12 @@ def fold_fused(
             words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         s = warpgroup_mma_wait(1, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-        lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
+        if c.LINE:
+            lead, rise = both(b, h, tile * c.TILE_Q, kv_idx, q_len, kv_len, env, aux)
+            lse2 = gl.expand_dims(leaned(lse2, rise), 0) - lead
+        else:
+            lse2 = gl.expand_dims(lse2, 0)
         where = (b, h, q_idx, kv_idx, q_len, kv_len, tile)
         p, slope = weights_of(s, lse2, where, scale, env, aux, c, both, mask, MASK and not BARE, MASKED and not BARE)
         if MASKED and c.BOUNDED:
@@ -200,7 +205,7 @@ def attention_gradients(
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     whole_shares = gl.allocate_shared_memory(gl.float32, [2, SHARE[0], SHARE[1]], dq.layout)
-    shares = whole_shares._reinterpret(gl.float32, [4, 4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shares = viewed(whole_shares, gl.float32, [4, 4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     share_bars = (barriers(2, 2), barriers(2, 1))
     bars = (
         barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2), barriers(2, 2), share_bars,

@@ -11,7 +11,7 @@ from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
 
-__all__ = ["KEYS", "QUERIES", "Cut", "Fused", "fused_schedule", "is_prefix"]
+__all__ = ["KEYS", "QUERIES", "SPLIT", "Cut", "Fused", "fused_schedule", "is_prefix"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Fused:
 QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
 """By the wider of the padded head dims."""
 KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
+SPLIT: Final = Cut(64, 64, 2)
+"""Of the kernel that splits the gradients of wide heads between two warpgroups."""
 _NARROW: Final = Cut(128, 128, 2)
 _WIDE: Final = Cut(64, 128, 2)
 FUSED: Final[dict[tuple[int, str], Fused]] = {

@@ -39,13 +39,14 @@ def weights_of(raw, lse2, where, scale, env, aux, c, both: gl.constexpr, mask: g
     """(weights, slope of the score function) of a tile of products without their scale.
 
     `where` is (b, h, q_idx, kv_idx, q_len, kv_len, tile). MASKED: the mask is asked; EDGE: some places may not exist.
+    What a line adds to the scores has been taken off lse2.
     """
     b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     inside = (q_idx < q_len) & (kv_idx < kv_len)
     if EDGE:
         q_idx = gl.minimum(q_idx, q_len - 1)
         kv_idx = gl.minimum(kv_idx, kv_len - 1)
-    if c.PLAIN:
+    if c.PLAIN or c.LINE:
         slope = 1.0
         p = gl.exp2(raw * (scale * LOG2E) - lse2)
     else:
@@ -67,7 +68,7 @@ def weights_of(raw, lse2, where, scale, env, aux, c, both: gl.constexpr, mask: g
 def score_gradient(p, dp, delta, slope, c, CLEAN: gl.constexpr):
     """Gradient of the scaled product; CLEAN where a masked place may hold an infinite slope."""
     ds = p * (dp - delta)
-    if not c.PLAIN:
+    if not (c.PLAIN or c.LINE):
         ds = ds * slope
         if CLEAN:
             ds = gl.where(p == 0.0, 0.0, ds)

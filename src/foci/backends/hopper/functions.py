@@ -5,7 +5,7 @@
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
     line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
-    a line (`foci.backends.hopper.lines`)
+    a line (`foci.backends.hopper.lines`); where queries stream, (score - scale * raw in base 2, what it rises by from query to query)
     bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
@@ -39,6 +39,7 @@ __all__ = ["Functions", "functions_of"]
 _TAIL: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
 _SCORE: Final = variable("score")
 _SCALE: Final = node("var", (), DType.FLOAT, "scale")
+_LOG2E: Final = const(math.log2(math.e))
 _SMALLEST: Final = 1e-6
 
 
@@ -85,7 +86,9 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
     score = gathered(substitute(float_early(variant.score), {_SCORE: scaled}))
     inner, outer = _divide(score) if divided else (score, ONE)
     exponent, slope = exponent_of(float_early(variant.score), half=half), slope_of(float_early(score_derivative(variant.score)), half=half)
-    line = (line_of(inner) or ()) if divided else ()
+    line: tuple[Expr, ...] = (line_of(inner) or ()) if divided else ()
+    if resident == "kv_idx":
+        line = tuple(gathered(apply("mul", part, _LOG2E)) for part in line_of(float_early(variant.score), "q_idx") or ())
     roots, kept = _hoist((inner, exponent, slope, variant.mask, *line), resident)
     spelling = spelling_for(lies, half=half)
     emitted = emit((outer, *kept), spelling)

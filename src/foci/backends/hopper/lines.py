@@ -1,7 +1,9 @@
-"""Scores that are the product of query and key and a line: the same slope from key to key for all keys of a row.
+"""Scores that are the product of query and key and a line: the same slope from key to key for all keys of a row, or from query to
+query.
 
 A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
-one operation (`foci.backends.hopper.masking.along_line`).
+one operation (`foci.backends.hopper.masking.along_line`). In the backward, where queries are columns, each column's logsumexp takes
+its part of the line (`foci.backends.hopper.masking.leaned`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ __all__ = ["line_of"]
 
 _SCORE = variable("score")
 _ZERO = const(0.0)
+_POSITIONS = frozenset(("q_idx", "kv_idx"))
 
 
-def line_of(score: Expr) -> tuple[Expr, Expr] | None:
+def line_of(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
     """(what is added to the raw score, what that rises by from one key to the next); None where that is no line, or flat.
 
-    Nothing that is read from memory may differ from row to row.
+    Nothing that is read from memory may differ from row to row. With `streaming` of "q_idx" rows are keys: what it rises by from one
+    query to the next.
 
     >>> from foci.ir.ops import cast
     >>> from foci.ir.expr import DType
@@ -31,24 +35,28 @@ def line_of(score: Expr) -> tuple[Expr, Expr] | None:
     if score.op != "add" or _SCORE not in score.args:
         return None
     added = score.args[1] if score.args[0] is _SCORE else score.args[0]
-    if "score" in added.variables() or any(part.op in ("load", "reduce") and "q_idx" in part.variables() for part in added.walk()):
+    if "score" in added.variables() or any(part.op in ("load", "reduce") and _reads(part) for part in added.walk()):
         return None
-    rise = _rise(added)
+    rise = _rise(added, streaming)
     return None if rise is None or rise is _ZERO else (added, rise)
 
 
-def _rise(e: Expr) -> Expr | None:
-    """What a float expression rises by from one key to the next; None where that depends on the key or the row."""
-    if "kv_idx" not in e.variables():
+def _reads(e: Expr) -> bool:
+    return not e.variables().isdisjoint(_POSITIONS)
+
+
+def _rise(e: Expr, streaming: str) -> Expr | None:
+    """What a float expression rises by from one place to the next; None where that depends on places."""
+    if streaming not in e.variables():
         return _ZERO
     if e.op == "cast" and e.args[0].op == "var":
         return ONE
     if e.op in ("add", "sub"):
-        first, second = map(_rise, e.args)
+        first, second = (_rise(arg, streaming) for arg in e.args)
         return None if first is None or second is None else simplify(apply(e.op, first, second))
     if e.op == "mul":
         for factor, other in (e.args, e.args[::-1]):
-            if not factor.variables() & {"q_idx", "kv_idx"}:
-                rise = _rise(other)
+            if not _reads(factor):
+                rise = _rise(other, streaming)
                 return None if rise is None else simplify(apply("mul", rise, factor))
     return None

@@ -9,7 +9,7 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
-__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "along_line", "kept", "marked", "marks_of", "scores_of", "words_at"]
+__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "along_line", "kept", "leaned", "marked", "marks_of", "scores_of", "words_at"]
 
 ROWS = gl.constexpr(64)
 # what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
@@ -90,6 +90,19 @@ def along_line(tile, at, env, c, line: gl.constexpr):
     lead, rise = line(b, h, rows, columns, q_len, kv_len, env, aux)
     y = gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise
     return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), product(c.TILE_KV), assert_trivial=True)
+
+
+@gluon.jit
+def leaned(row, rise):
+    """A number for each column of a tile, less `rise` for each column before it: columns are constants to a thread."""
+    y = row.reshape([row.shape[0] // 8, 4, 2])
+    LAYOUT: gl.constexpr = y.type.layout
+    eight = gl.arange(0, row.shape[0] // 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    column = 8 * eight[:, None, None] + one[None, None, :]
+    y = y - (2 * lane)[None, :, None].to(gl.float32) * rise - column.to(gl.float32) * rise
+    return gl.convert_layout(y.reshape([row.shape[0]]), row.type.layout, assert_trivial=True)
 
 
 @gluon.jit
