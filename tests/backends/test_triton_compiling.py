@@ -221,3 +221,41 @@ print(len(t.compiling._begun))
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_what_waits_is_read_before_what_is_ahead(events, monkeypatch):
+    read, real = [], triton.compiler.ASTSource.make_ir
+
+    def watched(self, *args, **options):
+        time.sleep(0.05)
+        made = real(self, *args, **options)
+        read.append(self.name)
+        return made
+
+    monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
+    with side_by_side():
+        ahead(second_kernel)
+        launch(first_kernel)
+    with side_by_side():
+        launch(second_kernel)
+    assert read == ["first_kernel", "second_kernel"]
+
+
+def test_the_switch_interval_is_the_users_again(events):
+    before, seen = sys.getswitchinterval(), []
+    inside = compiling._compile
+
+    def noted(new):
+        seen.append(sys.getswitchinterval())
+        with compiling._brisk():
+            inside(new)
+        seen.append(sys.getswitchinterval())
+
+    compiling._compile = noted
+    try:
+        with pytest.raises(triton.CompilationError), side_by_side():
+            launch(wrong_kernel)
+    finally:
+        compiling._compile = inside
+    assert seen == [pytest.approx(2e-4)] * 2
+    assert sys.getswitchinterval() == before

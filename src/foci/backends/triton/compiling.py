@@ -4,13 +4,14 @@ What a pass launches is known before any of it runs: tables of tiles, and the ke
 wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
 Beside each compiles the C code that hands it its arguments, which follows from their types alone. Triton's front end, which is Python and
 keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order. Kernels that a later
-pass will launch compile after these and are not waited for: that pass takes them up where they are.
+pass will launch are read after these and not waited for: that pass takes them up where they are.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +109,8 @@ def launch_waiting(queue: list[Waiting]) -> None:
     for kind in _met & new.keys():
         del new[kind]
     if new:
-        _compile(list(new.values()))
+        with _brisk():
+            _compile(list(new.values()))
         if len(_met) > _MOST_MET:
             _met.clear()
         _met.update(kind for kind, each in new.items() if not each.is_ahead)
@@ -123,7 +125,8 @@ def _compile(new: Sequence[Waiting]) -> None:
     if active_mode.get() is not None:
         return
     pool = ThreadPoolExecutor(2 * len(new))
-    mode = _SideBySide(_Beside(pool))
+    beside = _Beside(pool)
+    mode = _SideBySide(beside)
     token = active_mode.set(mode)
     try:
         # a pass ends with what takes longest
@@ -131,6 +134,7 @@ def _compile(new: Sequence[Waiting]) -> None:
             each.function.warmup(*each.args, grid=(1,), **each.options)
         if len(os.sched_getaffinity(0)) < 2 * len(new):
             mode.finish()
+        beside.wait_until_read()
         mode.is_ahead = True
         for each in reversed([each for each in new if each.is_ahead]):
             with suppress(Exception):
@@ -139,6 +143,28 @@ def _compile(new: Sequence[Waiting]) -> None:
         active_mode.reset(token)
         pool.shutdown(wait=False)
     mode.finish()
+
+
+@contextmanager
+def _brisk() -> Iterator[None]:
+    """Python's lock goes round faster: a kernel's compiler asks for it a hundred times, for moments, and each time would wait for 5 ms
+    where another kernel is read."""
+    with _turns:
+        _brisk_ones.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_brisk_ones[0], 2e-4))
+    try:
+        yield
+    finally:
+        with _turns:
+            before = _brisk_ones[0]
+            _brisk_ones.pop()
+            if not _brisk_ones:
+                sys.setswitchinterval(before)
+
+
+_turns: Final = threading.Lock()
+_brisk_ones: Final[list[float]] = []
+"""What the interval was: first, before any."""
 
 
 class _SideBySide:
@@ -181,21 +207,34 @@ class _Beside(Executor):
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
+        self._read: list[threading.Event] = []
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        is_read = threading.Event()
         if RELEASE == (3, 6):
             src = _source_of(compile_it)
-            src.make_ir = functools.partial(_in_turn, src.make_ir)
+            src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
             self._pool.submit(_build_launcher, src)
-        return self._pool.submit(compile_it, *args, **options)
+        future = self._pool.submit(compile_it, *args, **options)
+        future.add_done_callback(lambda _: is_read.set())
+        self._read.append(is_read)
+        return future
+
+    def wait_until_read(self) -> None:
+        """Waits until Triton's front end, which is Python, is through with all there is, or the compiler where nothing tells."""
+        while self._read:
+            self._read.pop().wait()
 
 
 _front_end: Final = threading.Lock()
 
 
-def _in_turn(make_ir: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _in_turn(make_ir: Callable[..., Any], is_read: threading.Event, *args: Any, **options: Any) -> Any:
     with _front_end:
-        return make_ir(*args, **options)
+        try:
+            return make_ir(*args, **options)
+        finally:
+            is_read.set()
 
 
 def _source_of(compile_it: Callable[..., Any]) -> Any:

@@ -96,7 +96,9 @@ def fold_tiles(
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
-    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+    # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
+    STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
+    for i in tl.range(low, high, num_stages=STAGES):
         current = tile
         here = start_of(tile, c, c.TILE_KV)
         tile = visited(table, row, i + 1, first, before, gap, c)

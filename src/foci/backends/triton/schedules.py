@@ -73,7 +73,7 @@ SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
     ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_listed", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    ("hopper", "forward_listed", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 128, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
     ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
