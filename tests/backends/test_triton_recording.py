@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import foci
 from foci import masks, scores
 from foci.backends.triton import kernel, recording, sparsity
+from foci.backends.triton.counts import Count
 from foci.binding import bind
 from foci.problem import Cotangents, Layout, Operands, Outputs
 
@@ -176,6 +177,30 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     assert len(described) == 2  # once for each address
     monkeypatch.setattr(recording, "RELEASE", (3, 9))
     assert recording.direct(compiled, (8, 1, 1, 0, 7), noted) is None
+
+
+def test_maps_are_made_once_for_so_many_tokens():
+    made = []
+
+    def make(tiles, facts):
+        made.append((tiles.base.data_ptr(), list(tiles.shape)))
+        return [len(made)]
+
+    tiles = recording.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
+    maps = recording._Maps(tiles, make, {})
+    x, y = torch.zeros(8, 64), torch.zeros(8, 64)
+
+    def of(tensor, tokens):
+        bound = maps.bound(recording._Binding((tokens, tokens), ()))
+        found = bound.known.get(tensor.data_ptr())
+        return bound(tensor, tensor.data_ptr()) if found is None else found
+
+    assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
+    assert made == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
+    for tokens in range(100, 100 + 2 * recording._SHAPES):
+        of(x, tokens)
+    assert len(maps._of_others) == recording._SHAPES
+    assert of(x, 8) == len(made)  # forgotten, and made again
 
 
 def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):

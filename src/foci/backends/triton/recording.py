@@ -211,6 +211,7 @@ class _Maps:
     def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
         self._varies = any(isinstance(n, Count) for n in tiles.rest["shape"])
+        self._of_others: OrderedDict[tuple[int, ...], _Maps] = OrderedDict()
         self.known: dict[int, Any] = {}
 
     def __call__(self, base: Any, address: Any) -> Any:
@@ -220,11 +221,21 @@ class _Maps:
         return found
 
     def bound(self, binding: _Binding) -> _Maps:
-        """The maps of other tokens: these, where the number of tokens is no part of them."""
-        return _Maps(self._tiles.bound(binding), self._make, self._metadata) if self._varies else self
+        """The maps of other tokens: these, where the number of tokens is no part of them; else those of as many, wherever they lie."""
+        if not self._varies:
+            return self
+        tiles = self._tiles.bound(binding)
+        shape = tuple(tiles.rest["shape"])
+        found = self._of_others.get(shape)
+        if found is None:
+            found = self._of_others[shape] = _Maps(tiles, self._make, self._metadata)
+            if len(self._of_others) > _SHAPES:
+                self._of_others.popitem(last=False)
+        return found
 
 
 _MAPS: Final = 256
+_SHAPES: Final = 64
 
 
 def direct(compiled: Any, place: tuple[Any, ...], noted: _Arguments) -> _Launch | None:
