@@ -176,8 +176,10 @@ class _SideBySide:
         self._waited: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
         self.is_ahead = False
 
-    def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
-        """By Triton's key of a kernel: what compiles it, and what puts it where its launch finds it."""
+    def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *_: object) -> None:
+        """By Triton's key of a kernel: what compiles it, and what puts it where its launch finds it. Later releases clean up besides
+        behind what they were given, which is nothing here.
+        """
         if key in self._waited:
             return
         begun = _begun.pop(key, None)
@@ -211,9 +213,10 @@ class _Beside(Executor):
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         is_read = threading.Event()
-        if RELEASE == (3, 6):
-            src = _source_of(compile_it)
+        src = _source_of(compile_it)
+        if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
+        if src is not None and RELEASE == (3, 6):
             self._pool.submit(_build_launcher, src)
         future = self._pool.submit(compile_it, *args, **options)
         future.add_done_callback(lambda _: is_read.set())
@@ -238,9 +241,9 @@ def _in_turn(make_ir: Callable[..., Any], is_read: threading.Event, *args: Any, 
 
 
 def _source_of(compile_it: Callable[..., Any]) -> Any:
-    """What Triton will compile."""
+    """What Triton will compile; None where a release hides it."""
     names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
-    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))["src"]
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get("src")
 
 
 def _build_launcher(src: Any) -> None:
