@@ -6,7 +6,7 @@
 
 Peers: FlexAttention compiled, FlashAttention-4 where `flash_attn.cute` is found, torch's FLASH, cuDNN and EFFICIENT backends of
 scaled_dot_product_attention, varlen_attn.
-Medians of CUDA events. TFLOP/s over the attended area, backward 2.5 times the forward. Lines go to
+Medians of CUDA events, the sides of a row taking turns. TFLOP/s over the attended area, backward 2.5 times the forward. Lines go to
 $OUT/gpu_attention.jsonl where OUT is set, with commit, device and versions; `number` is the row's place in the table.
 """
 
@@ -20,8 +20,9 @@ import functools
 import json
 import math
 import os
+import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,57 +291,84 @@ def flops(row: Row) -> float:
 
 
 @contextlib.contextmanager
-def alone(lock: str) -> Iterator[None]:
-    """Holds the lock of processes of which one times while others get ready."""
+def held(lock: str, how: int) -> Iterator[None]:
+    """Holds the lock of processes side by side: fcntl.LOCK_SH to get ready beside each other, fcntl.LOCK_EX to time alone."""
     if not lock:
         yield
         return
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, how)
         yield
 
 
-def measure(row: Row, name: str, *, only_compile: bool, lock: str = "") -> dict[str, Any] | None:
-    """One line: TFLOP/s and milliseconds of forward and backward."""
+@dataclass(frozen=True)
+class Ready:
+    """One side of a row: its passes, each run once, and megabytes they take beside their inputs."""
+
+    passes: tuple[Callable[[], Any], ...]
+    peak_mb: float
+
+
+def ready(row: Row, name: str) -> Ready | None:
+    """A side that runs, or None and a line that says why not."""
     try:
         forward, backward = ours(row, name) if name in OURS else peer(row, name)
         passes = (forward,) if row.name.startswith("decode") else (forward, backward)
-        if only_compile:
-            for run in passes:
-                run()
-            torch.cuda.synchronize()
-            return None
+        for run in passes:
+            run()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for run in passes:
             run()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        with alone(lock):
-            times = [triton.testing.do_bench(f, warmup=15, rep=80, return_mode="median") for f in passes]
+        return Ready(passes, (torch.cuda.max_memory_allocated() - before) / 2**20)
     except Exception as error:
         print(f"{row.name} {row.shape} {name}: {type(error).__name__} {str(error)[-300:]}", flush=True)
         return None
-    work = flops(row)
-    if row.name.startswith("decode"):
-        # terabytes of keys and values a second, in the place of TFLOP/s
+
+
+ROUNDS, EACH = 5, 4
+
+
+def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds, medians: each side several times in a row, the sides in turns, so that a warm card is slow for all alike."""
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            call()
+            for _ in range(EACH):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                call()
+                end.record()
+                marks[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
+
+
+def measure(row: Row, names: Sequence[str], *, only_compile: bool, lock: str = "") -> dict[str, dict[str, Any]]:
+    """Lines of a row, by who: TFLOP/s and milliseconds of forward and backward."""
+    with held(lock, fcntl.LOCK_SH):
+        found = {name: side for name in names if (side := ready(row, name)) is not None}
+    if only_compile:
+        return {}
+    with held(lock, fcntl.LOCK_EX):
+        forward = in_turns({name: side.passes[0] for name, side in found.items()})
+        backward = in_turns({name: side.passes[1] for name, side in found.items() if len(side.passes) > 1})
+    return {name: line(row, name, forward[name], backward.get(name), side.peak_mb) for name, side in found.items()}
+
+
+def line(row: Row, name: str, forward_ms: float, backward_ms: float | None, peak_mb: float) -> dict[str, Any]:
+    """What is written of one side; of a decode, terabytes of keys and values a second in the place of TFLOP/s."""
+    about = {"row": row.name, "shape": row.shape, "who": name, "forward_ms": forward_ms, "peak_mb": peak_mb}
+    if backward_ms is None:
         b, _, n, d = row.shape
-        rate = 4.0 * b * row.kv_heads * n * d / times[0] / 1e9
-        return {
-            "row": row.name,
-            "shape": row.shape,
-            "who": name,
-            "forward_ms": times[0],
-            "forward_tbs": rate,
-            "forward_tflops": rate,
-            "backward_tflops": 0.0,
-            "peak_mb": peak / 2**20,
-        }
-    return {
-        "row": row.name, "shape": row.shape, "who": name, "forward_ms": times[0], "backward_ms": times[1],
-        "forward_tflops": work / times[0] / 1e9, "backward_tflops": 2.5 * work / times[1] / 1e9, "peak_mb": peak / 2**20,
-    }  # fmt: skip
+        rate = 4.0 * b * row.kv_heads * n * d / forward_ms / 1e9
+        return about | {"forward_tbs": rate, "forward_tflops": rate, "backward_tflops": 0.0}
+    work = flops(row)
+    rates = {"forward_tflops": work / forward_ms / 1e9, "backward_tflops": 2.5 * work / backward_ms / 1e9}
+    return about | {"backward_ms": backward_ms} | rates
 
 
 def main() -> None:
@@ -358,14 +386,11 @@ def main() -> None:
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
     for number, row in todo[part::parts]:
-        found = {}
-        for name in (*options.backends.split(","), *(() if options.no_peers else row.peers)):
-            line = measure(row, name, only_compile=bool(options.compile), lock=options.lock)
-            if line is not None:
-                found[name] = line
-                if out is not None:
-                    with out.open("a") as file:
-                        file.write(json.dumps({"number": number} | line | about) + "\n")
+        names = (*options.backends.split(","), *(() if options.no_peers else row.peers))
+        found = measure(row, names, only_compile=bool(options.compile), lock=options.lock)
+        if out is not None:
+            with out.open("a") as file:
+                file.writelines(json.dumps({"number": number} | each | about) + "\n" for each in found.values())
         b, h, s, d = row.shape
         shown = "  ".join(
             f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"
