@@ -9,12 +9,13 @@ from spelled_images import IMAGES
 from spelled_masks import MASKS
 from spelled_models import MODELS
 from spelled_people import PEOPLE
+from spelled_rows import ROWS
 from spelled_tricks import TRICKS
 from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled, fused_only
 
 import foci
 
-SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *MASKS)
+SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *MASKS, *ROWS)
 LENGTH, LONGER = 20, 27
 
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.emit import Emitter, Sizes
-from foci.graph.indices import Digit, Index, NeedsSplit, NoRule, broadcast_index
+from foci.graph.indices import Digit, Index, broadcast_index
 from foci.graph.match import path_to
 from foci.graph.products import Product, product_of
-from foci.graph.reading import CASTS, Call, Size, call_of, dtype_of, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.reading import CASTS, Call, call_of, dtype_of, is_tensor, number_of, rank_of, shape_of, value_of
 from foci.graph.replacing import erase_dead
+from foci.graph.rows import atoms, is_over, less_logsumexp, moved, number_beside, same_shape
 from foci.graph.same import Values
 from foci.graph.truth import is_truth
-from foci.graph.views import VIEWS, step
+from foci.graph.views import VIEWS
+from foci.graph.weights import softmax_of
 from foci.ir import expr as ir
 
 __all__ = ["without_softmaxes_by_hand"]
@@ -34,16 +37,24 @@ __all__ = ["without_softmaxes_by_hand"]
 def without_softmaxes_by_hand(graph: fx.Graph, sizes: Sizes, mode: FakeTensorMode | None) -> None:
     """Brings the spellings of softmax in `graph` that stand between two products to `torch.softmax`."""
     values = Values(graph)
-    changed = False
-    for node in list(graph.nodes):
-        for quotient in _quotients(node):
-            found = _normalised(quotient, values)
-            if found is not None and _stands_between(quotient, found.scores):
-                _rewrite(graph, quotient, found, Emitter(graph, node, mode, sizes))
-                changed = True
-                break
-    if changed:
+    changed = [_is_brought(graph, node, values, Emitter(graph, node, mode, sizes)) for node in list(graph.nodes)]
+    if any(changed):
         erase_dead(graph)
+
+
+def _is_brought(graph: fx.Graph, node: fx.Node, values: Values, emitter: Emitter) -> bool:
+    """Whether the node was a softmax by hand; it is torch's then."""
+    for quotient in _quotients(node):
+        found = _normalised(quotient, values)
+        if found is not None and _stands_between(quotient.node, found.scores, ahead=quotient.product is None):
+            _rewrite(graph, quotient, found, emitter)
+            return True
+    less = None if softmax_of(node) is not None else less_logsumexp(node, values)
+    if less is None or not _stands_between(node, less[0], ahead=True):
+        return False
+    node.replace_all_uses_with(emitter.call(torch.softmax, *less))
+    graph.erase_node(node)
+    return True
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,14 @@ class _Normalised:
     Attributes:
         masks: what is kept, each with the truth that keeps.
         factor: of the scores.
+        beside: one is added to the sum: the exponential of a score of zero without a value.
     """
 
     scores: fx.Node
     dims: tuple[int, ...]
     factor: float = 1.0
     masks: tuple[tuple[fx.Node, bool], ...] = ()
+    beside: bool = False
 
 
 @dataclass
@@ -81,6 +94,7 @@ class _Sum:
     dims: frozenset[int]
     index: tuple[Any, ...]
     guarded: bool
+    beside: bool
     chain: list[fx.Node] = field(default_factory=list)
 
 
@@ -89,7 +103,7 @@ def _quotients(node: fx.Node) -> Iterator[_Quotient]:
     call = call_of(node)
     if call is None or not is_tensor(node) or call.in_place:
         return
-    index = _atoms(shape_of(node))
+    index = atoms(shape_of(node))
     if call.name == "softmin" and is_tensor(call.argument(0, "input")):
         yield _Quotient(node, node, node, False, index)
     if call.name == "normalize" and number_of(call.argument(1, "p", 2.0)) == 1:
@@ -97,25 +111,23 @@ def _quotients(node: fx.Node) -> Iterator[_Quotient]:
     if call.name not in ("div", "mul") or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
         return
     for top, bottom in ((call.args[0], call.args[1]), (call.args[1], call.args[0]))[: 1 if call.name == "div" else 2]:
-        if _same_shape(top, node):
+        if same_shape(top, node):
             yield _Quotient(node, top, bottom, call.name == "mul", index)
         product = product_of(top)
-        if product is not None and _same_shape(top, node) and product.addend is None and product.alpha == 1 and len(top.users) == 1:
+        if product is not None and same_shape(top, node) and _is_plain(product):
             at = dict(zip(product.out, index, strict=True))
             for side in (0, 1):
                 own = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
                 yield _Quotient(node, product.operands[side], bottom, call.name == "mul", own, replace(product, node=top))
 
 
+def _is_plain(product: Product) -> bool:
+    """Whether the node multiplies its own operands, adds nothing, and is read once: it can be made anew of others."""
+    own = all(operand in product.node.all_input_nodes for operand in product.operands)
+    return own and product.addend is None and product.alpha == 1 and len(product.node.users) == 1
+
+
 _SUMMED: Final = (Digit(ir.axis(-(1 << 20)), -1),)
-
-
-def _atoms(shape: Sequence[Size]) -> Index:
-    return tuple(() if same_size(n, 1) else (Digit(ir.axis(-1 - i), n),) for i, n in enumerate(shape))
-
-
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    return rank_of(a) == rank_of(b) and all(map(same_size, shape_of(a), shape_of(b)))
 
 
 def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
@@ -133,6 +145,9 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
         return None
     if any(user not in alone for node in alone - {quotient.node} for user in node.users):
         return None
+    if total.beside:
+        plain = found.dims == (rank_of(found.scores) - 1,) and not found.masks and not total.guarded
+        return replace(found, beside=True) if plain and dtype_of(found.scores) == dtype_of(quotient.node) else None
     unshifted = _without_largest(found.scores, found.dims[0]) if len(found.dims) == 1 else None
     if (total.guarded and (found.masks or unshifted is None)) or dtype_of(found.scores) != dtype_of(quotient.node):
         return None
@@ -145,17 +160,17 @@ def _by_norm(quotient: _Quotient, call: Call) -> _Sum | None:
     if not isinstance(dim, int) or not isinstance(least, float) or least > 1 or call.argument(4, "out") is not None:
         return None
     dims = frozenset((dim % rank_of(quotient.node),))
-    return _Sum(quotient.top, dims, tuple(() if n in dims else d for n, d in enumerate(quotient.index)), guarded=True)
+    return _Sum(quotient.top, dims, tuple(() if n in dims else d for n, d in enumerate(quotient.index)), guarded=True, beside=False)
 
 
 def _sum_above(quotient: _Quotient) -> _Sum | None:
     """The sum that the divisor is, read at the index of the quotient."""
-    node, inverted, guarded, chain = quotient.bottom, False, False, []
-    index = broadcast_index(_atoms(shape_of(quotient.node)), shape_of(node))
+    node, inverted, guarded, beside, chain = quotient.bottom, False, False, False, []
+    index = broadcast_index(atoms(shape_of(quotient.node)), shape_of(node))
     while (call := call_of(node)) is not None and is_tensor(node):
         chain.append(node)
         if call.name == "sum":
-            return _read_sum(call, index, guarded, chain) if inverted == quotient.inverted else None
+            return _read_sum(call, index, (guarded, beside), chain) if inverted == quotient.inverted else None
         below = _inverse(call)
         if below is not None:
             node, inverted = below, not inverted
@@ -163,28 +178,15 @@ def _sum_above(quotient: _Quotient) -> _Sum | None:
         if inverted == quotient.inverted and _keeps_from_zero(call, node):
             node, guarded = call.args[0], True
             continue
-        moved = _moved(node, index)
-        if moved is None:
+        added = number_beside(call)
+        if inverted == quotient.inverted and added is not None and added[1] == 1 and not beside:
+            node, beside = added[0], True
+            continue
+        following = moved(node, index)
+        if following is None:
             return None
-        node, index = moved
+        node, index = following
     return None
-
-
-def _moved(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
-    try:
-        return step(node, index, _constant, _unread)
-    except (NoRule, NeedsSplit):
-        return None
-
-
-def _constant(size: Size) -> ir.Expr:
-    if isinstance(size, int):
-        return ir.const(size)
-    raise NoRule("a size that is no constant")
-
-
-def _unread(node: fx.Node, index: Index) -> ir.Expr:
-    raise NoRule("an index that is a tensor")
 
 
 def _inverse(call: Call) -> fx.Node | None:
@@ -197,7 +199,7 @@ def _inverse(call: Call) -> fx.Node | None:
     return inverted if isinstance(inverted, fx.Node) and is_tensor(inverted) else None
 
 
-def _read_sum(call: Call, index: Index, guarded: bool, chain: list[fx.Node]) -> _Sum | None:
+def _read_sum(call: Call, index: Index, how: tuple[bool, bool], chain: list[fx.Node]) -> _Sum | None:
     source, given = call.argument(0, "input"), call.argument(1, "dim", call.kwargs.get("axis"))
     dims = given if isinstance(given, (list, tuple)) else (given,)
     if not is_tensor(source) or call.argument(3, "dtype") is not None or not dims or not all(isinstance(d, int) for d in dims):
@@ -205,7 +207,7 @@ def _read_sum(call: Call, index: Index, guarded: bool, chain: list[fx.Node]) -> 
     summed, rest = frozenset(d % rank_of(source) for d in dims), iter(index)
     kept = bool(call.argument(2, "keepdim", False))
     full = tuple(next(rest) if kept or n not in summed else () for n in range(rank_of(source)))
-    return _Sum(source, summed, full, guarded, chain)
+    return _Sum(source, summed, full, *how, chain)
 
 
 def _is_over_rows(quotient: _Quotient, total: _Sum) -> bool:
@@ -221,12 +223,12 @@ def _raised(node: fx.Node, dims: tuple[int, ...], chain: list[fx.Node]) -> _Norm
     """What was raised, and how it was masked; adds the nodes on the way to `chain`."""
     masks: list[tuple[fx.Node, bool]] = []
     shape = node
-    while (call := call_of(node)) is not None and is_tensor(node) and _same_shape(node, shape):
+    while (call := call_of(node)) is not None and is_tensor(node) and same_shape(node, shape):
         chain.append(node)
         if call.name in ("exp", "exp2"):
             factor = 1.0 if call.name == "exp" else math.log(2)
             source = call.argument(0, "input")
-            return _Normalised(source, dims, factor, tuple(masks)) if _same_shape(source, shape) else None
+            return _Normalised(source, dims, factor, tuple(masks)) if same_shape(source, shape) else None
         if call.name == "softmax" and masks:
             dim, source = call.argument(1, "dim", -1), call.argument(0, "input")
             over = isinstance(dim, int) and dims == (dim % rank_of(node),)
@@ -259,7 +261,7 @@ def _keeps_from_zero(call: Call, node: fx.Node) -> bool:
         return False
     if call.name in ("clamp", "clamp_min"):
         least = number_of(call.argument(1, "min"))
-        return isinstance(least, (int, float)) and least <= 1 and number_of(call.argument(2, "max")) is None
+        return isinstance(least, (int, float)) and least <= 1 and call.argument(2, "max") is None
     small = number_of(call.args[1]) if call.name == "add" and len(call.args) == 2 and not call.kwargs else None
     return isinstance(small, (int, float)) and 0 <= small < torch.finfo(dtype_of(node)).eps / 4
 
@@ -270,38 +272,26 @@ def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
     if call is None or call.name != "sub" or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
         return None
     source, largest = call.args
-    index = broadcast_index(_atoms(shape_of(node)), shape_of(largest))
+    index = broadcast_index(atoms(shape_of(node)), shape_of(largest))
     while (made := call_of(largest)) is not None:
         if made.name in ("amax", "max"):
-            return source if made.args[0] is source and _is_over(made, index, dim) else None
+            return source if made.args[0] is source and is_over(made, index, dim) else None
         if made.name == "detach" or (made.name in ("getitem", "getattr") and not is_tensor(made.args[0])):
             largest = made.args[0]
             continue
-        moved = _moved(largest, index)
-        if moved is None:
+        following = moved(largest, index)
+        if following is None:
             return None
-        largest, index = moved
+        largest, index = following
     return None
-
-
-def _is_over(call: Call, index: Index, dim: int) -> bool:
-    """Whether the largest over `dim`, read at `index`, is that of the same row."""
-    given = call.argument(1, "dim", call.kwargs.get("axis"))
-    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
-    rows = _atoms(shape_of(call.args[0]))
-    if not isinstance(given, int) or given % len(rows) != dim:
-        return False
-    kept, rest = bool(call.argument(2, "keepdim", False)), iter(index)
-    own = [next(rest) if kept or n != dim else () for n in range(len(rows))]
-    return all(n == dim or a == b for n, (a, b) in enumerate(zip(rows, own, strict=True)))
 
 
 _MOST_BELOW: Final = 32
 
 
-def _stands_between(quotient: _Quotient, scores: fx.Node) -> bool:
-    """Whether there are products above and below."""
-    below = quotient.product is not None or any(product_of(user) is not None for user in _below(quotient.node))
+def _stands_between(node: fx.Node, scores: fx.Node, *, ahead: bool) -> bool:
+    """Whether there are products above and, where one is still `ahead`, below."""
+    below = not ahead or any(product_of(user) is not None for user in _below(node))
     return below and bool(path_to(scores)[0])
 
 
@@ -332,7 +322,12 @@ def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: 
         kept = mask if dtype_of(mask) == torch.bool else emitter.call(operator.ne, mask, 0)
         scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, kept) if keeps else kept, -math.inf)
     first, last = found.dims[0], found.dims[-1]
-    if first == last:
+    if found.beside:
+        with enable_python_dispatcher():  # without it, padding fixes symbolic sizes
+            padded = emitter.call(torch.nn.functional.pad, scores, (0, 1))
+        padded = emitter.call(torch.softmax, padded, first)
+        weights = emitter.call(operator.getitem, padded, (..., slice(None, -1)))
+    elif first == last:
         weights = emitter.call(torch.softmax, scores, first)
     else:
         weights = emitter.call(torch.softmax, emitter.method("flatten", scores, first, last), first)

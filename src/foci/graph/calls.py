@@ -123,9 +123,9 @@ def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
 
 
 def _scored(lift: Lift, index: Index, mask: Any, scale: Any, depth: Size, *, causal: bool) -> Expr:
-    factor = number_of(scale)
+    factor = 1.0 / math.sqrt(int(depth)) if scale is None else number_of(scale)
     if factor is None:
-        factor = 1.0 / math.sqrt(int(depth))
+        raise NoRule("a scale that is a tensor")
     score = apply("mul", ir.variable("score"), float(factor))
     if causal:
         return apply("where", apply("le", *(_position(lift, d) for d in (index[-1], index[-2]))), score, -math.inf)

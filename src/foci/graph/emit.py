@@ -151,6 +151,7 @@ class Emitter:
 _ARITHMETIC: Final[tuple[tuple[str, Callable[..., Any]], ...]] = (
     ("Add", operator.add),
     ("Mul", operator.mul),
+    ("Pow", operator.pow),
     ("FloorDiv", operator.floordiv),
     ("CleanDiv", operator.floordiv),
     ("PythonMod", operator.mod),

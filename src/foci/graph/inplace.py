@@ -88,21 +88,41 @@ def _keeps_type(target: fx.Node, others: tuple[Any, ...]) -> bool:
 
 
 def _is_fill(call: Call) -> bool:
-    """Whether it is `x[mask] = number`."""
-    if call.name != "setitem" or not all(isinstance(arg, fx.Node) for arg in call.args[:2]) or not isinstance(call.args[2], (int, float)):
+    """Whether it is `x[mask] = number`, or with whole dimensions before the mask, as `x[:, :, mask]` and `x[..., mask]`."""
+    if call.name != "setitem" or not isinstance(call.args[0], fx.Node) or not isinstance(call.args[2], (int, float)):
         return False
-    target, mask = map(tensor_of, call.args[:2])
-    return target is not None and mask is not None and mask.dtype is torch.bool and target.is_floating_point()
+    target, mask = tensor_of(call.args[0]), _mask_of(call.args[1])
+    where = None if mask is None else tensor_of(mask)
+    if target is None or where is None or where.dtype is not torch.bool or not target.is_floating_point():
+        return False
+    return _before(call.args[1], target, where) is not None
+
+
+def _mask_of(key: Any) -> fx.Node | None:
+    last = key[-1] if isinstance(key, tuple) and key else key
+    return last if isinstance(last, fx.Node) else None
+
+
+def _before(key: Any, target: Tensor, where: Tensor) -> int | None:
+    """How many dimensions of the target come before those of the mask; None where they are not taken whole."""
+    lead = key[:-1] if isinstance(key, tuple) else ()
+    if lead == (Ellipsis,):
+        return target.dim() - where.dim()
+    return len(lead) if all(isinstance(entry, slice) and entry == slice(None) for entry in lead) else None
 
 
 def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> None:
     """`x[mask] = number` as `masked_fill(x, mask, number)`."""
-    target, mask, number = node.args
-    assert isinstance(target, fx.Node) and isinstance(mask, fx.Node)
+    target, key, number = node.args
+    mask = _mask_of(key)
+    assert isinstance(target, fx.Node) and mask is not None
     own, where = tensor_of(target), tensor_of(mask)
     assert own is not None and where is not None
-    if where.dim() < own.dim():
-        index: Any = (..., *(None,) * (own.dim() - where.dim()))
+    before = _before(key, own, where)
+    assert before is not None
+    behind = own.dim() - before - where.dim()
+    if behind:
+        index: Any = (..., *(None,) * behind)
         with graph.inserting_before(node):
             mask = graph.call_function(operator.getitem, (mask, index))
         position[mask] = position[node]

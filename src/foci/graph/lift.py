@@ -397,9 +397,20 @@ def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
 
 
 def _cumsum(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    """A sum of zeros; any other is captured."""
-    value = simplify(lift.element(call.args[0], index))
-    return ir.const(0) if value.op == "const" and not value.value else None
+    """A sum of zeros, or of ones where counting is exact; any other is captured."""
+    tensor, source, dim = tensor_of(node), call.args[0], call.argument(1, "dim", call.kwargs.get("axis"))
+    value = simplify(lift.element(source, index))
+    if value.op != "const" or tensor is None or not isinstance(dim, int):
+        return None
+    if not value.value:
+        return ir.const(0)
+    if value.value != 1 or tensor.dtype not in _COUNTING or not index:
+        return None
+    count = apply("add", value_of_digits(index[dim % len(index)], lift.number), 1)
+    return cast(count, dtype_of(tensor.dtype)) if tensor.dtype.is_floating_point else count
+
+
+_COUNTING: Final = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
 
 
 _MAKERS: Final[Mapping[str, Maker]] = {

@@ -209,10 +209,13 @@ def _with_sink(emitter: Emitter, match: Match, layout: Layout, out: fx.Node, lse
     """A logit without a value scales its row by sigmoid(lse - sink)."""
     assert match.sink is not None
     node, index = match.sink
-    place = _narrowest(Place(node, index), match)
-    groups: tuple[Digits, ...] = (layout.batch, layout.heads, layout.queries)
-    logit = emitter.operand(place, groups, whole=(False, False, False))
-    logit = _cast(emitter, logit, dtype_of(lse))
+    logit: fx.Node | float
+    if isinstance(node, fx.Node):
+        place = _narrowest(Place(node, index), match)
+        groups: tuple[Digits, ...] = (layout.batch, layout.heads, layout.queries)
+        logit = _cast(emitter, emitter.operand(place, groups, whole=(False, False, False)), dtype_of(lse))
+    else:
+        logit = node
     share = emitter.call(torch.sigmoid, emitter.call(operator.sub, lse, logit))
     scaled = emitter.call(operator.mul, out, emitter.method("unsqueeze", share, -1))
     return _cast(emitter, scaled, dtype_of(out))

@@ -100,6 +100,8 @@ def _canonical(e: Expr) -> Expr | None:
         and _is_low(e.args[1])
     ):
         return e.args[2]  # clamped from below by what no score comes near
+    if e.op in ("add", "sub") and (chosen := _kept_or_low(e)) is not None:
+        return chosen
     if e.op == "mul" and all(a.op == "where" and a.args[1:] == (_one(a), _zero(a)) for a in e.args):
         return apply("where", apply("and", *(a.args[0] for a in e.args)), *e.args[0].args[1:])
     if e.op in _CHOSEN and e.args[0].dtype is not DType.BOOL:
@@ -109,6 +111,18 @@ def _canonical(e: Expr) -> Expr | None:
             n = choices[0]
             sides = [apply(e.op, *(e.args[n].args[s] if i == n else a for i, a in enumerate(e.args))) for s in (1, 2)]
             return apply("where", e.args[n].args[0], *sides)
+    return None
+
+
+def _kept_or_low(e: Expr) -> Expr | None:
+    """`x * keep - large * (1 - keep)`, with `keep` as a number, as a choice of x and the lowest number."""
+    for kept, low in (e.args, e.args[::-1])[: 2 if e.op == "add" else 1]:
+        if kept.op != "mul" or low.op != "where" or low.args[1] is not _zero(e):
+            continue
+        beyond = simplify(apply("neg", low.args[2]) if e.op == "sub" else low.args[2])
+        for factor, x in (kept.args, kept.args[::-1]):
+            if _is_low(beyond) and factor.op == "where" and factor.args == (low.args[0], _one(e), _zero(e)):
+                return apply("where", low.args[0], x, beyond)
     return None
 
 

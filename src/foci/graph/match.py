@@ -9,16 +9,31 @@ batch. Where a view in between splits a dimension, the atom is split and the rea
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, size_of
+from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, offset, size_of
 from foci.graph.lift import PASSED, Lift, stops_gradient
 from foci.graph.products import Product, product_of
-from foci.graph.reading import CASTS, Size, call_of, device_of, dtype_of, is_tensor, needs_grad, same_size, shape_of
+from foci.graph.reading import (
+    CASTS,
+    Call,
+    Size,
+    call_of,
+    device_of,
+    dtype_of,
+    is_tensor,
+    needs_grad,
+    number_of,
+    rank_of,
+    same_size,
+    shape_of,
+    value_of,
+)
 from foci.graph.weights import Softmax, Walk, walk_up
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -59,7 +74,7 @@ class Match:
         atoms: the dimensions.
         score: the element that enters the softmax, of the variable `score` and the atoms.
         walk: what stands between softmax and second product.
-        sink: the column concatenated before the softmax and dropped after it, read at the atoms, or None.
+        sink: the column put beside the scores before the softmax and dropped after it, read at the atoms, or its one number; or None.
         lift: holds what was captured.
         inside: nodes whose only purpose is this attention: from the first product to the second.
         out: the digits of each dimension of the result.
@@ -74,7 +89,7 @@ class Match:
     atoms: Atoms
     score: Expr
     walk: Walk
-    sink: tuple[fx.Node, Index] | None
+    sink: tuple[fx.Node | float, Index] | None
     lift: Lift
     inside: frozenset[fx.Node]
     out: Index
@@ -176,9 +191,7 @@ def read(
     if second.addend is not None and second.beta != 0:
         walk.added = (second.addend, second.beta)
     keys = naming.all(roles["keys"])
-    if walk.index[softmax.dim] != keys:
-        raise NoRule("the softmax is not over the keys")
-    source, sink = _without_sink(softmax, walk.index, on_path)
+    source, sink = _without_sink(softmax, walk, keys, on_path, lift)
     if sink is None:
         shifted |= _shifted(source, softmax.dim, on_path)
     expression = lift.element(source, walk.index)
@@ -307,29 +320,58 @@ def _is_values(call: Any) -> bool:
     return bool(call.name == "getattr" and call.args[1] == "values")
 
 
-def _without_sink(softmax: Softmax, index: Index, on_path: frozenset[fx.Node]) -> tuple[fx.Node, tuple[fx.Node, Index] | None]:
-    """The scores without a last column, and that column."""
+def _without_sink(
+    softmax: Softmax, walk: Walk, keys: Digits, on_path: frozenset[fx.Node], lift: Lift
+) -> tuple[fx.Node, tuple[fx.Node | float, Index] | None]:
+    """The scores without a column that has no value, and that column; `walk.index` becomes that of the scores."""
     source, dim = softmax.source, softmax.dim
-    keys = index[dim]
-    size = shape_of(softmax.node)[dim]
-    total = size_of(keys)
-    if same_size(total, size):
+    size, total = shape_of(softmax.node)[dim], size_of(keys)
+    first = walk.index[dim] != keys
+    if first and walk.index[dim] != offset(keys, ir.const(1), 1, size, lift.number):
+        raise NoRule("the softmax is not over the keys")
+    if not first and same_size(total, size):
         return source, None
+    walk.index = (*walk.index[:dim], keys, *walk.index[dim + 1 :])
+    column: Index = (*walk.index[:dim], (), *walk.index[dim + 1 :])
     node = _through_casts(_without_row_maximum(source, dim, on_path), on_path)
     call = call_of(node)
+    if call is not None and call.name == "pad":
+        return _unpadded(call, dim, (1, 0) if first else (0, 1), on_path), (_filling(call), column)
     if call is None or call.name != "cat":
         raise NoRule("the softmax is over more than the keys")
     parts = list(call.argument(0, "tensors"))
-    along = call.argument(1, "dim", 0) % len(index)
+    own = parts[-1] if first else parts[0]
+    beside = parts[0] if first else parts[-1]
     if (
-        along != dim
+        call.argument(1, "dim", 0) % len(column) != dim
         or len(parts) != 2
-        or parts[1] in on_path
-        or not same_size(shape_of(parts[1])[dim], 1)
-        or not same_size(shape_of(parts[0])[dim], total)
+        or beside in on_path
+        or not same_size(shape_of(beside)[dim], 1)
+        or not same_size(shape_of(own)[dim], total)
     ):
         raise NoRule("the scores are concatenated with something that is no single column")
-    return parts[0], (parts[1], (*index[:dim], (), *index[dim + 1 :]))
+    return own, (beside, column)
+
+
+def _unpadded(call: Call, dim: int, wanted: tuple[int, int], on_path: frozenset[fx.Node]) -> fx.Node:
+    """What was padded by `wanted` along `dim`, and nowhere else."""
+    source: fx.Node = call.args[0]
+    amounts = [value_of(n) for n in call.argument(1, "pad")]
+    last = rank_of(source) - 1
+    pairs = {last - n: tuple(amounts[2 * n : 2 * n + 2]) for n in range(len(amounts) // 2)}
+    if source not in on_path or any(pair != (wanted if at == dim else (0, 0)) for at, pair in pairs.items()) or dim not in pairs:
+        raise NoRule("the softmax is over more than the keys")
+    return source
+
+
+def _filling(call: Call) -> float:
+    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value")
+    if isinstance(mode, (int, float)):  # ATen's has no mode
+        mode, fill = "constant", mode
+    number = 0.0 if fill is None else number_of(fill)
+    if mode != "constant" or not isinstance(number, (int, float)) or number == math.inf:
+        raise NoRule("the scores are padded with something that is no number")
+    return float(number)
 
 
 def _sequence(shared: Digits, queries: Digits, keys: Digits) -> tuple[Digits, Digits]:

@@ -88,11 +88,14 @@ def _matrix_labels(node: fx.Node, left: fx.Node, right: fx.Node) -> tuple[tuple[
 
 
 def _baddbmm(node: fx.Node, call: Call) -> Product | None:
-    addend, left, right = call.argument(0, "input"), call.argument(1, "batch1"), call.argument(2, "batch2")
+    addend = call.argument(0, "input")
+    left = call.argument(1, "batch1", call.kwargs.get("mat1"))
+    right = call.argument(2, "batch2", call.kwargs.get("mat2"))
     if not _tensors(addend, left, right):
         return None
+    alpha, beta = (number_of(call.kwargs.get(name, 1)) for name in ("alpha", "beta"))
     labels, out = _matrix_labels(node, left, right)
-    return Product(node, (left, right), labels, out, addend, number_of(call.kwargs.get("alpha", 1)), number_of(call.kwargs.get("beta", 1)))
+    return None if alpha is None or beta is None else Product(node, (left, right), labels, out, addend, alpha, beta)
 
 
 def _linear(node: fx.Node, call: Call) -> Product | None:
@@ -101,6 +104,55 @@ def _linear(node: fx.Node, call: Call) -> Product | None:
         return None
     names = [f"m{n}" for n in range(rank_of(left) - 1)]
     return Product(node, (left, right), ((*names, "k"), ("n", "k")), (*names, "n"))
+
+
+def _inner(node: fx.Node, call: Call) -> Product | None:
+    left, right = call.argument(0, "input"), call.argument(1, "other")
+    if not _tensors(left, right) or min(rank_of(left), rank_of(right)) < 2:
+        return None
+    rows, columns = ([f"{side}{n}" for n in range(rank_of(t) - 1)] for side, t in (("m", left), ("n", right)))
+    return Product(node, (left, right), ((*rows, "k"), (*columns, "k")), (*rows, *columns))
+
+
+def _tensordot(node: fx.Node, call: Call) -> Product | None:
+    left, right, dims = call.argument(0, "a"), call.argument(1, "b"), call.argument(2, "dims", 2)
+    if not _tensors(left, right):
+        return None
+    ranks = rank_of(left), rank_of(right)
+    if isinstance(dims, int):
+        dims = (tuple(range(ranks[0] - dims, ranks[0])), tuple(range(dims)))
+    if not isinstance(dims, (list, tuple)) or not all(isinstance(d, (list, tuple)) and d for d in dims):
+        return None
+    summed = [[d % rank for d in given] for given, rank in zip(dims, ranks, strict=True)]
+    labels = tuple(
+        tuple(f"k{given.index(n)}" if n in given else f"{side}{n}" for n in range(rank))
+        for side, given, rank in zip("mn", summed, ranks, strict=True)
+    )
+    out = tuple(name for names in labels for name in names if not name.startswith("k"))
+    return Product(node, (left, right), (labels[0], labels[1]), out)
+
+
+def _summed_products(node: fx.Node, call: Call) -> Product | None:
+    """(a * b).sum(dim) of operands that are broadcast to each other: each has a dimension that the other lacks."""
+    given, source = call.argument(1, "dim", call.kwargs.get("axis")), call.argument(0, "input")
+    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    inner = call_of(source) if is_tensor(source) else None
+    if inner is None or inner.name != "mul" or inner.in_place or not isinstance(given, int):
+        return None
+    if call.argument(2, "keepdim", False) or call.argument(3, "dtype") is not None or len(inner.args) != 2 or not _tensors(*inner.args):
+        return None
+    left, right = inner.args
+    whole = shape_of(source)
+
+    def named(operand: fx.Node) -> tuple[Label, ...]:
+        skipped = len(whole) - rank_of(operand)
+        sizes = enumerate(shape_of(operand), skipped)
+        return tuple(None if same_size(n, 1) and not same_size(whole[i], 1) else f"d{i}" for i, n in sizes)
+
+    summed = f"d{given % len(whole)}"
+    product = Product(node, (left, right), (named(left), named(right)), tuple(f"d{i}" for i in range(len(whole)) if f"d{i}" != summed))
+    is_outer = bool(product.only(0)) and bool(product.only(1))
+    return product if is_outer and product.summed == (summed,) else None
 
 
 def _einsum(node: fx.Node, call: Call) -> Product | None:
@@ -137,7 +189,10 @@ def _einsum(node: fx.Node, call: Call) -> Product | None:
 
 _PRODUCTS: Final[Mapping[str, Callable[[fx.Node, Call], Product | None]]] = {
     "matmul": _matmul,
-    "baddbmm": _baddbmm,
+    **dict.fromkeys(("baddbmm", "addmm"), _baddbmm),
+    "inner": _inner,
+    "tensordot": _tensordot,
+    "sum": _summed_products,
     "linear": _linear,
     "einsum": _einsum,
 }

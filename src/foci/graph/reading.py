@@ -121,8 +121,10 @@ def value_of(arg: Any) -> Any:
 
 
 def number_of(arg: Any) -> Any:
-    """`value_of`, a real number that Dynamo left open as itself: its value is fixed by a guard, as the kernel's is."""
+    """`value_of`, a real number that Dynamo left open as itself: its value is fixed by a guard, as the kernel's is. None for a tensor."""
     value = value_of(arg)
+    if isinstance(value, Tensor):
+        return None
     return float(value) if isinstance(value, torch.SymFloat) else value
 
 

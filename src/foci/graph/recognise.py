@@ -303,7 +303,7 @@ def _prepared(
 def _operands(prepared: Prepared) -> list[fx.Node]:
     """What the fused attention reads where the second product was."""
     match, walk = prepared.match, prepared.match.walk
-    others = [pair[0] for pair in (match.sink, walk.added) if pair is not None]
+    others = [pair[0] for pair in (match.sink, walk.added) if pair is not None and isinstance(pair[0], fx.Node)]
     return [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values(), *walk.factors, *others]
 
 

@@ -346,7 +346,11 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     """One of the tensors that split, chunk or unbind give."""
     producer = call.args[0]
     made = call_of(producer) if isinstance(producer, fx.Node) else None
-    if made is None or made.name not in _PARTS or not isinstance(call.args[1], int):
+    if made is None or not isinstance(call.args[1], int):
+        return None
+    if made.name == "meshgrid":
+        return _of_grid(made, call.args[1], index)
+    if made.name not in _PARTS:
         return None
     source = source_of(made)
     shape, parts = shape_of(source), value_of(producer)
@@ -359,6 +363,17 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     if not (isinstance(start, int) and start == 0):
         digits = offset(digits, number(start), 1, shape[dim], number)
     return source, (*index[:dim], digits, *index[dim + 1 :])
+
+
+def _of_grid(made: Call, which: int, index: Index) -> Place | None:
+    """One of the coordinates that meshgrid gives: its own positions along one dimension, the same along the others."""
+    given = made.args[0] if made.args and isinstance(made.args[0], (list, tuple)) else made.args
+    which = which % len(given)
+    source = given[which]
+    if not is_tensor(source):
+        return None
+    turned = made.kwargs.get("indexing") == "xy" and which < 2 and len(given) > 1
+    return source, (index[1 - which if turned else which],) if rank_of(source) else ()
 
 
 _PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}

@@ -12,7 +12,20 @@ from torch import fx
 
 from foci.graph.indices import Index, NoRule, broadcast_index
 from foci.graph.lift import Lift, stops_gradient
-from foci.graph.reading import CASTS, Call, call_of, dtype_of, is_half, is_tensor, number_of, rank_of, same_size, shape_of, value_of
+from foci.graph.reading import (
+    CASTS,
+    Call,
+    call_of,
+    dtype_of,
+    is_half,
+    is_tensor,
+    needs_grad,
+    number_of,
+    rank_of,
+    same_size,
+    shape_of,
+    value_of,
+)
 from foci.graph.truth import is_truth
 from foci.graph.views import step
 from foci.ir.simplify import simplify
@@ -71,7 +84,7 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
         back, logarithm = made.argument(1, "dim"), made.args[0]
         made = call_of(logarithm)
         inside.add(logarithm)
-    if made is None or made.name != "logsumexp" or made.args[0] is not source:
+    if made is None or made.name != "logsumexp" or made.args[0] is not source or needs_grad(inner.args[1]) != needs_grad(source):
         return None
     dim, rank = _single(made.argument(1, "dim", made.kwargs.get("axis"))), rank_of(source)
     kept = bool(made.argument(2, "keepdim", False))
