@@ -29,10 +29,11 @@ demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci;
 test: $(STAMP) ## the whole suite, JOBS processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(ARGS)
 
-newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind for Hopper, compiled by the newest Triton as well
+newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind, compiled by the newest Triton as well
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
 	PYTHONPATH=.newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/backends/hopper/test_forward_compile.py \
-		tests/backends/hopper/test_backward_compile.py -k "plain or 256 or jagged or document" $(ARGS)
+		tests/backends/hopper/test_backward_compile.py tests/backends/test_triton_compile.py tests/backends/test_triton_compiling.py \
+		-k "plain or 256 or jagged or document or compiling" $(ARGS)
 
 .newest/triton-$(NEWEST).dist-info:
 	rm -rf .newest

@@ -1,13 +1,16 @@
 """`foci bench`: every case runs at a small size, lines are whole, wrong names are named."""
 
+import fcntl
 import json
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from foci.backends.cpu import build
-from foci.bench import CASES, Line, Sizes, compile_ahead, draw, measure, summary, table
+from foci.bench import CASES, Line, Sizes, compile_ahead, draw, measure, measure_beside, summary, table
 from foci.bench.ahead import shares
 from foci.bench.measure import Request
 from foci.bench.report import ratios
@@ -81,6 +84,23 @@ def test_compiling_ahead_fills_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
     compile_ahead([case for case in CASES if case.name == "dense"], SMALL, REQUEST, 1)
     assert list(tmp_path.rglob("*.so"))
+
+
+def test_processes_measure_every_case_and_time_one_at_a_time(tmp_path):
+    cases = [case for case in CASES if case.name in ("dense", "window", "decode")]
+    found = {lines[0].case: lines for lines in measure_beside(cases, SMALL, REQUEST, 2)}
+    assert found.keys() == {"dense", "window", "decode"}
+    assert all(line.who == "foci" and line.forward_ms > 0 for line, *_ in found.values())
+    lock = tmp_path / "lock"
+    lock.touch()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: list(measure(cases[0], SMALL, replace(REQUEST, lock=str(lock)))))
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive()
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -1,6 +1,7 @@
-"""Compiling ahead: what will be measured is run once in processes side by side, which fill the caches on disk.
+"""Processes side by side, as compiling takes far longer than measuring.
 
-Triton, Inductor and foci's CPU backend keep what they compile by its source, so that the process that measures only loads it.
+On a GPU each case is measured by the process that compiled it, one at a time. On a CPU, whose cores the compilers take, what will be
+measured is run once ahead: foci's CPU backend keeps what it compiles by its source, so that the process that measures only loads it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import contextlib
 import io
 import multiprocessing
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import torch
 
 from foci.bench.calls import calls_of, peers_of
 from foci.bench.cases import CASES, Case, Sizes
-from foci.bench.measure import Request
+from foci.bench.measure import Line, Request, measure
 
-__all__ = ["compile_ahead", "shares"]
+__all__ = ["compile_ahead", "measure_beside", "shares"]
 
 _COMPILED: Final = ("foci", "flex")
 """Those who compile; the other peers are libraries."""
@@ -44,6 +48,38 @@ def compile_ahead(cases: Sequence[Case], square: Sizes, request: Request, jobs: 
         process.join()
 
 
+def measure_beside(cases: Sequence[Case], square: Sizes, request: Request, jobs: int) -> Iterator[list[Line]]:
+    """Lines of each case, as they come, from `jobs` processes that compile side by side and time one at a time.
+
+    While one times, others may run what they have compiled, once: moments, which fall on all sides of a case alike and which medians
+    leave out.
+
+    Args:
+        cases, square, request: as `compile_ahead` takes them.
+        jobs: processes, at least 1.
+    """
+    spawned = multiprocessing.get_context("spawn")
+    with tempfile.NamedTemporaryFile(prefix="foci-bench-") as lock, ProcessPoolExecutor(jobs, spawned) as pool:
+        mine = replace(request, lock=lock.name)
+        for done in as_completed([pool.submit(_lines, case.name, square, mine) for case in cases]):
+            yield done.result()
+
+
+def _lines(name: str, square: Sizes, request: Request) -> list[Line]:
+    """One case in a process of its own."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = list(measure(_case(name), square, request))
+    if request.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _case(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
 def shares(cases: Sequence[Case], request: Request, jobs: int) -> list[_Share]:
     """(case, who) for each of `jobs` processes: those of FlexAttention, which take longest, first."""
     wanted = {"foci", *(_COMPILED if request.peers is None else request.peers)}
@@ -61,7 +97,7 @@ def _run(share: _Share, square: Sizes, request: Request) -> None:
 
 
 def _once(name: str, who: str, square: Sizes, request: Request) -> None:
-    case = next(case for case in CASES if case.name == name)
+    case = _case(name)
     sizes = case.fit(square)
     asked = case.build(sizes, request.device, request.dtype)
     if who != "foci" and who not in peers_of(case, asked, request.device):

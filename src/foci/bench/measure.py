@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -32,6 +33,7 @@ class Request:
         seconds: spent on each pass of each side, at least.
         peers: those to consider; None for all that fit.
         backward: whether backward passes are measured.
+        lock: a file that processes side by side lock while they time; none where there is one.
     """
 
     device: torch.device
@@ -39,6 +41,7 @@ class Request:
     seconds: float = 0.3
     peers: tuple[str, ...] | None = None
     backward: bool = True
+    lock: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def measure(case: Case, square: Sizes, request: Request) -> Iterator[Line]:
         except Exception as error:
             # a peer that cannot do this here, for whatever reason, is a line of the table
             yield Line(*about, name, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
-    forward = _medians({name: calls.forward for name, calls in made.items()}, request)
     passes = {name: calls.backward for name, calls in made.items() if calls.backward is not None and request.backward}
-    backward = _medians(passes, request)
+    with _alone(request.lock):
+        forward = _medians({name: calls.forward for name, calls in made.items()}, request)
+        backward = _medians(passes, request)
     work, unit = _work(case, asked, sizes, request)
     for name, calls in made.items():
         forward_ms, backward_ms = forward[name], backward.get(name)
@@ -134,6 +138,18 @@ def measure(case: Case, square: Sizes, request: Request) -> Iterator[Line]:
             forward_rate=work / forward_ms, backward_rate=None if backward_ms is None else 2.5 * work / backward_ms, unit=unit,
             peak_mb=_peak(calls, request),
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _alone(lock: str | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    import fcntl  # which other systems than POSIX lack
+
+    with open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _backend(calls: Calls) -> str:

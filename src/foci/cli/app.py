@@ -144,7 +144,9 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.0, help="Spent on each pass of each side, at least.")] = 0.3,
     peers: Annotated[str | None, typer.Option(help="Peers to measure, with commas: " + _PEERS + "; all that fit if not given.")] = None,
     backward: Annotated[bool, typer.Option(help="Whether backward passes are measured.")] = True,
-    jobs: Annotated[int | None, typer.Option(min=0, help="Processes that compile ahead; 16 or the cores on a GPU, 0 elsewhere.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile side by side; 16 or the cores on a GPU, 0 elsewhere.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File that takes the lines, as JSON, with machine, versions and commit.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.")] = None,
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from foci.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts, measure, summary, table
+from foci.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts, measure, measure_beside, summary, table
 from foci.bench.calls import PEERS
 from foci.bench.measure import Request
 from foci.cli.language import Unknown
@@ -62,12 +63,9 @@ def run_bench(options: Measuring, console: Console) -> None:
     about = facts(device)
     square = Sizes(options.batch, options.heads, options.heads, options.length, options.length, options.dim)
     request = Request(device, getattr(torch, options.dtype), options.seconds, options.peers, options.backward)
-    compile_ahead(cases, square, request, options.jobs)
     lines: list[Line] = []
-    for case in cases:
-        found = []
-        for line in measure(case, square, request):
-            found.append(line)
+    for found in _measured(cases, square, request, options.jobs):
+        for line in found:
             if line.error is not None:
                 console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False, soft_wrap=True)
             if options.out is not None:
@@ -75,11 +73,23 @@ def run_bench(options: Measuring, console: Console) -> None:
                     file.write(json.dumps(line.as_json() | about) + "\n")
         console.print(summary(found), markup=False, highlight=False, soft_wrap=True)
         lines += found
+    order = {case.name: place for place, case in enumerate(cases)}
+    lines.sort(key=lambda line: order[line.case])
     unit = next((line.unit for line in lines if line.unit.endswith("FLOP/s")), "bytes")
     units = f"{unit} of foci, forward / backward, and how many times faster it is than"
     console.print(table(lines, f"{about['device']}, torch {about['torch']}, {options.dtype}: {units}"))
     if options.plot is not None:
         draw(lines, options.plot, f"{about['device']}, torch {about['torch']}, {options.dtype}")
+
+
+def _measured(cases: list[Case], square: Sizes, request: Request, jobs: int) -> Iterator[list[Line]]:
+    """Lines of each case as they come, by `jobs` processes on a GPU; elsewhere in order, after these have compiled."""
+    if jobs > 0 and request.device.type == "cuda":
+        yield from measure_beside(cases, square, request, jobs)
+        return
+    compile_ahead(cases, square, request, jobs)
+    for case in cases:
+        yield list(measure(case, square, request))
 
 
 def _device(name: str) -> torch.device:
