@@ -203,6 +203,31 @@ def test_maps_are_made_once_for_so_many_tokens():
     assert of(x, 8) == len(made)  # forgotten, and made again
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_only_the_pass_reads_is_one_allocation(packed):
+    given, count = [], Count(6, "t[0]")
+    cpu = torch.device("cpu")
+    shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
+    strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
+    news = [recording._New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
+    places = [(at, at) for at in range(6)]
+    launch = recording._Launch(lambda *args: given.append(args), recording._Arguments([None] * 6, places, [], [], []))
+    x = torch.zeros(3)
+    pass_ = recording.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
+    for tokens in (6, 100):
+        bound = pass_.template.bound(None, (tokens, tokens), ())
+        made = bound.run((x,))
+        first = (tokens, 2, 4) if packed else (1, 2, tokens, 4)
+        assert [tuple(t.shape) for t in made] == [first, (2, tokens) if packed else (1, 2, tokens)]
+        addresses = given[-1]
+        assert addresses[:3] == (x.data_ptr(), *[t.data_ptr() for t in made])
+        lengths = [4 * 3 * (tokens // 2 + 1), 0, 4 * 13]
+        assert all(after - before >= length for before, after, length in zip(addresses[3:], addresses[4:], lengths))
+        assert all((place - addresses[3]) % 512 == 0 for place in addresses[3:])
+        allocate, offsets = bound._scratch
+        assert allocate().numel() >= offsets[-1] + lengths[-1]
+
+
 def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
     bound = bind(scores.alibi(SLOPES.clone()), masks.causal(), torch.device("cpu"))
     operands = operands_of(bound)

@@ -195,7 +195,7 @@ class TritonKernel:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
             count, strides = self.gradients, strides_of(inputs, given, packed=geometry.packed)
         key = (geometry, stream_of(operands.query), strides, self._versions(operands.captures))
-        keep_pass(key, sequences, self._read(operands.captures), found.packed(count) if geometry.packed else found)
+        keep_pass(key, sequences, self._read(operands.captures), found.returning(count, packed=geometry.packed))
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query

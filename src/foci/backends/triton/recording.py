@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -189,6 +190,16 @@ class _New(NamedTuple):
             return lambda tokens: known
         size, stride = row_of(self.size), row_of(self.stride)
         return lambda tokens: functools.partial(allocate, size(tokens), stride(tokens))
+
+    @property
+    def lines(self) -> int:
+        """Of `_LINE` bytes, from its first element to its last."""
+        if 0 in self.size:
+            return 0
+        span = 1
+        for n, step in zip(self.size, self.stride, strict=True):
+            span = (n - 1) * step + span  # in this order, as a `Count` says how it follows
+        return (span * self.dtype.itemsize + (_LINE - 1)) // _LINE
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
@@ -404,23 +415,27 @@ def _plain_one(arg: Any) -> Any:
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_sources", "launches", "made", "makers")
+    __slots__ = ("_kept", "_sources", "launches", "made", "makers", "scratch")
 
-    def __init__(self, launches: list[_Launch], made: Sequence[_New], kept: Inputs, sources: Sequence[Source | None]) -> None:
+    def __init__(
+        self, launches: list[_Launch], made: Sequence[_New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
+    ) -> None:
         self.launches = launches
         self.made = made
-        self.makers = [new.maker() for new in made]
+        self.makers = [new.maker() for new in made[:results]]
+        self.scratch = None if results is None else _Scratch.of(made[results:])
         self._kept: Inputs = kept
         self._sources = sources
 
-    def packed(self, count: int) -> Template:
-        """The same, whose first `count` tensors made come packed, as `foci.problem.Geometry` says."""
-        made = [new.packed if n < count else new for n, new in enumerate(self.made)]
-        return Template(self.launches, made, self._kept, self._sources)
+    def returning(self, count: int, *, packed: bool) -> Template:
+        """The same, of which the first `count` tensors made are wanted, and come packed, as `foci.problem.Geometry` says, if that is asked.
+        The others are parts of one allocation."""
+        made = [new.packed if packed and n < count else new for n, new in enumerate(self.made)]
+        return Template(self.launches, made, self._kept, self._sources, count)
 
     def unbound(self) -> Template | None:
         """The same, of any sequences; None where some of what it reads is of those alone that it was recorded with."""
-        return None if None in self._sources else Template(self.launches, self.made, (), self._sources)
+        return None if None in self._sources else Template(self.launches, self.made, (), self._sources, len(self.makers))
 
     def as_recorded(self, tokens: Tokens) -> Recording:
         """Bound to the sequences that it was recorded with."""
@@ -432,6 +447,35 @@ class Template:
         return Recording(self, _Binding(tokens, kept))
 
 
+class _Scratch(NamedTuple):
+    """One allocation for all that nobody reads but the pass: by how many tokens there are, its lines, and those before each tensor."""
+
+    lines: Callable[[Tokens], tuple[int, ...]]
+    device: torch.device
+
+    @staticmethod
+    def of(made: Sequence[_New]) -> _Scratch | None:
+        return _Scratch(row_of(list(itertools.accumulate(new.lines for new in made))), made[0].device) if made else None
+
+    def at(self, tokens: Tokens) -> tuple[Callable[[], Tensor], list[int]]:
+        """What allocates it, and where in it each tensor lies."""
+        ends = [_LINE * lines for lines in self.lines(tokens)]
+        return functools.partial(torch.empty, (ends[-1],), dtype=torch.uint8, device=self.device), [0, *ends[:-1]]
+
+
+_LINE: Final = 512
+"""Bytes that the allocator's own tensors are aligned to."""
+
+
+class _Place(NamedTuple):
+    """What stands for a tensor where its address is all that is asked."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class Recording:
     """A pass that can be run again.
 
@@ -440,35 +484,43 @@ class Recording:
         tokens: how many there are, where they are packed.
     """
 
-    __slots__ = ("_binding", "_launches", "_makes", "template")
+    __slots__ = ("_binding", "_launches", "_makes", "_scratch", "template")
 
     def __init__(self, template: Template, binding: _Binding) -> None:
         self.template = template
         self._binding = binding  # holds what the arguments hold the addresses of
         self._launches = [(run, arguments.bound(binding)) for run, arguments in template.launches]
         self._makes = [make(binding.tokens) for make in template.makers]
+        self._scratch = None if template.scratch is None else template.scratch.at(binding.tokens)
 
     @property
     def tokens(self) -> Tokens:
         return self._binding.tokens
 
-    def packed(self, count: int) -> Recording:
-        """The same with `Template.packed`."""
-        return Recording(self.template.packed(count), self._binding)
+    def returning(self, count: int, *, packed: bool) -> Recording:
+        """The same with `Template.returning`."""
+        return Recording(self.template.returning(count, packed=packed), self._binding)
 
     def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
         """Launches with other tensors of the same geometry, alignment and stream, at these places if they are known; returns what the
-        pass allocated, in order.
+        pass allocated, in order, as far as it is wanted.
         """
         made = [make() for make in self._makes]
-        tensors = [*inputs, *made]
+        tensors: list[Any] = [*inputs, *made]
         addresses = places_of(tensors) if places is None else places + [t.data_ptr() for t in made]
+        if self._scratch is not None:
+            allocate, offsets = self._scratch
+            whole = allocate()  # lives until all is launched
+            start = whole.data_ptr()
+            scratch = [start + offset for offset in offsets]
+            addresses += scratch
+            tensors += map(_Place, scratch)
         for run, arguments in self._launches:
             run(*_filled(arguments, tensors, addresses))
         return made
 
 
-def _filled(arguments: _Arguments, tensors: list[Tensor | None], addresses: list[int | None]) -> list[Any]:
+def _filled(arguments: _Arguments, tensors: list[Any], addresses: list[int | None]) -> list[Any]:
     values, places, tiles, parts, _ = arguments
     args = values.copy()
     for at, role in places:
