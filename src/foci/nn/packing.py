@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import itertools
@@ -233,10 +234,10 @@ def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
     read, device = padding.detach(), padding.device
     if padding.is_cuda and padding.numel() <= _FEW:
         read = read.cpu()
-    if read.dtype == torch.bool and read.device.type == "cpu" and batch_first:
-        lengths_on_the_left = _lengths_on_the_left(read)
-        if lengths_on_the_left is not None:
-            return _packed_on_the_left(read, lengths_on_the_left, device)
+    if read.dtype == torch.bool and read.device.type == "cpu" and batch_first and read.numel() <= _FEW:
+        on_the_left = _lengths_on_the_left(read)
+        if on_the_left is not None:
+            return _packed_on_the_left(on_the_left, length, device)
     floating = padding.is_floating_point()
     keep = read > -torch.inf if floating else read.logical_not()
     lengths = keep.sum(1)
@@ -277,26 +278,36 @@ def _lengths_on_the_left(padding: Tensor) -> list[int] | None:
     torch takes longer than a look at a row."""
     batch, length = padding.shape
     whole = padding.contiguous()
-    memory, found = ctypes.string_at(whole.data_ptr(), batch * length), []
+    memory = ctypes.string_at(whole.data_ptr(), batch * length)
+    found: list[int] = []
+    rows: list[bytes] = []
+    token, hidden = bytes(length), b"\1" * length
     for start in range(0, batch * length, length):
-        row = memory[start : start + length]
-        tokens = row.count(0)
-        if row.rfind(0) + 1 != tokens:
-            return None
+        end = memory.find(1, start, start + length)
+        tokens = length if end < 0 else end - start
         found.append(tokens)
-    return found
+        rows += (token[:tokens], hidden[tokens:])
+    return found if b"".join(rows) == memory else None
 
 
-def _packed_on_the_left(padding: Tensor, lengths: list[int], device: torch.device) -> Packing | None:
-    """The packing of rows whose first `lengths` positions are tokens; `padding` is the host's."""
-    batch, length = padding.shape
+def _packed_on_the_left(lengths: list[int], length: int, device: torch.device) -> Packing | None:
+    """The packing of rows [S] whose first `lengths` positions are tokens, of `_FEW` positions at most."""
+    batch, places = len(lengths), _places()
     ends = list(itertools.accumulate(lengths, initial=0))
     if ends[-1] == batch * length:
         return None
-    offsets, indices = torch.tensor(ends), padding.logical_not().flatten().nonzero().squeeze(1)
-    if device.type != "cpu":  # one copy for both
-        offsets, indices = torch.cat((offsets, indices)).to(device, non_blocking=True).split_with_sizes((batch + 1, ends[-1]))
+    rows = [places[start : start + tokens] for start, tokens in zip(range(0, batch * length, length), lengths, strict=True)]
+    both = torch.frombuffer(bytearray().join([array.array("q", ends), *rows]), dtype=torch.int64)
+    if device.type != "cpu":
+        both = both.to(device, non_blocking=True)
+    offsets, indices = both.split_with_sizes((batch + 1, ends[-1]))
     return Packing(offsets=offsets, longest=max(lengths), shape=(batch, length), indices=indices)
+
+
+@functools.cache
+def _places() -> memoryview:
+    """0, 1, 2, ... as int64."""
+    return memoryview(array.array("q", range(_FEW)))
 
 
 _FEW: Final = 1 << 15
