@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from foci.graph.padding import Machine, Padding, pad
 from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.operators import OPERATORS
+from foci.graph.padding.passes import note_outputs
 from foci.graph.padding.tables import KINDS, ROLES, Row, Shape, Table
 
 SHAPES = (Shape(1, 8192, 32768, 1024), Shape(1, 1024, 1024, 1024), Shape(1, 128, 128, 128), Shape(64, 1024, 1024, 64))
@@ -64,6 +65,7 @@ class Recorder:
 
     def partition(self, joint, inputs, **others):
         self._grow(joint)
+        note_outputs(joint.graph)
         return min_cut_rematerialization_partition(joint, inputs, **others)
 
     def inference(self, graph, inputs):

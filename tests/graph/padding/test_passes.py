@@ -58,6 +58,31 @@ def test_a_view_of_the_logits_that_the_user_sees():
     run_both(both, torch.randn(4, 64, 64, requires_grad=True), torch.randn(2047, 64, requires_grad=True))
 
 
+class _KnownGradient(torch.autograd.Function):
+    """Computes its gradient in the forward pass, as fused losses do, and a product of it."""
+
+    @staticmethod
+    def forward(ctx, y, a, b, transposed):
+        gradient = (a @ b).tanh() @ b.t() @ a.t()
+        ctx.save_for_backward(gradient)
+        ctx.transposed = transposed
+        return (y * 2).sum() + (gradient @ a).sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        (gradient,) = ctx.saved_tensors
+        return gradient.t() if ctx.transposed else gradient, None, None, None
+
+
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_that_the_forward_pass_saved_keeps_its_strides(grow, transposed):
+    y, a, b = torch.randn(1027, 1027, requires_grad=True), torch.randn(1027, 64), torch.randn(64, 1027)
+    recorder = Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow)
+    run_both(lambda *tensors: _KnownGradient.apply(*tensors, transposed), y, a, b, recorder=recorder)
+    assert any(padding.how for padding in recorder.paddings)
+
+
 def test_each_of_two_operands_is_padded_only_with_the_other():
     recorder = run_both(lambda x, w: x @ w.t(), torch.randn(256, 2047), torch.randn(128, 2047))
     assert recorder.how() == {"arg0_1": "copied", "arg1_1": "copied"}

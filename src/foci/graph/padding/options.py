@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from foci.graph.padding import lowering
 from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.model import Machine
-from foci.graph.padding.passes import default_machine, pad, visible_outputs
+from foci.graph.padding.passes import default_machine, note_outputs, pad, visible_outputs
 from foci.graph.padding.report import tell
 
 __all__ = ["SizesPass", "StridesPass", "options"]
@@ -35,6 +35,7 @@ class SizesPass(CustomGraphPass):
         machine = self.machine or default_machine(graph)
         if machine is not None:
             tell(grow_dims(graph, machine))
+            note_outputs(graph)
 
     def uuid(self) -> Any:
         return "sizes", repr(self.machine), _fingerprint()

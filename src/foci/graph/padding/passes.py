@@ -14,13 +14,16 @@ from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows
 from foci.graph.padding.legal import Fix, How
 from foci.graph.padding.model import Machine, machine_of
 from foci.graph.padding.operators import OPERATORS
-from foci.graph.padding.reading import VIEWS, Matrix, Product, chain_to, hints, location_of, products_of, value_of
+from foci.graph.padding.reading import VIEWS, Matrix, Product, base_of, chain_to, hints, location_of, products_of, value_of
 from foci.graph.padding.report import Padding
 from foci.graph.padding.strides import pad_strides, padding_bytes
 
-__all__ = ["Padded", "default_machine", "pad", "visible_outputs"]
+__all__ = ["Padded", "default_machine", "note_outputs", "pad", "visible_outputs"]
 
 aten = torch.ops.aten
+
+_LEAVES: Final = "foci_leaves"
+"""Key in a node's meta: the graph of both passes returns it, or a view of it."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,15 @@ def default_machine(graph: fx.Graph) -> Machine | None:
     return None
 
 
+def note_outputs(joint: fx.Graph) -> None:
+    """Marks what leaves a graph of both passes, before it is cut in two: a gradient may be computed by the forward pass and saved."""
+    for node in joint.output_node().all_input_nodes:
+        for seen in (*chain_to(node, base_of(node)), base_of(node)):
+            seen.meta[_LEAVES] = True
+
+
 def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph."""
+    """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph to compute with."""
     given: Any = graph.output_node().args[0]
     outputs = given if isinstance(given, (tuple, list)) else (given,)
     context = torch._guards.TracingContext.try_get()
@@ -125,7 +135,8 @@ def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
     if metadata is not None and not any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
         # what was saved comes last; an output that aliases another is made from it, strides and all, after the graph has run
         leaving = range(metadata.num_forward_returns)
-    return frozenset(node for index, node in enumerate(outputs) if index in leaving and isinstance(node, fx.Node))
+    nodes = [(index, node) for index, node in enumerate(outputs) if isinstance(node, fx.Node)]
+    return frozenset(node for index, node in nodes if index in leaving or _LEAVES in node.meta)
 
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------------
