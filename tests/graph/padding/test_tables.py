@@ -5,7 +5,7 @@ import torch
 from machines import machine
 from rich.console import Console
 
-from foci.graph.padding import Machine, find_table, is_profitable_to_pad
+from foci.graph.padding import Machine, find_table, is_profitable_to_pad, options
 from foci.graph.padding.model import machine_of, seconds
 from foci.graph.padding.tables import ROLES, Fault, Row, Shape, Table, extend, read, write
 from foci.graph.padding.tuning import tune
@@ -110,3 +110,16 @@ def test_the_machine_at_hand():
     assert found.name.startswith("cpu")
     assert found.kind(torch.float32) == "float32"
     assert found.kind(torch.int8) is None
+
+
+@pytest.mark.parametrize("kind", [options.SizesPass, options.StridesPass])
+def test_what_was_tuned_makes_compiled_graphs_in_caches_old(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOCI_CACHE", str(tmp_path))
+    seen = []
+    for measured in (None, table(misaligned=3e-6), table(misaligned=4e-6), table(misaligned=4e-6)):
+        if measured is not None:
+            extend(measured)
+        options._fingerprint.cache_clear()
+        seen.append(kind().uuid())
+    options._fingerprint.cache_clear()
+    assert seen[0] != seen[1] != seen[2] == seen[3]

@@ -17,6 +17,7 @@ from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.model import Machine
 from foci.graph.padding.passes import default_machine, note_outputs, pad, visible_outputs
 from foci.graph.padding.report import tell
+from foci.graph.padding.tables import folder
 
 __all__ = ["SizesPass", "StridesPass", "options"]
 
@@ -86,7 +87,8 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
 def _fingerprint() -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     here = Path(__file__).parent
+    measured = (*here.glob("tables/*.json"), *folder().glob("*.json"))
     # compiled code counts on how the outputs of foci's operators lie
-    for path in sorted((*here.glob("*.py"), *here.glob("tables/*.json"), *(here.parents[1] / "operator").glob("*.py"))):
+    for path in sorted((*here.glob("*.py"), *measured, *(here.parents[1] / "operator").glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
