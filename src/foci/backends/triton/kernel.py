@@ -157,7 +157,7 @@ class TritonKernel:
         stream = free_stream(query)
         if stream is None:
             return None
-        sequences = sequences_at(query, offsets)
+        sequences = sequences_at(query, offsets, stream)
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         if read is None:
             return None
@@ -181,7 +181,7 @@ class TritonKernel:
         if read is None or not are_aligned(places):
             return None
         known = (geometry, stream, strides_of(inputs, given), read)
-        found = find_pass(known, sequences_at(query, offsets), tokens_at(geometry, query, key), inputs[3:-1])
+        found = find_pass(known, sequences_at(query, offsets, stream), tokens_at(geometry, query, key), inputs[3:-1])
         return None if found is None else found.run(tensors, places)[: self.gradients]
 
     def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:

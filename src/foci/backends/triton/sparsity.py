@@ -88,17 +88,19 @@ def sequences_of(operands: Operands) -> Sequences:
     return sequences_at(o.query, None if o.cu_q is None else (o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths))
 
 
-def sequences_at(query: Tensor, offsets: Offsets | None) -> Sequences:
+def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None) -> Sequences:
     """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
 
-    The layers of a model, and their backward passes, share one set, and what is kept with it.
+    The layers of a model, and their backward passes, share one set, and what is kept with it. `free` is what `free_stream` gives, where
+    it is known.
     """
     if offsets is None:
         return _WHOLE
     read = [t for t in offsets if t is not None]
-    if _changes_unseen(query, read):
+    changes = _changes_unseen(query, read) if free is None else True in [t.is_inference() for t in read]
+    if changes:
         return _sequences(offsets, stays=False)
-    key = (stream_of(query), *[None if t is None else (id(t), t._version) for t in offsets])
+    key = (stream_of(query) if free is None else free, *[None if t is None else (id(t), t._version) for t in offsets])
     found = _sets.get(key)
     if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
         return found[1]
