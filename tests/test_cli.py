@@ -72,6 +72,12 @@ def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():
     assert "causal" in done.output
 
 
+def test_explain_says_what_attention_would_refuse():
+    done = run("explain", "--heads", "8", "--kv-heads", "3")
+    assert done.exit_code == 2
+    assert "the number of query heads must be a multiple of the number of key heads; got 8 and 3" in flat(done.output)
+
+
 @pytest.mark.parametrize("example", [e for e in foci.masks.EXAMPLES if e.fits(EXPLAINED)], ids=lambda example: example.name)
 def test_explain_takes_every_mask_example(example):
     assert run("explain", "--q", "40", "--mask", example.name).exit_code == 0

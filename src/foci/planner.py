@@ -86,7 +86,7 @@ def choose(problem: Problem, target: Target, allowed: Iterable[str] | None = Non
 
 def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] | None) -> Verdict:
     if allowed is not None and name not in allowed:
-        return Verdict(name, f"only {', '.join(allowed) or 'no backend'} may be used here")
+        return Verdict(name, f"only {', '.join(allowed)} may be used here" if allowed else "no backend may be used here")
     backend = backends.load(name)
     reason = backend.reject(problem, target)
     if reason is not None:

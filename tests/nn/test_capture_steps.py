@@ -235,6 +235,11 @@ def test_refusals():
     for sizes in ([], [0], [1.5]):
         with pytest.raises(ValueError, match="sizes must be positive integers"):
             foci.nn.capture(encoder(), sizes=sizes)
+    with pytest.raises(TypeError, match="sizes must be a sequence of positive integers, numbers of tokens; got int"):
+        foci.nn.capture(encoder(), sizes=512)
+    for function in (foci.nn.capture, foci.nn.release):
+        with pytest.raises(TypeError, match="model must be a torch.nn.Module; got NoneType"):
+            function(None)
     with pytest.raises(ValueError, match="enable_nested_tensor=False"):
         foci.nn.capture(foci.nn.TransformerEncoder(encoder().layers[0], 1, enable_nested_tensor=False))
     with pytest.raises(ValueError, match="not foci.nn.TransformerEncoderLayer"):

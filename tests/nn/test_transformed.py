@@ -158,7 +158,7 @@ def test_scripting(batch_first, norm_first, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"bias": False, "num_kv_heads": 1}, {"kdim": 4, "vdim": 6}], ids=str)
+@pytest.mark.parametrize("options", [{"dropout": 0}, {"bias": False, "num_kv_heads": 1}, {"kdim": 4, "vdim": 6}], ids=str)
 def test_scripting_attention(options):
     ours = foci.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **options)
     scripted = torch.jit.script(ours)

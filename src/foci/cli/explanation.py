@@ -11,7 +11,7 @@ from rich.text import Text
 
 import foci
 from foci.binding import bind
-from foci.cli.language import read_mask, read_score
+from foci.cli.language import Unknown, read_mask, read_score
 from foci.example import Sizes
 from foci.ir.text import to_infix
 from foci.planner import Decision
@@ -42,10 +42,13 @@ def decision_of(question: Question) -> Decision:
     """The planner's answer.
 
     Raises:
-        Unknown: for words that name no mask or score.
+        Unknown: for words that name no mask or score, and for what `foci.attention` would refuse.
     """
     mask, score = _functions(question)
-    return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p).decision
+    try:
+        return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p).decision
+    except (TypeError, ValueError) as error:
+        raise Unknown(str(error)) from error
 
 
 def explained(question: Question) -> Group:

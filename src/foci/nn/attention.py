@@ -171,7 +171,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q = q.unflatten(-1, [self.num_heads, self.head_dim]).transpose(1, 2)
         k = k.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
         v = v.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
+        dropout = float(self.dropout) if self.training else 0.0  # TorchScript tells 0 from 0.0
         out, found = scripted.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not self.batch_first:

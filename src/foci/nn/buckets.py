@@ -33,10 +33,13 @@ def check_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """The sizes, in order.
 
     Raises:
+        TypeError: for what is no sequence of them.
         ValueError: for none at all, or some that are no positive integers.
     """
     if sizes is None:
         return None
+    if not isinstance(sizes, Sequence):
+        raise TypeError(f"sizes must be a sequence of positive integers, numbers of tokens; got {type(sizes).__name__}")
     found = tuple(sorted(sizes))
     if not found or any(type(size) is not int or size < 1 for size in found):
         raise ValueError(f"sizes must be positive integers, numbers of tokens; got {list(sizes)}")

@@ -79,6 +79,7 @@ def capture(model: Model, *, sizes: Sequence[int] | None = None, limit: int = 64
         RuntimeError: for attention that waits for the device; for a second backward of one forward.
 
     Raises:
+        TypeError: for a model that is no module, or sizes that are no sequence.
         ValueError: for a model without a module to capture, a module that is not given tokens, or a wrong number.
 
     Example:
@@ -108,12 +109,17 @@ def capture(model: Model, *, sizes: Sequence[int] | None = None, limit: int = 64
 def release(model: Model) -> Model:
     """Undoes `capture`, in place.
 
+    Raises:
+        TypeError: for a model that is no module.
+
     Example:
         >>> import torch, foci.nn
         >>> model = foci.nn.capture(foci.nn.TransformerEncoderLayer(32, 4, batch_first=True))
         >>> foci.nn.release(model)(torch.randn(2, 5, 32)).shape
         torch.Size([2, 5, 32])
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Captured):
             del module.forward
