@@ -198,10 +198,12 @@ def test_generated_functions_read_as_written():
     # bounds by row or column, so that a tile has comparisons alone
     window = bind(None, foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9)), CPU).variant
     by_query, by_key = functions_of(window, (), half=True).source.split("\n\n\n")[3:]
-    width = "tl.cast(env.ints[0] >> 2, tl.int32)"
-    assert f"(tl.maximum(0, ((q_idx - {width}) + 1)) <= kv_idx)" in by_query
+    width = "tl.maximum(tl.minimum(tl.cast(env.ints[0] >> 2, tl.int32), 1073741824), (-1073741824))"
+    assert f"v0 = ((q_idx - {width}) + 1)" in by_query
+    assert "(tl.maximum(0, v0) <= kv_idx)" in by_query
     assert "(kv_idx <= tl.minimum((kv_len - 1), q_idx))" in by_query
-    assert f"(q_idx <= tl.minimum((q_len - 1), (({width} + kv_idx) - 1)))" in by_key
+    assert f"v0 = ((kv_idx + {width}) - 1)" in by_key
+    assert "(q_idx <= tl.minimum((q_len - 1), v0))" in by_key
     assert "(tl.maximum(0, kv_idx) <= q_idx)" in by_key
     score = made.source.split("\n\n\n")[0]
     assert "tl.load(env.captures[0] + h)" in score
