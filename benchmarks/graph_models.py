@@ -18,7 +18,7 @@ On a small machine, in a few minutes, two processes side by side:
             --lock /tmp/lock --name graph_models-$model &
     done
 
-Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
+The variants of a row of the table are timed in turns, in one process. Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
 adds, for a GPU, how long it was busy in a step, and lists its kernels: a step that is longer waits for the host.
 """
 
@@ -30,11 +30,12 @@ import ctypes
 import fcntl
 import itertools
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import measure
 import torch
@@ -135,7 +136,7 @@ def clock(device: str) -> float:
 
 
 def timed(step: Callable[[], object], device: str, reps: int) -> float:
-    """Median milliseconds; on a GPU by events, on the CPU of the one thread."""
+    """Median milliseconds of a turn; on a GPU by events, on the CPU of the one thread."""
     times = []
     for _ in range(reps):
         if device == "cuda":
@@ -220,15 +221,22 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
     return Compiled(step, found)
 
 
-def row(made: Compiled, device: str, reps: int, *, profile: bool) -> dict[str, object]:
-    for _ in range(2 if device == "cuda" else 0):
-        made.step()
+TURNS: Final = 3
+
+
+def rows_of(made: Sequence[Compiled], device: str, reps: int, *, profile: bool) -> list[dict[str, object]]:
+    """Times variants in turns: on one core, at one clock, whatever else the machine does."""
+    for each in made:
+        for _ in range(2 if device == "cuda" else 0):
+            each.step()
     wait(device)
-    times = {"ms": round(timed(made.step, device, reps), 3)}
-    if profile:
-        print({name: made.found[name] for name in ("model", "variant", "mode", "batch", "length")})
-        times["GPU busy ms"] = round(kernels(made.step), 3)
-    return {**made.found, **times}
+    times = [[timed(each.step, device, reps) for each in made] for _ in range(TURNS)]
+    rows = [{**each.found, "ms": round(statistics.median(turn[n] for turn in times), 3)} for n, each in enumerate(made)]
+    for each, found in zip(made, rows, strict=True):
+        if profile:
+            print({name: found[name] for name in ("model", "variant", "mode", "batch", "length")})
+            found["GPU busy ms"] = round(kernels(each.step), 3)
+    return rows
 
 
 def main() -> None:
@@ -254,11 +262,11 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     os.environ.setdefault("FOCI_CACHE_DIR", tempfile.mkdtemp())
     torch.compile(lambda x: x.relu() + 1)(torch.ones(8, device=options.device))
-    for (batch, length), name, mode, variant in itertools.product(sizes, models, modes, variants):
+    for (batch, length), name, mode in itertools.product(sizes, models, modes):
         with held(options.lock, fcntl.LOCK_SH):
-            made = first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device)
+            made = [first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device) for variant in variants]
         with held(options.lock, fcntl.LOCK_EX):
-            rows.append(row(made, options.device, 10 if on_gpu else 3, profile=options.profile and on_gpu))
+            rows += rows_of(made, options.device, 10 if on_gpu else 1, profile=options.profile and on_gpu)
         del made
         measure.write(f"{options.name}-{options.device}", rows)
 

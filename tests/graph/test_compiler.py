@@ -293,3 +293,26 @@ class TestVerify:
 
         foci.compile(count, rest="eager", verify=True)(qkv(20)[0], buffer)
         assert buffer.item() == 1
+
+
+def test_parameters_stay_known_as_such(monkeypatch):
+    """Else each call checks how every parameter lies, and CUDA graphs copy them all."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx
+
+    given, whole = [], compile_fx.compile_fx
+
+    def made(graph, inputs, **known):
+        given.append(known["static_input_idxs"])
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: whole(graph, inputs, inner_compile=made))
+    layer, x = torch.nn.Linear(DIM, DIM), draw(2, 20, DIM)
+
+    def attend(x):
+        return (layer(x) @ x.mT).softmax(-1) @ x
+
+    for backend in (compile_fx.compile_fx, Compiler(rest="inductor")):
+        torch._dynamo.reset()
+        torch.compile(attend, backend=backend)(x)
+    assert given[0] == given[1] == [0, 1]

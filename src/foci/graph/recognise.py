@@ -94,10 +94,20 @@ def _fuse_body(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, know
 
 def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, copies))
     module = fx.GraphModule(graph_module, graph)
     module.meta = dict(graph_module.meta)
+    # by these compilers know parameters, which they need not check in each call, nor copy for CUDA graphs
+    _hand_on("_param_name_to_source", graph_module, module)
+    for node, copy in copies.items():
+        _hand_on("_dynamo_source", node, copy)
     return module
+
+
+def _hand_on(name: str, source: Any, to: Any) -> None:
+    if hasattr(source, name):
+        setattr(to, name, getattr(source, name))
 
 
 def _with_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeTensorMode | None:
