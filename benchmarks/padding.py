@@ -180,7 +180,10 @@ class Timed(CustomGraphPass):
         self.seconds += time.perf_counter() - start
 
     def uuid(self) -> object:
-        return self.inner.uuid()
+        start = time.perf_counter()
+        found = self.inner.uuid()
+        self.seconds += time.perf_counter() - start
+        return found
 
 
 @dataclass(frozen=True)
