@@ -52,7 +52,7 @@ format: $(STAMP) ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## the benchmarks, on an idle machine
-	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 changelog: $(STAMP) ## what the next release's entry would say
 	$(BIN)/towncrier build --draft

@@ -5,20 +5,14 @@ python benchmarks/hopper_report.py
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any, Final
 
-RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "hopper.md"
+from pages import PEERS, fill, markdown, results
+
 COLUMNS: Final = {
     "hopper": "hopper",
     "foci": "planner",
-    "fa4": "FlashAttention-4",
-    "cudnn": "cuDNN",
-    "varlen": "varlen_attn",
-    "flex": "FlexAttention",
+    **{name: PEERS[name] for name in ("fa4", "cudnn", "varlen", "flex")},
     "triton": "triton (ours)",
 }
 RATIOS: Final = ("fa4", "flex")
@@ -27,11 +21,10 @@ RATIOS: Final = ("fa4", "flex")
 def table(name: str) -> str:
     """TFLOP/s by problem and implementation, and the planner's over those of two peers."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
-    for line in map(json.loads, (RESULTS / f"hopper_{name}.jsonl").read_text().splitlines()):
+    for line in results(f"hopper_{name}"):
         found.setdefault((line["row"], tuple(line["shape"])), {})[line["who"]] = line[f"{name}_tflops"]
     head = ["problem", "B,H,S,D", *COLUMNS.values(), *(f"planner / {COLUMNS[peer]}" for peer in RATIOS)]
-    rows = [[row, _place(row, shape), *_cells(rates)] for (row, shape), rates in found.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+    return markdown(head, [[row, _place(row, shape), *_cells(rates)] for (row, shape), rates in found.items()])
 
 
 def _place(row: str, shape: tuple[int, ...]) -> str:
@@ -44,10 +37,7 @@ def _cells(rates: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    for name in ("forward", "backward"):
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=table(name): f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
-    PAGE.write_text(text)
+    fill("hopper.md", {name: table(name) for name in ("forward", "backward")})
 
 
 if __name__ == "__main__":

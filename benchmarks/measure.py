@@ -9,13 +9,11 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
+from pages import RESULTS
 
 import foci
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def facts(device: str = "cpu") -> dict[str, object]:

@@ -5,18 +5,14 @@ python benchmarks/padding_report.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from measure import RESULTS
+from pages import DOCS, fill, markdown, results
 
-DOCS = Path(__file__).parents[1] / "docs"
-BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 NAMES = ("foci", "inductor", "inductor, no padding", "eager")
 CASES = {
     "linear-bf16": "Linear(768, 30523) and cross entropy, 8192 rows, bfloat16, training",
@@ -35,32 +31,35 @@ CASES = {
 }
 
 
-def taken(found: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+def taken(found: dict[tuple[str, str], dict[str, Any]]) -> str:
     """A table of the passes' time and memory."""
-    lines = ["| case | passes, of the first call | memory stated, MB | more than unpadded at the peak, MB |", "| --- | --- | --- | --- |"]
+    first = {row["case"]: row for row in results("padding_first")}
+    rows = []
     for case in CASES:
         ours, plain = found.get((case, "foci"), {}), found.get((case, "inductor, no padding"), found.get((case, "good"), {}))
         if "pass s" in ours and "peak bytes" in plain:
-            share = 100 * ours["pass s"] / ours["first call s"]
-            stated, more = ours["stated bytes"] / 1e6, (ours["peak bytes"] - plain["peak bytes"]) / 1e6
-            lines.append(f"| {case} | {share:.1f} % | {stated:.1f} | {more:.1f} |")
-    return lines
+            shares = f"{100 * ours['pass s'] / ours['first call s']:.1f} %", _of_first(first.get(case))
+            rows.append([case, *shares, f"{ours['stated bytes'] / 1e6:.1f}", f"{(ours['peak bytes'] - plain['peak bytes']) / 1e6:.1f}"])
+    shares = "passes, of the first call", "passes and their import, of the first call in a process"
+    return markdown(["case", *shares, "memory stated, MB", "more than unpadded at the peak, MB"], rows)
+
+
+def _of_first(row: dict[str, Any] | None) -> str:
+    return f"{100 * (row['import s'] + row['pass s']) / row['first call s']:.1f} %" if row is not None else ""
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in (RESULTS / "padding.jsonl").read_text().splitlines()]
+    rows = results("padding")
     found = {(row["case"], row["implementation"]): row for row in rows}
     cases = [case for case in CASES if (case, "foci") in found]
-    lines = ["| case | good size, ms | " + " | ".join(NAMES) + " |", "| --- " * (len(NAMES) + 2) + "|"]
+    lines = []
     for case in cases:
         ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
-        lines.append(f"| {CASES[case]} | {found[case, 'good']['ms']:.3f} | " + " | ".join(ratios) + " |")
+        lines.append([CASES[case], f"{found[case, 'good']['ms']:.3f}", *ratios])
+    table = markdown(["case", "good size, ms", *NAMES], lines)
     last, commits = rows[-1], ", ".join(dict.fromkeys(row["commit"] for row in found.values()))
-    where = f"{last['device']}, torch {last['torch']}, commit {commits}; times of the odd size over those of the good one:\n"
-    page = (DOCS / "padding.md").read_text()
-    before, rest = page.split(BEGIN)
-    measured = "\n".join([where, *lines, "", "![ratios](padding.png)", "", *taken(found), ""])
-    (DOCS / "padding.md").write_text(before + BEGIN + "\n" + measured + "\n" + END + rest.split(END)[1])
+    where = f"{last['device']}, torch {last['torch']}, commit {commits}; times of the odd size over those of the good one:"
+    fill("padding.md", {"measured": "\n".join(["", where, "", table, "", "![ratios](padding.png)", "", taken(found), ""])})
 
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(cases) + 1.5), constrained_layout=True)
     for place, name in enumerate(NAMES):
