@@ -50,6 +50,7 @@ class Extent:
 
     @property
     def is_jagged(self) -> bool:
+        """Whether sequences have lengths of their own."""
         return self.q_len is not None or self.kv_len is not None
 
 

@@ -38,6 +38,7 @@ class Decision:
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
+        """The backends that declined, with their reasons."""
         return tuple(Rejection(v.backend, v.reason) for v in self.verdicts if v.reason is not None)
 
     def table(self) -> str:

@@ -91,6 +91,7 @@ class Formula:
 
     @functools.cached_property
     def text(self) -> str:
+        """All of it, as `parse` reads it back."""
         asked = ",".join(name for name, on in vars(self.outputs).items() if on)
         blocks = "x".join(map(str, self.block_size or ()))
         head = f"layout={self.layout.value};outputs={asked};dropout={int(self.dropout)};blocks={blocks}"
@@ -104,6 +105,7 @@ class Formula:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Formula:
+        """The formula that a text was made of."""
         head, _, variant = text.replace(_NEWLINE, "\n").partition("\n")
         parts = dict(item.split("=", 1) for item in head.split(";"))
         q, _, kv = parts["blocks"].partition("x")
@@ -179,10 +181,12 @@ class Problem:
 
     @property
     def variant(self) -> Variant:
+        """That of the formula."""
         return self.formula.variant
 
     @property
     def needs_backward(self) -> bool:
+        """Whether any gradient is asked for."""
         return self.query_grad or self.key_grad or self.value_grad or any(self.capture_grads)
 
     @property

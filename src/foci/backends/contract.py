@@ -28,6 +28,7 @@ class Plan:
 
     @property
     def text(self) -> str:
+        """What kernels are cached by: all of the problem that shapes code."""
         p = self.problem
         grads = "".join(letter for letter, on in zip("qkv", (p.query_grad, p.key_grad, p.value_grad), strict=True) if on)
         captures = "".join(str(int(on)) for on in p.capture_grads)

@@ -111,6 +111,7 @@ class _Kernel:
         return formula(operands, self.problem.formula)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Autograd through the formula, computed again."""
         asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad, *self.problem.capture_grads)
         with recording():
             inputs = (operands.query, operands.key, operands.value, *operands.captures)

@@ -28,10 +28,12 @@ class Sequence:
 
     @property
     def q_len(self) -> int:
+        """Queries of it."""
         return self.q[1] - self.q[0]
 
     @property
     def kv_len(self) -> int:
+        """Keys of it."""
         return self.kv[1] - self.kv[0]
 
 

@@ -48,10 +48,12 @@ class Call:
 
     @property
     def bytes(self) -> int:
+        """Of all tensors that it takes."""
         return sum(math.prod(t.sizes) * t.dtype.itemsize for t in _geometries(self.args))
 
     @property
     def device(self) -> torch.device:
+        """Where it will run."""
         query: _Geometry = self.args[0]
         return query.device
 

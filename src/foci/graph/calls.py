@@ -41,11 +41,13 @@ __all__ = ["is_flex", "is_sdpa", "lower_flex", "prepare_sdpa"]
 
 
 def is_sdpa(node: fx.Node) -> bool:
+    """Whether a node calls `scaled_dot_product_attention`."""
     call = call_of(node)
     return call is not None and call.name == "scaled_dot_product_attention" and is_tensor(node)
 
 
 def is_flex(node: fx.Node) -> bool:
+    """Whether a node calls FlexAttention."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
 
 

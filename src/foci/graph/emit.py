@@ -33,6 +33,7 @@ class Sizes:
                         self._found.setdefault(n, (node, dim))
 
     def find(self, expr: object) -> tuple[fx.Node, int | None] | None:
+        """The node, and its dim, that holds a symbolic size; None if no node does."""
         return self._found.get(expr)
 
 
@@ -53,11 +54,13 @@ class Emitter:
         self._known: dict[object, Any] = {}
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of a function, in front of the place."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, kwargs)
         return self._valued(node, lambda a, k: target(*a, **k))
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of a tensor's method, in front of the place."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_method(name, args, kwargs)
         return self._valued(node, lambda a, k: getattr(a[0], name)(*a[1:], **k))

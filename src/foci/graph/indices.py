@@ -69,6 +69,7 @@ Index: TypeAlias = tuple[Digits, ...]
 
 
 def is_atom(digit: Digit) -> bool:
+    """Whether a digit is one of those that a match names itself, not a formula of others."""
     return digit.expr.op == "axis" and isinstance(digit.expr.value, int) and digit.expr.value < 0
 
 

@@ -42,6 +42,7 @@ class InductorPass(CustomGraphPass):
             _replace(module, fused.graph_module)
 
     def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs tells this version of the pass by."""
         return _fingerprint()
 
 

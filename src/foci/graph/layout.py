@@ -57,6 +57,7 @@ class Layout:
         return table
 
     def placed(self, expr: Expr, number: Number) -> Expr:
+        """An expression of a match's digits, as one of (b, h, q_idx, kv_idx)."""
         return substitute(expr, self.coordinates(number))
 
 

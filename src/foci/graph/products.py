@@ -42,6 +42,7 @@ class Product:
 
     @property
     def summed(self) -> tuple[str, ...]:
+        """Labels that both operands have and the result has not."""
         return tuple(name for name in self.labels[0] if name is not None and name in self.labels[1] and name not in self.out)
 
     @property

@@ -157,23 +157,27 @@ def is_written(node: fx.Node) -> bool:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
+    """Of a node that makes a tensor."""
     tensor = tensor_of(node)
     assert tensor is not None, node
     return tensor.dtype
 
 
 def device_of(node: fx.Node) -> torch.device:
+    """Of a node that makes a tensor."""
     tensor = tensor_of(node)
     assert tensor is not None, node
     return tensor.device
 
 
 def needs_grad(node: fx.Node) -> bool:
+    """Whether a node makes a tensor that gradients are asked of."""
     tensor = tensor_of(node)
     return tensor is not None and tensor.requires_grad
 
 
 def is_tensor(arg: Any) -> bool:
+    """Whether an argument is a node that makes a tensor."""
     return tensor_of(arg) is not None
 
 
@@ -185,6 +189,7 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 
 
 def rank_of(node: fx.Node) -> int:
+    """The number of dims of a node that makes a tensor."""
     return len(shape_of(node))
 
 
@@ -201,6 +206,7 @@ def hint_of(size: Size) -> int:
 
 
 def is_half(dtype: torch.dtype) -> bool:
+    """Whether a dtype has 16 bits."""
     return dtype in (torch.float16, torch.bfloat16)
 
 

@@ -22,6 +22,7 @@ def atoms(shape: Sequence[Size]) -> Index:
 
 
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes have equal sizes for every value of their symbols."""
     return rank_of(a) == rank_of(b) and all(map(same_size, shape_of(a), shape_of(b)))
 
 

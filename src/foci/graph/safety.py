@@ -28,6 +28,7 @@ class Writes:
 
     @staticmethod
     def of(graph: fx.Graph) -> Writes:
+        """Reads a graph: which nodes write in place, and to what."""
         position: dict[fx.Node, int] = {}
         found: dict[int | None, list[tuple[int, fx.Node]]] = {}
         for n, node in enumerate(graph.nodes):

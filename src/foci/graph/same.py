@@ -24,6 +24,7 @@ class Values:
         self._numbers: dict[fx.Node, int] = {}
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes surely hold the same values."""
         if a is b:
             return True
         if not self._numbers:

@@ -39,6 +39,7 @@ class At:
 
     @property
     def source(self) -> fx.Node:
+        """The tensor that is viewed."""
         return source_of(self.call)
 
 

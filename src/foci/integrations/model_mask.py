@@ -55,10 +55,12 @@ class ModelMask(Mask):
 
     @property
     def shape(self) -> torch.Size:
+        """As of the tensor that it stands for."""
         return torch.Size(self.lengths)
 
     @property
     def ndim(self) -> int:
+        """As of the tensor that it stands for."""
         return len(self.lengths)
 
     def dim(self) -> int:

@@ -110,6 +110,7 @@ class _Analysis:
         self.device = torch.device("cpu") if example is None else example.lo.device
 
     def range_of(self, root: Expr, frames: _Frames) -> Range:
+        """The range of an expression, its operands first, each once."""
         stack = [root]
         while stack:
             e = stack[-1]

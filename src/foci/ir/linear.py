@@ -25,6 +25,7 @@ class Linear(NamedTuple):
     dtype: DType
 
     def times(self, factor: int) -> Linear:
+        """The sum multiplied by an integer."""
         return _wrapped({term: c * factor for term, c in self.terms.items()}, self.constant * factor, self.dtype)
 
     def begins_negative(self, key: Key) -> bool:

@@ -62,6 +62,7 @@ def promote(*dtypes: DType) -> DType:
 
 
 def as_expr(value: Expr | bool | int | float) -> Expr:
+    """A number as a constant; an expression as it is."""
     return value if isinstance(value, Expr) else const(value)
 
 

@@ -53,6 +53,7 @@ class PaddedLinear(torch.nn.Linear):
         pad_storage(self)
 
     def forward(self, input: Tensor) -> Tensor:
+        """`torch.nn.Linear`'s result, through the padded storage where that pays."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _is_stored(self) or not _pays(self, input):
             return F.linear(input, self.weight, self.bias)
         result: Tensor = _padded_linear(input, self.weight, self.bias)

@@ -47,6 +47,7 @@ def formula_kernel(formula: Formula, operands: Operands) -> Results:
 
 
 def results_of(formula: Formula, outputs: Sequence[Tensor]) -> Results:
+    """Results, from the operator's flat outputs."""
     asked = formula.outputs
     out, lse, row_max, column_sums, weights = outputs
     return Results(
@@ -59,6 +60,7 @@ def results_of(formula: Formula, outputs: Sequence[Tensor]) -> Results:
 
 
 def outputs_of(results: Results) -> Flat:
+    """The operator's flat outputs: an empty tensor for what nobody asked for."""
     none = results.out.new_empty
     return (
         results.out,
@@ -79,6 +81,7 @@ def flatten(formula: Formula, operands: Operands, allowed: Allowed) -> tuple[Any
 
 
 def unflatten(args: Sequence[Any]) -> tuple[Formula, Operands, Allowed]:
+    """The formula, the operands and the backends allowed, from the operator's flat arguments."""
     query, key, value, captures, *optional, ints, floats, scale, dropout_p, max_q, max_kv, formula, allowed = args
     numbers = (tuple(ints), tuple(floats), scale, dropout_p)
     operands = Operands(query, key, value, tuple(captures), *numbers, *optional, max_q, max_kv)  # type: ignore[call-arg]
@@ -86,6 +89,7 @@ def unflatten(args: Sequence[Any]) -> tuple[Formula, Operands, Allowed]:
 
 
 def cotangents_of(grads: Sequence[Tensor | None], out: Tensor, asked: Asked) -> Cotangents:
+    """What autograd gives, by name; zeros for an output that nobody used."""
     grad_out, grad_lse, _, grad_columns, grad_weights = grads
     return Cotangents(
         torch.zeros_like(out) if grad_out is None else grad_out,
@@ -98,6 +102,7 @@ def cotangents_of(grads: Sequence[Tensor | None], out: Tensor, asked: Asked) -> 
 def call_backward(
     formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed
 ) -> Gradients:
+    """Gradients by the backward operator."""
     c = cotangents
     text = "".join(str(int(n)) for n in (*needs[:3], *needs[3]))
     flat = flatten(formula, operands, allowed)
@@ -106,4 +111,5 @@ def call_backward(
 
 
 def gradients_of(grads: Sequence[Tensor | None]) -> Gradients:
+    """Gradients by name, from the backward operator's outputs in their order."""
     return Gradients(grads[0], grads[1], grads[2], tuple(grads[3:]))

@@ -102,6 +102,7 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Gradients for the arguments of `forward`; `backward_now` finds them."""
         outline, saved, present = ctx.outline, ctx.saved_tensors, ctx.present
         count = 3 + len(outline.chosen.needs[3])
         tensors, out, lse = saved[:count], saved[count], saved[count + 1]

@@ -97,6 +97,7 @@ class CaptureSums:
         self.sums = [torch.zeros(c.shape, dtype=acc, device=c.device) if on else None for c, on in zip(captures, wanted, strict=True)]
 
     def gradients(self) -> tuple[Tensor | None, ...]:
+        """The sums, in the dtypes of what was captured; None where none is asked for."""
         return tuple(None if total is None else total.to(c.dtype) for total, c in zip(self.sums, self.captures, strict=True))
 
     def add(self, scores: Scores, dscore: Tensor, values: Sequence[Tensor], raw: Tensor, at: tuple[Chunk, Tile, Run]) -> None:

@@ -30,6 +30,7 @@ class _Cpu:
     name = "cpu"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
+        """Why this backend declines a problem, or None."""
         if target.device != "cpu":
             return f"compiles for the CPU; the tensors are on {target.device}"
         if problem.dtype not in _DTYPES:

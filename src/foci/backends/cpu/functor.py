@@ -136,6 +136,7 @@ class Functor:
         return leaf(ROW, number, expr.dtype)
 
     def row_span(self, load: Expr, span: Span) -> Expr:
+        """A variable for what a captured row holds over a span of positions, read once."""
         number = self._span_numbers.get(load)
         if number is None:
             number = self._span_numbers[load] = len(self.spans)

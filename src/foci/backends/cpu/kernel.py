@@ -121,6 +121,7 @@ class CpuKernel:
         self._columns: Entry | None = library.foci_columns if plan.problem.formula.outputs.column_sums else None
 
     def forward(self, operands: Operands, /) -> Results:
+        """Computed by the compiled kernel; without keys, zeros and logsumexp of minus infinity."""
         outputs = self.problem.formula.outputs
         query = operands.query
         if _is_empty(operands):
@@ -142,6 +143,7 @@ class CpuKernel:
         return Results(out, lse, row_max, column_sums)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Compiles the backward kernel when it is first asked for."""
         problem = self.problem
         if self._backward is None:
             self._backward = build.load(backward_source(problem)).foci_backward

@@ -42,10 +42,12 @@ class Parts:
 
     @property
     def is_masked(self) -> bool:
+        """Whether any pair may be masked."""
         return self.mask is not const(True)
 
     @property
     def is_plain_score(self) -> bool:
+        """Whether the score function changes nothing."""
         return self.score is variable("score")
 
 

@@ -27,10 +27,12 @@ _VECTORS: Final = {DType.BOOL: "vb", DType.INT32: "vi", DType.INT64: "vl", DType
 
 
 def scalar_type(dtype: DType) -> str:
+    """The C++ type of one value."""
     return _SCALARS[dtype]
 
 
 def vector_type(dtype: DType) -> str:
+    """The C++ type of a register of values."""
     return _VECTORS[dtype]
 
 

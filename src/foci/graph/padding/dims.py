@@ -56,6 +56,7 @@ class Relations:
     free: list[Slot] = field(default_factory=list)
 
     def handles(self, slot: Slot) -> bool:
+        """Whether it is known what the operation does with a dim."""
         return slot in self.reduced or slot in self.free or any(slot in tie for tie in self.ties)
 
 

@@ -39,6 +39,7 @@ class SizesPass(CustomGraphPass):
             note_outputs(graph)
 
     def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
         return "sizes", repr(self.machine), _fingerprint()
 
 
@@ -59,6 +60,7 @@ class StridesPass(CustomGraphPass):
             tell(pad(module, (), self.machine, visible=visible_outputs(graph)).paddings)
 
     def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
         return "strides", repr(self.machine), _fingerprint()
 
 

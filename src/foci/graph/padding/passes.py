@@ -111,6 +111,7 @@ def _refresh_views(node: fx.Node) -> None:
 
 
 def default_machine(graph: fx.Graph) -> Machine | None:
+    """The device of a graph's first product; None where there is none, or it is no GPU and no CPU."""
     for product in products_of(graph, 16):
         value = value_of(product.node)
         assert value is not None

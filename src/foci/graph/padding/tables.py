@@ -36,6 +36,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
+        """Of the product: a multiplication and an addition for each pair."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property

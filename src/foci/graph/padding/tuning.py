@@ -93,6 +93,7 @@ def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Itera
 
 
 def kind_dtype(kind: Kind) -> torch.dtype:
+    """Of the matrices in products of this kind."""
     dtype: torch.dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
     return dtype
 
