@@ -97,6 +97,34 @@ def test_training_leaves_zeros_behind():
     assert not whole[:, 33:].any()
 
 
+OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fused_optimizers_train_rows_without_gaps(optimizer):
+    layers = pair(32, 127)
+    x = torch.randn(16, 32)
+    for layer in layers:
+        fused = optimizer(layer.parameters(), lr=0.1, fused=True)
+        for _ in range(3):
+            fused.zero_grad()
+            layer(x).square().mean().backward()
+            fused.step()
+    for got, expected in zip(*(layer.parameters() for layer in layers)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fused_optimizers_refuse_rows_with_gaps(optimizer):
+    layer, _ = pair(33, 127)
+    before = layer.weight.detach().clone()
+    fused = optimizer([torch.nn.Parameter(torch.zeros(3)), *layer.parameters()], lr=0.1, fused=True)
+    layer(torch.randn(16, 33)).square().mean().backward()
+    with pytest.raises(ValueError, match="fused"):
+        fused.step()
+    torch.testing.assert_close(layer.weight, before, rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize(
     "copied",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from foci.graph.padding import is_profitable_to_pad, machine_of
 from foci.graph.padding.grouped import groups_of, mm_into_rows
@@ -31,6 +32,10 @@ class PaddedLinear(torch.nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as torch.nn.Linear's.
+
+    Raises:
+        ValueError: by the step of an optimizer with `fused=True`, where rows of `in_features` elements are no multiple of 16 bytes:
+            it would overlook the gaps between them.
 
     Shapes: input `[..., in_features]`, output `[..., out_features]`.
 
@@ -86,6 +91,24 @@ def pad_storage(layer: torch.nn.Linear) -> None:
                 within.copy_(parameter)
             parameter.data = within
             parameter._foci_storage = whole.data_ptr()  # type: ignore[attr-defined]
+            if not parameter.is_contiguous():
+                _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once a process, when the first rows with gaps between them are made."""
+    register_optimizer_step_pre_hook(_refuse_fused)
+
+
+def _refuse_fused(optimizer: Any, arguments: Any, keywords: Any) -> None:
+    """Fused optimizers take every parameter for dense memory: on CPUs torch does not check it, and writes elsewhere."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(not p.is_contiguous() and _has_storage(p) for p in group["params"]):
+            raise ValueError(
+                "fused must be False or None for a PaddedLinear whose in_features is no multiple of 16 bytes: "
+                "its weight has gaps between rows, which fused optimizers overlook"
+            )
 
 
 def _good_sizes(parameter: Tensor) -> tuple[int, ...]:
