@@ -72,6 +72,13 @@ def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():
     assert "causal" in done.output
 
 
+@pytest.mark.parametrize("command", ["demo", "explain", "bench", "tune"])
+def test_a_device_that_is_none_is_refused(command):
+    done = run(command, "--device", "cpux")
+    assert done.exit_code == 2
+    assert "'cpux' is no device, such as cpu, cuda or cuda:1" in flat(done.output)
+
+
 def test_explain_says_what_attention_would_refuse():
     done = run("explain", "--heads", "8", "--kv-heads", "3")
     assert done.exit_code == 2

@@ -36,10 +36,21 @@ class DTypeName(StrEnum):
     float64 = "float64"
 
 
+def _known_device(name: str | None) -> str | None:
+    if name is not None:
+        import torch
+
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise typer.BadParameter(f"{name!r} is no device, such as cpu, cuda or cuda:1") from error
+    return name
+
+
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-output"),
-    device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.", callback=_known_device)] = "cpu",
 ) -> None:
     """A trained transformer on eager, sdpa and foci attention, and a training step with three attention patterns."""
     console = Console()
@@ -63,7 +74,7 @@ def explain(
     dim: Annotated[int, typer.Option(min=1, help="Head dim of queries and keys.")] = 64,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of values; as the keys' if not given.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.float32,
-    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.", callback=_known_device)] = "cpu",
     mask: Annotated[str | None, typer.Option(help="A mask's name, or an expression: 'causal & window(128)'.")] = None,
     score: Annotated[str | None, typer.Option(help="A score's name, or an expression: 'alibi(8) >> softcap(20)'.")] = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability of dropping a weight.")] = 0.0,
@@ -135,7 +146,7 @@ def report(
 @app.command()
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Names of cases, or their beginnings; all if none is given.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_known_device)] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.bfloat16,
     batch: Annotated[int, typer.Option(min=1, help="Batch entries; jagged and decoding cases take more.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
@@ -173,7 +184,7 @@ def torch_has_gpu() -> bool:
 
 @app.command()
 def tune(
-    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_known_device)] = None,
     kinds: Annotated[str | None, typer.Option(help="Of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
     out: Annotated[Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.")] = None,
