@@ -121,6 +121,15 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     assert decision.plan.backend == min(times, key=times.__getitem__), decision.table()
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "added"])
+def test_dropouts_backward_is_left_to_triton(kind):
+    asked = problem(**KINDS[kind], **TRAINED)
+    asked = replace(asked, formula=replace(asked.formula, dropout=True))
+    assert not rates_of(asked).backward.is_ahead
+    assert BACKEND.note(asked, H200).endswith("so taken from triton")
+    assert rates_of(problem(**KINDS[kind], **TRAINED)).backward.is_ahead
+
+
 @pytest.mark.parametrize(
     ("given", "schedule"),
     [
