@@ -21,7 +21,12 @@ from foci.backends.hopper import backward  # noqa: E402
 from foci.backends.triton import kernel, sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
-GRADIENTS = ("attention_key_gradient", "attention_query_gradient", "attention_gradients", "attention_split_gradient")
+GRADIENTS = (
+    "attention_key_gradient",
+    "attention_query_gradient",
+    "attention_gradients",
+    "attention_split_gradient",
+)
 TABLES = ("mark_tiles", "pack_queries", "rank_tiles")
 # bytes that releases of Triton which the backend is not written for spill besides
 SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
@@ -38,10 +43,10 @@ CASES = {
     "causal": {"mask": masks.causal(), "fused": True},
     "causal D 64": {"mask": masks.causal(), "dim": 64, "fused": True},
     "grouped heads": {"kv_heads": 2, "fused": True},
-    "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2},
+    "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
     "D 16": {"dim": 16},
-    "D 256": {"mask": masks.causal(), "dim": 256, "keys": "attention_split_gradient"},
-    "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64, "keys": "attention_split_gradient"},
+    "D 256": {"mask": masks.causal(), "dim": 256},
+    "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64},
     "D 128, Dv 64": {"value_dim": 64},
     "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "fused": True},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 400},
@@ -60,7 +65,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     found = stand_in(LAUNCHED, 90)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
-    wanted = {case.get("keys", "attention_key_gradient"), "attention_query_gradient", "prepare_rows"}
+    keys = "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient"
+    wanted = {keys, "attention_query_gradient", "prepare_rows"}
     wanted |= {"attention_gradients", "clear_turns", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"clear_between", "align_rows", "assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
@@ -79,7 +85,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         ({}, True),
         ({"mask": masks.causal()}, True),
         ({"kv_heads": 2}, True),
-        ({"mask": masks.causal(), "kv_heads": 2}, False),
+        ({"mask": masks.causal(), "kv_heads": 2}, True),
+        ({"mask": masks.causal(), "kv_heads": 2, "dim": 64}, False),
         ({"dim": 64, "jagged": True}, True),
         ({"dim": 80}, True),
         ({"score": scores.softcap(20.0)}, False),

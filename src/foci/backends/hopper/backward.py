@@ -133,7 +133,7 @@ class HopperGradients(host.TritonKernel):
         dq, dk, dv = grads
         if dq is not None:
             self._queries(call, streams, rows, dq)
-        if dk is not None and dv is not None and sum(self.dims) > 256:
+        if dk is not None and dv is not None and max(self.dims) > 128:
             self._split(call, streams, (dk, dv))
         elif dk is not None or dv is not None:
             self._keys(call, streams, (dk, dv))

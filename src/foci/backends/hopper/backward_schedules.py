@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.causal import is_causal
@@ -42,11 +42,11 @@ class Fused:
     defers: bool = True
 
 
+SPLIT: Final = Cut(64, 64, 2)
+"""Of the kernel that splits dk and dv of wide heads between two warpgroups."""
 QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
 """By the wider of the padded head dims."""
 KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
-SPLIT: Final = Cut(64, 64, 2)
-"""Of the kernel that splits the gradients of wide heads between two warpgroups."""
 _NARROW: Final = Cut(128, 128, 2)
 _WIDE: Final = Cut(64, 128, 2)
 FUSED: Final[dict[tuple[int, str], Fused]] = {
@@ -72,12 +72,18 @@ def is_prefix(problem: Problem) -> bool:
 
 
 def fused_schedule(problem: Problem) -> Fused | None:
-    """How one kernel takes a problem, or None where several do: they are faster where causal heads share keys."""
+    """How one kernel takes a problem, or None where several do."""
     formula, variant, width, kind = problem.formula, problem.variant, padded(problem.head_dim), kind_of(problem)
     if formula.dropout or formula.block_size is not None or padded(problem.value_dim) != width:
         return None
     if formula.layout is not Layout.DENSE and not is_prefix(problem):
         return None
-    if problem.q_heads != problem.kv_heads and (kind == "causal" or "h" in variant.mask.variables() | variant.score.variables()):
+    found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
+    if found is None or group == 1:
+        return found
+    if "h" in variant.mask.variables() | variant.score.variables():
         return None
-    return FUSED.get((width, kind))
+    if not is_causal(variant):
+        return found
+    # the longest tiles of as many heads of keys come first as without groups; measured for heads of 128
+    return replace(found, together=found.together * group) if width == 128 else None
