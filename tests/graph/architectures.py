@@ -202,11 +202,11 @@ FURTHER = (
     *(Architecture(kind) for kind in ("wav2vec2", "hubert", "wavlm")),
     *(Architecture(kind, "AutoModelForCausalLM") for kind in (
         "seed_oss", "exaone4", "glm4", "gpt_neox_japanese", "ernie4_5_moe", "ministral", "qwen3_moe", "apertus", "cohere2", "vaultgemma", "arcee",
-        "phimoe", "hunyuan_v1_moe", "jetmoe",
+        "phimoe", "hunyuan_v1_moe", "jetmoe", "diffllama", "doge", "lfm2", "olmoe", "nemotron", "persimmon", "helium", "glm4_moe",
     )),
     *(Architecture(kind) for kind in (
         "imagegpt", "chinese_clip", "dpr", "radio", "dpt", "megatron-bert", "gte", "mlcd", "sam_hq_vision_model", "voxtral_encoder", "lilt", "longformer",
-        "groupvit",
+        "groupvit", "nystromformer", "canine", "tapas", "roc_bert", "splinter", "mobilebert",
     )),
-    *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bigbird_pegasus", "plbart", "nllb-moe", "led", "pegasus_x")),
+    *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bigbird_pegasus", "plbart", "nllb-moe", "led", "pegasus_x", "fsmt")),
 )  # fmt: skip

@@ -191,3 +191,77 @@ def assert_softmax(function, *operands):
     with foci.observe() as log:
         compare(function, operands, torch.float32, run, backward=True)
     assert [site.reason for site in log.fusions] == [None]
+
+
+def written_scores(q, k, v):
+    scores = q @ k.mT
+    first = scores[:, :1]
+    logarithm = scores.logsumexp(-1)[..., None]
+    scores.mul_(2)
+    return torch.exp(scores - logarithm) @ v, first * 1
+
+
+def written_logarithm(q, k, v):
+    scores = q @ k.mT
+    logarithm = scores.logsumexp(-1)
+    first = logarithm[:1]
+    logarithm.add_(1)
+    return torch.exp(scores - logarithm[..., None]) @ v, first * 1
+
+
+def written_difference(q, k, v):
+    scores = q @ k.mT
+    less = scores - scores.logsumexp(-1)[..., None]
+    first = less[:1]
+    less.add_(1)
+    return torch.exp(less) @ v, first * 1
+
+
+def written_scores_at_once(q, k, v):
+    scores = q @ k.mT
+    first = scores[:, :1]
+    logarithm = scores.logsumexp(-1, keepdim=True)
+    scores.mul_(2)
+    return torch.exp(scores - logarithm) @ v, first * 1
+
+
+def written_difference_at_once(q, k, v):
+    scores = q @ k.mT
+    less = scores - scores.logsumexp(-1, keepdim=True)
+    first = less[:1]
+    less.add_(1)
+    return torch.exp(less) @ v, first * 1
+
+
+def written_logarithm_of_weights(q, k, v):
+    less = torch.log_softmax(q @ k.mT, -1)
+    first = less[:1]
+    less.add_(1)
+    return torch.exp(less) @ v, first * 1
+
+
+def written_sum(q, k, v):
+    scores = q @ k.mT
+    total = torch.exp(scores).sum(-1)
+    first = total[:1]
+    total.add_(1)
+    return torch.exp(scores - total.log()[..., None]) @ v, first * 1
+
+
+def written_products(q, k, v):
+    products = q.unsqueeze(-2) * k.unsqueeze(-3)
+    first = products[:1]
+    products.add_(1)
+    return products.sum(-1).softmax(-1) @ v, first * 1
+
+
+WRITTEN = (
+    written_scores, written_logarithm, written_difference, written_scores_at_once, written_difference_at_once,
+    written_logarithm_of_weights, written_sum, written_products,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WRITTEN)
+def test_what_is_written_on_the_way_is_read_as_it_is(function):
+    run, _ = compiled(function, backend=fused_only)
+    compare(function, (Q, K, V), torch.float32, run, backward=False)

@@ -125,6 +125,9 @@ VIEWS = {
     "diagonal": lambda x: x[0].diagonal(dim1=0, dim2=1),
     "contiguous": lambda x: x.mT.contiguous(),
     "clone": lambda x: x.clone(),
+    "a grid's columns": lambda x: torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="ij")[1],
+    "a grid of coordinates": lambda x: torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="xy")[0],
+    "a grid of three": lambda x: torch.meshgrid([x[0, 0, 0], x[0, 1, :, 0], x[:, 0, 0, 0]], indexing="xy")[1],
 }
 
 
@@ -378,3 +381,55 @@ def test_locations_are_the_users():
     torch.compile(lambda x: torch.softmax(x, -1), backend=keep)(X)
     assert found
     assert all("test_rules.py:" in place for place in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16], ids=str)
+def test_ones_are_counted_where_counting_is_exact(dtype):
+    """bfloat16 stops at 256."""
+
+    def count(x):
+        return torch.ones(2, 300, dtype=dtype).cumsum(-1) + x
+
+    check(count, torch.zeros(2, 300), captured=["cumsum"] if dtype == torch.bfloat16 else None, dynamo=True)
+
+
+LABELLED = {
+    "addmm": lambda a, b: torch.addmm(a[:1, :1], a, b.t(), beta=0.5, alpha=2),
+    "inner": lambda a, b: torch.inner(a[None], b),
+    "tensordot": lambda a, b: torch.tensordot(a.t(), b, ([0], [1])),
+    "tensordot of two": lambda a, b: torch.tensordot(a.view(4, 2, 3), b.view(5, 2, 3), ([1, 2], [1, 2])),
+    "tensordot of the last": lambda a, b: torch.tensordot(a, b.t(), 1),
+    "sums": lambda a, b: (a[:, None] * b[None]).sum(-1),
+    "sums over the first": lambda a, b: (a.t()[:, :, None] * b.t()[:, None]).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_products_by_their_labels(name):
+    """What the labels say, summed by einsum, is what the node makes."""
+    a, b = torch.randn(4, 6), torch.randn(5, 6)
+    module = graph_of(LABELLED[name], a, b)
+    product = product_of(result_of(module))
+    letters = {label: chr(ord("a") + n) for n, label in enumerate(dict.fromkeys((*product.labels[0], *product.labels[1])))}
+    operands = [run_to(module, node, (a, b)) for node in product.operands]
+    operands = [t.reshape([n for n, label in zip(t.shape, labels) if label]) for t, labels in zip(operands, product.labels)]
+    texts = ["".join(letters[label] for label in labels if label) for labels in product.labels]
+    made = product.alpha * torch.einsum(f"{texts[0]},{texts[1]}->{''.join(letters[label] for label in product.out)}", *operands)
+    if product.addend is not None:
+        made = made + product.beta * run_to(module, product.addend, (a, b))
+    torch.testing.assert_close(made, LABELLED[name](a, b))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a * a).sum(-1),
+        lambda a, b: (a[:, None] * b[None]).sum(-1, keepdim=True),
+        lambda a, b: (a[:, None] * b[None]).sum(),
+        lambda a, b: (a[:, None] * b[None]).sum((0, 2)),
+        lambda a, b: (a[:, None] * b[None]).sum(0),
+        lambda a, b: (a[:, None] + b[None]).sum(-1),
+    ],
+)
+def test_sums_that_are_no_products(function):
+    assert product_of(result_of(graph_of(function, torch.randn(4, 6), torch.randn(5, 6)))) is None

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from foci.graph.reading import Call, call_of, is_tensor, number_of, rank_of, same_size, shape_of
+from foci.graph.reading import Call, call_of, is_tensor, is_written, number_of, rank_of, same_size, shape_of
 
 __all__ = ["Label", "Product", "product_of"]
 
@@ -138,7 +138,7 @@ def _summed_products(node: fx.Node, call: Call) -> Product | None:
     given, source = call.argument(1, "dim", call.kwargs.get("axis")), call.argument(0, "input")
     given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
     inner = call_of(source) if is_tensor(source) else None
-    if inner is None or inner.name != "mul" or inner.in_place or not isinstance(given, int):
+    if inner is None or inner.name != "mul" or inner.in_place or is_written(source) or not isinstance(given, int):
         return None
     if call.argument(2, "keepdim", False) or call.argument(3, "dtype") is not None or len(inner.args) != 2 or not _tensors(*inner.args):
         return None

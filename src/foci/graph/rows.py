@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from foci.graph.indices import Digit, Index, NeedsSplit, NoRule, broadcast_index
-from foci.graph.reading import Call, Size, call_of, is_tensor, needs_grad, number_of, rank_of, same_size, shape_of
+from foci.graph.reading import Call, Size, call_of, is_tensor, is_written, needs_grad, number_of, rank_of, same_size, shape_of
 from foci.graph.same import Values
 from foci.graph.views import step
 from foci.ir import expr as ir
@@ -69,7 +69,7 @@ def less_logsumexp(node: fx.Node, values: Values) -> tuple[fx.Node, int] | None:
     if not all(map(is_tensor, inner.args)) or not same_shape(inner.args[0], node):
         return None
     source, logarithm = inner.args
-    if needs_grad(logarithm) != needs_grad(source):
+    if needs_grad(logarithm) != needs_grad(source) or is_written(call.args[0]) or is_written(source):
         return None
     dim = _over(logarithm, _broadcast(source, logarithm), source, values)
     return None if dim is None else (source, dim)
@@ -82,7 +82,7 @@ def _broadcast(source: fx.Node, other: fx.Node) -> Index:
 
 def _over(node: fx.Node, index: Index, source: fx.Node, values: Values) -> int | None:
     """The dimension whose logsumexp of the source the node holds at `index`."""
-    while (call := call_of(node)) is not None and is_tensor(node) and not call.in_place and needs_grad(node) == needs_grad(source):
+    while (call := call_of(node)) is not None and is_tensor(node) and not _is_other(node, call, source):
         if call.name == "logsumexp":
             return _reduced(call, index, source) if values.same(call.args[0], source) else None
         if call.name == "log":
@@ -97,6 +97,11 @@ def _over(node: fx.Node, index: Index, source: fx.Node, values: Values) -> int |
     return None
 
 
+def _is_other(node: fx.Node, call: Call, source: fx.Node) -> bool:
+    """Whether a node is written, or cut from the gradient of what it is computed of."""
+    return call.in_place or is_written(node) or needs_grad(node) != needs_grad(source)
+
+
 def _reduced(call: Call, index: Index, source: fx.Node) -> int | None:
     given = single(call.argument(1, "dim", call.kwargs.get("axis")))
     if not isinstance(given, int) or not is_over(call, index, given % rank_of(source)):
@@ -109,7 +114,7 @@ def _of_shifted(shift: fx.Node, logged: fx.Node, index: Index, source: fx.Node, 
     at, place = _resolved(shift, broadcast_index(index, shape_of(shift))), broadcast_index(index, shape_of(logged))
     node, place = _resolved(logged, place)
     call = call_of(node)
-    if call is None or call.name != "log" or call.in_place or needs_grad(node) != needs_grad(source):
+    if call is None or call.name != "log" or _is_other(node, call, source):
         return None
     return _of_sum(call.args[0], place, source, at, values)
 
@@ -125,7 +130,9 @@ def _of_sum(node: fx.Node, index: Index, source: fx.Node, shift: tuple[fx.Node, 
     node, index = _resolved(node, index)
     call = call_of(node)
     raised = call_of(call.args[0]) if call is not None and call.name == "sum" and is_tensor(call.args[0]) else None
-    if call is None or raised is None or raised.name != "exp" or call.argument(3, "dtype") is not None or call.in_place or raised.in_place:
+    if call is None or raised is None or raised.name != "exp" or call.argument(3, "dtype") is not None:
+        return None
+    if _is_other(node, call, source) or _is_other(call.args[0], raised, source) or is_written(raised.args[0]):
         return None
     dim, term = _reduced(call, index, source) if same_shape(call.args[0], source) else None, raised.args[0]
     if dim is None or shift is None:

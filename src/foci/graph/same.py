@@ -17,22 +17,22 @@ _RANDOM: Final = frozenset(("dropout",))
 
 
 class Values:
-    """Numbers nodes by value when first asked; linear in the graph."""
+    """Numbers nodes by value when first asked; linear in the graph. Nodes in memory that the graph writes are like no other."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        Writes.of(graph)
         self._graph = graph
         self._numbers: dict[fx.Node, int] = {}
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two nodes surely hold the same values."""
         if a is b:
-            return True
+            return not is_written(a)
         if not self._numbers:
             self._count()
         return self._numbers.get(a, -1) == self._numbers.get(b, -2)
 
     def _count(self) -> None:
-        Writes.of(self._graph)
         known: dict[object, int] = {}
         for node in self._graph.nodes:
             self._numbers[node] = known.setdefault(self._key(node), len(known))

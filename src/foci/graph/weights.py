@@ -19,6 +19,7 @@ from foci.graph.reading import (
     dtype_of,
     is_half,
     is_tensor,
+    is_written,
     needs_grad,
     number_of,
     rank_of,
@@ -65,9 +66,11 @@ def softmax_of(node: fx.Node) -> Softmax | None:
 
 def _of_logarithm(node: fx.Node, call: Call) -> Softmax | None:
     inner = call_of(call.args[0]) if call.args and isinstance(call.args[0], fx.Node) else None
-    if inner is not None and inner.name == "sub":
+    if inner is None or is_written(call.args[0]):
+        return None
+    if inner.name == "sub":
         return _of_difference(node, call.args[0], inner)
-    if inner is None or inner.name not in ("log_softmax", "_log_softmax"):
+    if inner.name not in ("log_softmax", "_log_softmax"):
         return None
     source, dim = inner.argument(0, "input"), inner.argument(1, "dim", -1)
     return Softmax(node, source, dim % rank_of(source), frozenset({node, call.args[0]})) if isinstance(dim, int) else None
@@ -84,7 +87,9 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
         back, logarithm = made.argument(1, "dim"), made.args[0]
         made = call_of(logarithm)
         inside.add(logarithm)
-    if made is None or made.name != "logsumexp" or made.args[0] is not source or needs_grad(inner.args[1]) != needs_grad(source):
+    if made is None or made.name != "logsumexp" or made.args[0] is not source or any(map(is_written, (source, inner.args[1]))):
+        return None
+    if needs_grad(inner.args[1]) != needs_grad(source):
         return None
     dim, rank = _single(made.argument(1, "dim", made.kwargs.get("axis"))), rank_of(source)
     kept = bool(made.argument(2, "keepdim", False))
