@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -306,6 +306,10 @@ def _flex_returns(results: Results, return_aux: Any, *, return_lse: bool) -> Any
     return (results.out, results.lse) if return_lse else results.out
 
 
+_UNLIMITED: Final = (-1, -1)
+"""The window that is none; the same object where nobody names one."""
+
+
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -317,7 +321,7 @@ def varlen_attn(
     *,
     return_aux: Any = None,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNLIMITED,
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -386,7 +390,8 @@ def varlen_attn(
 
 def _check_sequences(query: Tensor, key: Tensor, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any) -> None:
     check_offsets("cu_seq_q", cu_seq_q, query)
-    check_offsets("cu_seq_k", cu_seq_k, key)
+    if cu_seq_k is not cu_seq_q or key.device != query.device:
+        check_offsets("cu_seq_k", cu_seq_k, key)
     if cu_seq_q.shape != cu_seq_k.shape:
         raise ValueError(
             f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
@@ -398,6 +403,8 @@ def _check_sequences(query: Tensor, key: Tensor, cu_seq_q: Any, cu_seq_k: Any, s
 
 
 def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Tensor) -> Function:
+    if window_size is _UNLIMITED and mask is None:
+        return None
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or not all(isinstance(n, (int, torch.SymInt)) and n >= -1 for n in window_size):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size!r}")
