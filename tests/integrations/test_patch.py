@@ -171,6 +171,21 @@ def test_packed_sequences():
     torch.testing.assert_close(found, torch.cat(parts))
 
 
+def test_names_of_focis_own_functions_stay():
+    own = {name: getattr(foci, name) for name in ("scaled_dot_product_attention", "flex_attention", "create_block_mask", "varlen_attn")}
+    with foci.patch():
+        assert {name: getattr(foci, name) for name in own} == own
+    held = globals()
+    held.update({f"_held_{name}": function for name, function in own.items()})
+    try:
+        with foci.patch():
+            pass
+        assert all(held[f"_held_{name}"] is function for name, function in own.items())
+    finally:
+        for name in own:
+            del held[f"_held_{name}"]
+
+
 def test_nested_tensors():
     parts = [query(n, 2, 16) for n in (3, 7)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)

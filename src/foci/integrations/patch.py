@@ -62,6 +62,30 @@ def _flex_attention(
     )
 
 
+# A function of its own, as the others: what stands in place of torch's is put back wherever it is found, in the user's modules too.
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    return functional.varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale, window_size=window_size,
+        enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table, num_splits=num_splits,
+    )  # fmt: skip
+
+
 def _create_block_mask(
     mask_mod: Function,
     B: int | None,
@@ -92,7 +116,7 @@ _ROUTES: Final[tuple[tuple[str, str, Function], ...]] = (
     ("torch.nn.functional", "scaled_dot_product_attention", _scaled_dot_product_attention),
     ("torch.nn.attention.flex_attention", "flex_attention", _flex_attention),
     ("torch.nn.attention.flex_attention", "create_block_mask", _create_block_mask),
-    ("torch.nn.attention.varlen", "varlen_attn", functional.varlen_attn),
+    ("torch.nn.attention.varlen", "varlen_attn", _varlen_attn),
 )
 """Module, name, and what takes its place."""
 
