@@ -30,20 +30,20 @@ LAUNCHED = {
 DOCUMENTS = torch.arange(2048) // 100
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
-    "plain": {},
+    "plain": {"stack": 48},
     "causal": {"mask": masks.causal(), "stack": 32},
     "causal D 64": {"mask": masks.causal(), "dim": 64},
     "D 16": {"dim": 16},
-    "D 80": {"dim": 80},
+    "D 80": {"dim": 80, "stack": 48},
     "D 256": {"mask": masks.causal(), "dim": 256},
-    "D 128, Dv 64": {"value_dim": 64},
+    "D 128, Dv 64": {"value_dim": 64, "stack": 48},
     "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dtype": torch.float16, "stack": 48},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 48},
     "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
-    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
+    "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 48},
     "float16 window": {"mask": masks.window(100), "dtype": torch.float16},
     "persistent": {"mask": masks.window(100), "dim": 64},
-    "jagged": {"jagged": True, "stack": 16},
+    "jagged": {"jagged": True, "stack": 64},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
     "blocks": {"mask": masks.causal(), "blocks": True},
 }

@@ -51,16 +51,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["C2", "N3", "SHORT"])
+@pytest.mark.parametrize(
+    ("schedule", "dim"), [("C2", 128), ("RUNS", 128), ("N3", 128), ("ALIKE", 128), ("LOOPED", 128), ("LOOPED", 64), ("SHORT", 64)]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_every_schedule_solves_every_problem(name, schedule, monkeypatch):
+def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
     monkeypatch.setattr(host, "_processors", lambda device: 5)  # programs of several tasks
     given = CASES[name]
-    asked, operands = posed(**given if schedule != "SHORT" or "dim" in given else {**given, "dim": 64})
+    asked, operands = posed(**{"dim": dim, **given})
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
@@ -68,6 +70,25 @@ def test_every_schedule_solves_every_problem(name, schedule, monkeypatch):
         again = kernel.forward(operands)  # noted the first time, launched again as it was
         assert torch.equal(again.out, first.out)
         assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("LOOPED", 64), ("SHORT", 64)])
+@pytest.mark.parametrize("rows", [700, 100])
+def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
+    """15 programs leave 2 or 3 tasks of 700 rows for a last round, each then for two programs."""
+    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import schedules
+
+    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    asked, operands = posed(rows=rows, dim=dim)
+    found = []
+    for programs in (15, 1000):
+        monkeypatch.setattr(host, "_processors", lambda device, n=programs: n)
+        found.append(kernel_of("hopper", asked).forward(operands))
+    halved, alone = found
+    check(halved, exact(asked, operands))
+    assert torch.equal(halved.out, alone.out)
+    assert torch.equal(halved.lse, alone.lse)
 
 
 @pytest.mark.parametrize("schedule", ["C2", "N3"])

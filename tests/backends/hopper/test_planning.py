@@ -8,13 +8,13 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.backends.hopper import BACKEND, VERSIONS
+from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.rates import MEASURED, Pair, rates_of
-from foci.backends.hopper.schedules import N3, SHORT, forward_schedule
+from foci.backends.hopper.schedules import forward_schedule
 from foci.binding import bind
 from foci.planner import choose
-from foci.problem import Formula, Layout, Outputs, Problem, Target
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
 
 TABLE = torch.zeros(64, 64)
 H200 = Target("cuda", 90, frozenset({"triton", f"triton-{VERSIONS[0]}"}))
@@ -130,19 +130,68 @@ def test_dropouts_backward_is_left_to_triton(kind):
     assert rates_of(problem(**KINDS[kind], **TRAINED)).backward.is_ahead
 
 
+JAGGED = {"layout": Layout.JAGGED}
+
+
 @pytest.mark.parametrize(
-    ("given", "schedule"),
+    ("given", "wide", "narrow"),
     [
-        (KINDS["full"], N3),
-        (KINDS["causal"], N3),
-        (KINDS["window"], SHORT),
-        (KINDS["document"], SHORT),
-        (KINDS["document"] | {"layout": Layout.JAGGED}, N3),
-        (KINDS["score"], N3),
+        (KINDS["full"], schedules.ALIKE, schedules.LOOPED),
+        (KINDS["causal"], schedules.N3, schedules.LOOPED),
+        (KINDS["window"], schedules.RUNS, schedules.SHORT),
+        (KINDS["document"], schedules.RUNS, schedules.LOOPED),
+        (KINDS["added"], schedules.N3, schedules.N3),
+        (KINDS["score"], schedules.N3, schedules.N3),
+        (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
+        (KINDS["full"] | JAGGED, schedules.LOOPED, schedules.LOOPED),
+        (KINDS["causal"] | JAGGED, schedules.LOOPED, schedules.LOOPED),
+        (KINDS["window"] | JAGGED, schedules.RUNS, schedules.LOOPED),
     ],
 )
-def test_narrow_heads_with_short_runs_of_keys_are_persistent(given, schedule):
-    assert forward_schedule(problem(**given, **NARROW)) == schedule
+def test_programs_take_task_after_task_where_that_was_faster(given, wide, narrow):
+    assert forward_schedule(problem(**given)) == wide
+    assert forward_schedule(problem(**given, **NARROW)) == narrow
+    assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.WIDE
+
+
+class Launches:
+    """What a forward would allocate and launch."""
+
+    def __init__(self):
+        self.names = []
+
+    def empty(self, shape, strides, dtype, like):
+        return torch.empty(shape, dtype=dtype)
+
+    def launch(self, function, grid, *arguments, **options):
+        self.names.append(function.__name__)
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks", "expected"),
+    [
+        ({}, 100, (100, 0)),  # a program for each
+        ({}, 132 * 3 + 20, (132, 20)),
+        ({}, 132 * 3 + 66, (132, 66)),
+        ({}, 132 * 3 + 67, (132, 0)),  # more than one for each processor
+        ({}, 132 * 3, (132, 0)),
+        ({"mask": masks.causal(), **NARROW}, 132 * 3 + 20, (132, 0)),  # tasks differ, and the last are the shortest
+        ({"mask": masks.causal()}, 1000, (1000, 0)),
+        ({"head_dim": 256, "value_dim": 256}, 1000, (1000, 0)),
+    ],
+)
+def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expected):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    asked, launches = problem(**given), Launches()
+    query = torch.empty(1, 1, 1, 1, device="meta")
+    operands = Operands(query, query, query, (), (), (), 1.0)
+    programs, tickets, halved = kernel.HopperKernel(Plan("hopper", asked, H200))._programs(
+        tasks, forward_schedule(asked), operands, launches
+    )
+    assert (programs, halved) == expected
+    # tickets are counted from zero, where there are any to be taken
+    assert launches.names == (["clear_turns"] if programs < tasks else [])
+    assert (tickets is None) == (not forward_schedule(asked).persistent)
 
 
 def test_explain_says_what_was_measured_and_where_the_backward_is_from():

@@ -18,7 +18,7 @@ class Config(NamedTuple):
     attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
     PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys. BOUNDED: queries
     that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later. LINE: `score`, or
-    `both`, is given as the function `line` (`foci.backends.hopper.functions`).
+    `both`, is given as the function `line` (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles.
     """
 
     CONSUMERS: Any
@@ -42,10 +42,15 @@ class Config(NamedTuple):
     BOUNDED: Any = None
     DEFERS: Any = None
     LINE: Any = None
+    JOINED: Any = None
 
 
 class Marked(NamedTuple):
-    """A `foci.backends.triton.arguments.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.words`)."""
+    """A `foci.backends.triton.arguments.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.words`).
+
+    tickets: int32 [1] of zero, how many tasks persistent programs have taken besides their first, None if each takes
+    every so-manieth. halved: how many of the
+    last tasks are for two programs each, encoded."""
 
     counts: Any
     lists: Any
@@ -54,3 +59,5 @@ class Marked(NamedTuple):
     width: int
     words: Any
     limits: Any = None
+    tickets: Any = None
+    halved: Any = None

@@ -1,18 +1,16 @@
 # mypy: ignore-errors
 """Forward: a producer warp copies tiles, consumer warpgroups of 64 rows each multiply them and keep an online softmax.
 
-Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024); Milakov and Gimelshein, "Online normalizer
-calculation for softmax" (2018). Exponentials are in base 2. Each stage of keys and of values has one barrier for "filled" and
-one for "free".
+Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024). Each stage of keys and of values has one barrier for
+"filled" and one for "free".
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
 the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).
 
-A program has one task, a tile of queries of a head. Where tasks are short and alike, persistent programs take one after another,
-every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys.
+A program has one task, a tile of queries of a head. Persistent programs take one after another, the next that none has taken
+or every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys,
+while consumers finish the one before; its producer posts where it is (`foci.backends.hopper.posts`).
 """
-
-import triton.language as tl
 
 from foci.backends.hopper.interface import (
     fence_async_shared,
@@ -23,78 +21,13 @@ from foci.backends.hopper.interface import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, scores_of
+from foci.backends.hopper.layouts import product, shared
+from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, masked, scored, scores_of
+from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
+from foci.backends.hopper.softmax import as_factor, by_row, by_thread, dropped, fold_softmax, packed, unpacked
 from foci.backends.hopper.tasks import plan
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out, step
 from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
-
-
-@gluon.jit
-def by_thread(p):
-    """Sums over the columns that one thread holds, so that threads meet once, at the end."""
-    return gl.sum(p.reshape([ROWS, p.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
-def fold_softmax(x, most, total, factor):
-    """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
-    higher = gl.maximum(most, gl.max(x, 1))
-    # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
-    exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
-    shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
-    p = gl.exp2(x * steep[:, None] - shift[:, None])
-    alpha = gl.exp2(most * steep - shift)
-    sums = by_thread(p)
-    LAYOUT: gl.constexpr = sums.type.layout
-    return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
-
-
-@gluon.jit
-def dropped(p, tile, at, numbers, c):
-    """Weights, zeros where dropout drops them: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    if c.DROPOUT:
-        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-        row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
-        column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
-        column = column + row * 0
-        row = row + column * 0
-        w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
-        words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
-        words = gl.convert_layout(words, product(c.TILE_KV))
-        threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
-        p = gl.where(words.to(gl.uint32, bitcast=True) >= threshold, p, 0.0)
-    return p
-
-
-@gluon.jit
-def as_factor(p, dtype: gl.constexpr, c):
-    """Weights as the left factor of a product, in the registers where they are."""
-    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
-
-
-@gluon.jit
-def packed(p, dtype: gl.constexpr):
-    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves."""
-    low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
-    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def unpacked(words, dtype: gl.constexpr, c):
-    """What `packed` took, as the left factor of a product."""
-    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
-    p = gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, operand(c.DV_PAD), assert_trivial=True)
-
-
-@gluon.jit
-def by_row(x, columns: gl.constexpr):
-    """One number a row, for a product of so many columns."""
-    return gl.convert_layout(x, gl.SliceLayout(1, product(columns)))[:, None]
 
 
 @gluon.jit
@@ -107,10 +40,25 @@ def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
         return warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
+@gluon.constexpr_function
+def writes_over(width, out_width, is_persistent):
+    """Whether a consumer writes its rows of the result where its queries were: wide heads leave no room, and a single task needs none."""
+    return width == out_width and (width > 128 or not is_persistent)
+
+
+@gluon.jit
+def release_queries(q_free, now, c):
+    """After the last product with them, those of the next task may come, unless the result is to be there first."""
+    if c.PERSISTENT and not writes_over(c.D_PAD, c.DV_PAD, True):  # noqa: SIM102  the first is known when the kernel is compiled
+        if now:
+            mbarrier.arrive(q_free, count=1)
+
+
 @gluon.jit
 def fold_in_turn(
-    acc, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
-):
+    acc, most, total, q, bars, at, run, low, high, q_free, last, table, numbers, env, c,
+    score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """Folds the tiles low .. high, one step after the other."""
     keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
@@ -122,6 +70,7 @@ def fold_in_turn(
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
+        release_queries(q_free, i == last, c)
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = acc * by_row(alpha, c.DV_PAD)
@@ -134,9 +83,42 @@ def fold_in_turn(
 
 
 @gluon.jit
+def fold_joined(
+    acc, most, total, q, bars, at, run, cuts, q_free, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr
+):  # fmt: skip
+    """Folds all tiles of a consumer in one loop, which asks of each whether it is partial: half the instructions, which caches hold."""
+    keys, values, k_full, k_free, v_full, v_free, base = bars
+    start, first, second, end, count, narrow = cuts
+    for i in range(start, end):
+        stage = (base + i) % c.STAGES
+        phase = ((base + i) // c.STAGES) & 1
+        tile = step(table, run, i, c)
+        marks = marks_of(table, run, i, at, c, BOTH)
+        mbarrier.wait(k_full.index(stage), phase)
+        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
+        raw = warpgroup_mma_wait(0, deps=[raw])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        release_queries(q_free, i == end - 1, c)
+        x = scored(raw, tile, at, env, c, score)
+        if (i < first) | (i >= second):
+            # the barrier keeps the branch: else both results are computed, and one chosen
+            gl.thread_barrier()
+            x = masked(x, tile, marks, at, env, c, mask)
+        p, alpha, most, total = fold_softmax(x, most, total, at[7])
+        acc = acc * by_row(alpha, c.DV_PAD)
+        p = dropped(p, tile, at, numbers, c)
+        mbarrier.wait(v_full.index(stage), phase)
+        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_free.index(stage), count=1)
+    return acc, most, total
+
+
+@gluon.jit
 def fold_overlapped(
-    acc, p, most, total, q, bars, at, run, low, high, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr
-):
+    acc, p, most, total, q, bars, at, run, low, high, first, second, q_free, last, table, numbers, env, c,
+    score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
 
     `p`: the packed weights of that tile.
@@ -152,7 +134,14 @@ def fold_overlapped(
         acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(before), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
-        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
+        release_queries(q_free, i == last, c)
+        if c.JOINED:
+            x = scored(raw, tile, at, env, c, score)
+            if (i < first) | (i >= second):
+                gl.thread_barrier()
+                x = masked(x, tile, marks, at, env, c, mask)
+        else:
+            x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         weights, alpha, most, total = fold_softmax(x, most, total, at[7])
         weights = dropped(weights, tile, at, numbers, c)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
@@ -178,15 +167,24 @@ def pass_over(bars, low, high, c):
 
 
 @gluon.jit
-def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
+def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
-    if not c.OVERLAPPED:
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, start, first, table, numbers, env, c, score, mask, UPPER)
-        acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, first, second, table, numbers, env, c, score, mask, WHOLE)
+    last = end - 1
+    if c.JOINED and not c.OVERLAPPED:
+        acc, most, total = fold_joined(acc, most, total, q, bars, at, run, cuts, q_free, table, numbers, env, c, score, mask)
+    elif not c.OVERLAPPED:
+        acc, most, total = fold_in_turn(
+            acc, most, total, q, bars, at, run, start, first, q_free, last, table, numbers, env, c, score, mask, UPPER
+        )
+        acc, most, total = fold_in_turn(
+            acc, most, total, q, bars, at, run, first, second, q_free, last, table, numbers, env, c, score, mask, WHOLE
+        )
         if c.LOW:
-            acc, most, total = fold_in_turn(acc, most, total, q, bars, at, run, second, end, table, numbers, env, c, score, mask, LOWER)
+            acc, most, total = fold_in_turn(
+                acc, most, total, q, bars, at, run, second, end, q_free, last, table, numbers, env, c, score, mask, LOWER
+            )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
         tile = step(table, run, start, c)
@@ -195,24 +193,30 @@ def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score
         mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
         raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, tile, at, env, c, score)])
         mbarrier.arrive(k_free.index(stage), count=1)
+        release_queries(q_free, start == last, c)
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, BOTH)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         p = packed(dropped(p, tile, at, numbers, c), keys.dtype)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
-        acc, p, most, total = fold_overlapped(
-            acc, p, most, total, q, bars, at, run, next, first, table, numbers, env, c, score, mask, UPPER
-        )
-        low = gl.maximum(first, next)
-        acc, p, most, total = fold_overlapped(
-            acc, p, most, total, q, bars, at, run, low, second, table, numbers, env, c, score, mask, WHOLE
-        )
-        if c.LOW:
-            low = gl.maximum(second, next)
+        if c.JOINED:
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, low, end, table, numbers, env, c, score, mask, LOWER
+                acc, p, most, total, q, bars, at, run, next, end, first, second, q_free, last, table, numbers, env, c, score, mask, BOTH
             )
+        else:
+            acc, p, most, total = fold_overlapped(
+                acc, p, most, total, q, bars, at, run, next, first, first, second, q_free, last, table, numbers, env, c, score, mask, UPPER
+            )
+            low = gl.maximum(first, next)
+            acc, p, most, total = fold_overlapped(
+                acc, p, most, total, q, bars, at, run, low, second, first, second, q_free, last, table, numbers, env, c, score, mask, WHOLE
+            )
+            if c.LOW:
+                low = gl.maximum(second, next)
+                acc, p, most, total = fold_overlapped(
+                    acc, p, most, total, q, bars, at, run, low, end, first, second, q_free, last, table, numbers, env, c, score, mask, LOWER
+                )
         stage = (base + end - 1) % c.STAGES
         acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -223,13 +227,13 @@ def fold(acc, most, total, q, bars, at, cuts, run, table, numbers, env, c, score
 
 @gluon.jit
 def consume(
-    ME: gl.constexpr, turn, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, out_buffers, lse, row_max, size, table,
+    ME: gl.constexpr, turn, away, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, out_buffers, lse, row_max, size, table,
     numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
-    """One consumer: 64 rows of the program's tile."""
+    """One consumer: 64 rows of the program's tile, `away` beyond all rows where another program has them."""
     b, memory_b, h, task, block = place
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    first = block * c.TILE_Q + ME * ROWS
+    first = block * c.TILE_Q + ME * ROWS + away
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
@@ -243,9 +247,8 @@ def consume(
     # without keys no queries come
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(ME), turn & 1)
-    acc, most, total = fold(acc, most, total, q_tiles.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
-    if cuts[4] > 0:
-        mbarrier.arrive(q_free.index(ME), count=1)
+    acc, most, total = fold(acc, most, total, q_tiles.index(ME), q_free.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
+    release_queries(q_free.index(ME), (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
@@ -256,15 +259,20 @@ def consume(
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
     buffer = out_buffers.index(ME)
-    if c.PERSISTENT:
+    OVER: gl.constexpr = writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT)
+    if c.PERSISTENT and not OVER:
         # until the rows of the task before have left
         tma.store_wait(0)
         gl.thread_barrier()
     buffer.store((acc * by_row(weight, c.DV_PAD)).to(out.dtype))
     fence_async_shared()
     copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
-    if not c.PERSISTENT:
+    if OVER or not c.PERSISTENT:
         tma.store_wait(0)
+    if OVER and c.PERSISTENT:  # noqa: SIM102  the same
+        if cuts[4] > 0:
+            gl.thread_barrier()
+            mbarrier.arrive(q_free.index(ME), count=1)
 
 
 @gluon.jit
@@ -300,49 +308,69 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
 
 
 @gluon.jit
-def produce_all(q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds: gl.constexpr):
+def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds: gl.constexpr):
     """The producer of a program that takes task after task: it copies for the next one while consumers finish the one before."""
     keys, values, k_full, k_free, v_full, v_free = rings
-    task = gl.program_id(0)
+    posts, post_full, post_free = posted
+    programs = gl.num_programs(0)
+    ticket = gl.program_id(0)
     turn = 0
     base = 0
-    tasks = number(size.batch) * number(size.heads) * number(size.tasks)
-    while task < tasks:
+    n = 0
+    tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
+    while ticket < tickets:
+        task, half = task_of(ticket, tickets, table)
         place = find_nth(task, size, spans, c, True)
+        asked = ticket * 0
+        if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
+            if tickets > programs:
+                asked = ask(table.tickets)
         if place[0] >= 0:
             run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
+            mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
+            post(posts, n, place, run, cuts, half, c)
+            mbarrier.arrive(post_full.index(n % POSTS), count=1)
             bars = (keys, values, k_full, k_free, v_full, v_free, base)
             produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)
             count = run[2] + run[6]
             base += count
             turn += gl.minimum(count, 1)
-        task += gl.num_programs(0)
+            n += 1
+        if table.tickets is None:
+            ticket += programs
+        elif tickets > programs:
+            ticket = programs + answer(asked)
+        else:
+            ticket = tickets
+    mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
+    post_end(posts, n)
+    mbarrier.arrive(post_full.index(n % POSTS), count=1)
 
 
 @gluon.jit
 def consume_all(
-    ME: gl.constexpr, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+    ME: gl.constexpr, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
     pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer of such a program."""
     keys, values, k_full, k_free, v_full, v_free = rings
-    task = gl.program_id(0)
+    posts, post_full, post_free = posted
     turn = 0
     base = 0
-    tasks = number(size.batch) * number(size.heads) * number(size.tasks)
-    while task < tasks:
-        place = find_nth(task, size, spans, c, True)
-        if place[0] >= 0:
-            run, cuts = plan(place, spans, size, table, env, c, bounds, 4)
-            bars = (keys, values, k_full, k_free, v_full, v_free, base)
-            consume(
-                ME, turn, cuts[ME], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env,
-                c, pre, score, mask, bounds,
-            )  # fmt: skip
-            count = run[2] + run[6]
-            base += count
-            turn += gl.minimum(count, 1)
-        task += gl.num_programs(0)
+    n = 0
+    mbarrier.wait(post_full.index(0), 0)
+    while posted_head(posts, n) >= 0:
+        place, run, cuts, away = take(ME, posts, n, c)
+        mbarrier.arrive(post_free.index(n % POSTS), count=1)
+        bars = (keys, values, k_full, k_free, v_full, v_free, base)
+        consume(
+            ME, turn, away, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers,
+            env, c, pre, score, mask, bounds,
+        )  # fmt: skip
+        base += cuts[4]
+        turn += gl.minimum(cuts[4], 1)
+        n += 1
+        mbarrier.wait(post_full.index(n % POSTS), (n // POSTS) & 1)
     tma.store_wait(0)
 
 
@@ -360,9 +388,8 @@ def attention_forward(
     q_tiles = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
     keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
     values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
-    # a consumer writes its rows of the result where its queries were, unless the next ones come while it does
     outs = q_tiles
-    if c.PERSISTENT or c.DV_PAD != c.D_PAD:
+    if not writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT):
         outs = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
     q_full = barriers(c.CONSUMERS, 1)
     q_free = barriers(c.CONSUMERS, 1)
@@ -372,42 +399,45 @@ def attention_forward(
     v_free = barriers(c.STAGES, c.CONSUMERS)
     rings = (keys, values, k_full, k_free, v_full, v_free)
     bars = (keys, values, k_full, k_free, v_full, v_free, 0)
+    posted = ()
+    if c.PERSISTENT:
+        posted = (posts_of(), barriers(POSTS, 1), barriers(POSTS, c.CONSUMERS))
     fence_async_shared()
     # fmt: off
-    if c.PERSISTENT and c.CONSUMERS == 2:
+    if not c.PERSISTENT and c.CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (consume_all, (0, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                               pre, score, mask, bounds)),
-                (consume_all, (1, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                               pre, score, mask, bounds)),
-                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    elif c.PERSISTENT:
-        gl.warp_specialize(
-            [
-                (consume_all, (0, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                               pre, score, mask, bounds)),
-                (consume_all, (1, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                               pre, score, mask, bounds)),
-                (consume_all, (2, q_tiles, q_full, q_free, rings, spans, out, outs, lse, row_max, size, table, numbers, env, c,
-                               pre, score, mask, bounds)),
-                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, spans, size, table, env, c, bounds)),
+                (consume, (0, 0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (1, 0, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (2, 0, 0, cuts[2], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
             ],
             [4, 4, 1],
             [160, 160, 24],
         )
+    elif not c.PERSISTENT:
+        gl.warp_specialize(
+            [
+                (consume, (0, 0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (consume, (1, 0, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
+                           numbers, env, c, pre, score, mask, bounds)),
+                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     elif c.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (1, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
+                (consume_all, (0, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
+                               env, c, pre, score, mask, bounds)),
+                (consume_all, (1, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
+                               env, c, pre, score, mask, bounds)),
+                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds)),
             ],
             [4, 1],
             [240, 24],
@@ -415,13 +445,13 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (1, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (2, 0, cuts[2], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
+                (consume_all, (0, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
+                               env, c, pre, score, mask, bounds)),
+                (consume_all, (1, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
+                               env, c, pre, score, mask, bounds)),
+                (consume_all, (2, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
+                               env, c, pre, score, mask, bounds)),
+                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds)),
             ],
             [4, 4, 1],
             [160, 160, 24],

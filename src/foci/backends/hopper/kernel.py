@@ -14,6 +14,7 @@ from torch import Tensor
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward import HopperGradients
+from foci.backends.hopper.backward_sums import clear_turns
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
@@ -29,7 +30,7 @@ from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
 from foci.ir.expr import const
-from foci.problem import Operands, Results
+from foci.problem import Layout, Operands, Results
 
 __all__ = ["HopperKernel"]
 
@@ -49,6 +50,7 @@ class HopperKernel(HopperGradients):
         bounds = bounds_of(self.variant.mask)
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
+        self.is_even = self.is_bounded and self.variant.mask == const(True) and formula.layout is Layout.DENSE
         self.takes_own = rates_of(self.problem).backward.is_ahead
         self.foresees = self.is_prefix or not self.takes_own  # tables of other masks are made by themselves
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
@@ -76,9 +78,10 @@ class HopperKernel(HopperGradients):
         (words, limits), count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
         rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
         sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
+        programs, tickets, halved = self._programs(count, schedule, operands, recorder)
         recorder.launch(
-            attention_forward, (min(count, _processors(query.device)) if schedule.persistent else count,),
-            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits),
+            attention_forward, (programs,),
+            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits, tickets, encode(halved)),
             call.numbers._replace(scale=operands.scale), call.environment,
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, has_words=words is not None, is_line=is_line),
             functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4,
@@ -91,6 +94,20 @@ class HopperKernel(HopperGradients):
         if self.takes_own:
             return super()._backward(operands, given, sequences, recorder, flow)
         return host.TritonKernel._backward(self, operands, given, sequences, recorder, flow)
+
+    def _programs(self, tasks: int, schedule: Schedule, operands: Operands, recorder: Recorder) -> tuple[int, Tensor | None, int]:
+        """(programs for so many tasks, what persistent ones count them by, how many of the last tasks are for two programs each).
+
+        Equal tasks that would keep less than half of the programs busy in a last round are halved.
+        """
+        if not schedule.persistent:
+            return tasks, None, 0
+        programs = min(tasks, _processors(operands.query.device))
+        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
+        if tickets is not None and programs < tasks:
+            recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4)
+        last = tasks % programs if self.is_even else 0
+        return programs, tickets, last if 2 * last <= programs else 0
 
     def _visits(self, call: host.Pass, tiles: Tiles) -> Visits:
         """Which tiles of keys each task visits; by a mask's bounds it finds them by arithmetic."""
@@ -127,7 +144,7 @@ class HopperKernel(HopperGradients):
                 p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
             ),
-            is_line,
+            is_line, schedule.joined,
         )  # fmt: skip
 
 
@@ -138,8 +155,8 @@ def _without_mask(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], is_line: bool) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(LINE=tl.constexpr(is_line))
+def _config(values: tuple[Any, ...], is_line: bool, is_joined: bool) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(LINE=tl.constexpr(is_line), JOINED=tl.constexpr(is_joined))
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,10 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
-__all__ = ["BOTH", "LOWER", "ROWS", "UPPER", "WHOLE", "along_line", "kept", "leaned", "marked", "marks_of", "scores_of", "words_at"]
+__all__ = [
+    "BOTH", "LOWER", "ROWS", "UPPER", "WHOLE",
+    "along_line", "kept", "leaned", "marked", "marks_of", "masked", "scored", "scores_of", "words_at",
+]  # fmt: skip
 
 ROWS = gl.constexpr(64)
 # what is masked of a tile: nothing, keys behind a row's last, keys before its first, or both
@@ -146,3 +149,39 @@ def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: 
             keep = keep | (tile >= FORCED)
         x = gl.where(keep & (column < kv_len), x, float("-inf"))
     return x
+
+
+@gluon.jit
+def scored(raw, tile, at, env, c, score: gl.constexpr):
+    """Scores of a tile of products, without a factor that `at` holds."""
+    if c.PLAIN or c.LINE:
+        return raw
+    else:
+        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+        column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+        return score(raw, b, h, q_idx, gl.minimum(column, kv_len - 1), q_len, kv_len, env, aux)
+
+
+@gluon.jit
+def opaque(limit):
+    """A number that the compiler takes as it comes: else it holds, over a loop, what each column is to be compared with."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [limit], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def masked(x, tile, marks, at, env, c, mask: gl.constexpr):
+    """Scores of a partial tile, -inf where masked, by what is known of it."""
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+    here = start_of(tile, c, c.TILE_KV)
+    if c.MODE == "bounds":
+        if c.LOW:
+            x = from_first(x, opaque(low - here))
+        return up_to_last(x, opaque(high - here))
+    elif c.WORDS:
+        return marked(x, marks, float("-inf"))
+    else:
+        column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+        keep = mask(b, h, q_idx, gl.minimum(column, kv_len - 1), q_len, kv_len, env, aux)
+        if c.BLOCKS:
+            keep = keep | (tile >= FORCED)
+        return gl.where(keep & (column < kv_len), x, float("-inf"))

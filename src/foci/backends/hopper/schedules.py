@@ -7,15 +7,17 @@ from typing import Final
 
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
+from foci.ir.expr import const
 from foci.problem import Layout, Problem
 
-__all__ = ["C2", "N3", "SHORT", "WIDE", "Schedule", "forward_schedule"]
+__all__ = ["ALIKE", "C2", "LOOPED", "N3", "RUNS", "SHORT", "WIDE", "Schedule", "forward_schedule"]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
-    what `explain` says of it. `persistent` programs take task after task."""
+    what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
+    partial tiles, half the instructions, which caches hold."""
 
     name: str
     consumers: int
@@ -24,30 +26,43 @@ class Schedule:
     stages: int
     why: str
     persistent: bool = False
+    strided: bool = False
+    joined: bool = False
 
     @property
     def tile_q(self) -> int:
         return 64 * self.consumers
 
 
+_NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
+RUNS: Final = replace(C2, why=C2.why + _NEXT, persistent=True, joined=True)
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
-SHORT: Final = replace(N3, why="three warpgroups in turn, which take tile after tile, as runs of keys are short", persistent=True)
+ALIKE: Final = replace(N3, why=N3.why + _NEXT, persistent=True)
+SHORT: Final = replace(ALIKE, strided=True)
+LOOPED: Final = replace(ALIKE, joined=True)
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
 
 
 def forward_schedule(problem: Problem) -> Schedule:
-    """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score."""
-    width = max(padded(problem.head_dim), padded(problem.value_dim))
+    """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
+
+    Persistent programs gain where tasks are alike or short: not under a causal mask, whose long tasks come first anyway.
+    """
+    formula, width = problem.formula, max(padded(problem.head_dim), padded(problem.value_dim))
     if width > 128:
         return WIDE
-    if problem.formula.block_size is not None:
+    if formula.block_size is not None or formula.dropout:
         return C2
     bounds = bounds_of(problem.variant.mask)
+    is_plain, is_dense = problem.variant.score.op == "var", formula.layout is Layout.DENSE
+    is_short = bounds is None or bounds.is_low
     if width <= 64:
-        if problem.formula.dropout:
-            return C2
-        is_short = bounds is None or bounds.is_low
-        return SHORT if is_short and problem.formula.layout is Layout.DENSE else N3
-    is_simple = bounds is not None and not bounds.is_low and not problem.formula.dropout
-    return N3 if is_simple and not tile_bytes(problem.variant) else C2
+        if is_plain and not (is_dense and bounds is not None and bounds.is_low):
+            return LOOPED
+        return SHORT if is_short and is_dense else N3
+    if is_short or tile_bytes(problem.variant):
+        return RUNS if is_plain else C2
+    if is_plain and not is_dense:
+        return LOOPED
+    return ALIKE if is_plain and problem.variant.mask == const(True) else N3

@@ -1,0 +1,81 @@
+# mypy: ignore-errors
+"""The softmax of the forward: weights of a tile against the largest score so far, dropped, and as the factor of a product.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Exponentials are in base 2.
+"""
+
+import triton.language as tl
+
+from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.layouts import operand, product
+from foci.backends.hopper.masking import ROWS
+from foci.backends.triton.tiles import start_of
+
+__all__ = ["as_factor", "by_row", "by_thread", "dropped", "fold_softmax", "packed", "unpacked"]
+
+
+@gluon.jit
+def by_thread(p):
+    """Sums over the columns that one thread holds, so that threads meet once, at the end."""
+    return gl.sum(p.reshape([ROWS, p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def fold_softmax(x, most, total, factor):
+    """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
+    higher = gl.maximum(most, gl.max(x, 1))
+    # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
+    exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
+    shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
+    p = gl.exp2(x * steep[:, None] - shift[:, None])
+    alpha = gl.exp2(most * steep - shift)
+    sums = by_thread(p)
+    LAYOUT: gl.constexpr = sums.type.layout
+    return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
+
+
+@gluon.jit
+def dropped(p, tile, at, numbers, c):
+    """Weights, zeros where dropout drops them: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
+    if c.DROPOUT:
+        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+        row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+        column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
+        column = column + row * 0
+        row = row + column * 0
+        w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
+        words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
+        words = gl.convert_layout(words, product(c.TILE_KV))
+        threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
+        p = gl.where(words.to(gl.uint32, bitcast=True) >= threshold, p, 0.0)
+    return p
+
+
+@gluon.jit
+def as_factor(p, dtype: gl.constexpr, c):
+    """Weights as the left factor of a product, in the registers where they are."""
+    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves."""
+    low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpacked(words, dtype: gl.constexpr, c):
+    """What `packed` took, as the left factor of a product."""
+    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    p = gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
+    return gl.convert_layout(p, operand(c.DV_PAD), assert_trivial=True)
+
+
+@gluon.jit
+def by_row(x, columns: gl.constexpr):
+    """One number a row, for a product of so many columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, product(columns)))[:, None]
