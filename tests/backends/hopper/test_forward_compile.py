@@ -41,7 +41,7 @@ CASES = {
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 48},
     "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 48},
-    "float16 window": {"mask": masks.window(100), "dtype": torch.float16},
+    "float16 window": {"mask": masks.window(100), "dtype": torch.float16, "stack": 32},
     "persistent": {"mask": masks.window(100), "dim": 64},
     "jagged": {"jagged": True, "stack": 64},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
