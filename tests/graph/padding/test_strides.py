@@ -39,6 +39,27 @@ def test_bad_arguments_are_named():
         pad_strides([3, 1], [2, 3], torch.float32, alignment=6)
 
 
+@pytest.mark.parametrize(
+    ("strides", "sizes", "keywords", "error", "message"),
+    [
+        ([-2047, 1], [16, 2047], {}, ValueError, r"strides must be 0 or more, .* not \(-2047, 1\)"),
+        ([2047, 1], [16, -1], {}, ValueError, r"sizes must be 0 or more, .* not \(16, -1\)"),
+        ([2047.0, 1], [16, 2047], {}, TypeError, r"strides must be integers, .* not \[2047.0, 1\]"),
+        (2047, [16, 2047], {}, TypeError, "strides must be integers"),
+        ([2047, 1], [16, "2047"], {}, TypeError, "sizes must be integers"),
+        ([2047, 1], [16, True], {}, TypeError, "sizes must be integers"),
+        ([2047, 1], None, {}, TypeError, "sizes must be integers"),
+        ([2047, 1], [16, 2047], {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
+        ([2047, 1], [16, 2047], {"alignment": 128.0}, TypeError, "alignment must be an integer"),
+        ([2047, 1], [16, 2047], {"smallest": "1024"}, TypeError, "smallest must be an integer"),
+        ([2047, 1], [16, 2047], {"smallest": -1}, ValueError, "smallest must be 0 or more"),
+    ],
+)
+def test_bad_strides_and_sizes_are_named(strides, sizes, keywords, error, message):
+    with pytest.raises(error, match=message):
+        pad_strides(strides, sizes, **{"dtype": torch.float32, **keywords})
+
+
 @st.composite
 def layouts(draw):
     """Dense tensors of any order of dims."""

@@ -51,7 +51,9 @@ def pad_strides(
         As many strides.
 
     Raises:
-        ValueError: if strides and sizes differ in length, or `alignment` is no positive multiple of the element's size.
+        TypeError: for strides, sizes, an alignment or a smallest that are no integers, or a dtype that is none.
+        ValueError: if one of them is negative, strides and sizes differ in length, or `alignment` is no positive multiple of the
+            element's size.
 
     Example:
         >>> import torch
@@ -60,10 +62,19 @@ def pad_strides(
         >>> pad_strides([127 * 32, 127, 1], [2, 32, 127], torch.float32)
         (4064, 127, 1)
     """
+    _check_counts("strides", strides)
+    _check_counts("sizes", sizes)
+    for name, value in (("alignment", alignment), ("smallest", smallest)):
+        if not _is_integer(value):
+            raise TypeError(f"{name} must be an integer, not {value!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, such as torch.float32, not {dtype!r}")
     if len(strides) != len(sizes):
         raise ValueError(f"strides and sizes must be equally many, not {len(strides)} and {len(sizes)}")
     if alignment < 1 or alignment % dtype.itemsize:
         raise ValueError(f"alignment must be a positive multiple of the {dtype.itemsize} bytes of {dtype}, not {alignment}")
+    if smallest < 0:
+        raise ValueError(f"smallest must be 0 or more, in elements, not {smallest}")
     given = tuple(strides)
     if is_channels_last(given, sizes) or any(stride == 0 for stride in given):
         return given
@@ -79,6 +90,17 @@ def pad_strides(
             extent, grown = round_up(extent, elements), True
         padded[outer] = extent
     return tuple(padded) if grown else given
+
+
+def _check_counts(name: str, values: Any) -> None:
+    if not isinstance(values, Sequence) or not all(map(_is_integer, values)):
+        raise TypeError(f"{name} must be integers, in elements and one for each dim, not {values!r}")
+    if any(isinstance(value, int) and value < 0 for value in values):
+        raise ValueError(f"{name} must be 0 or more, in elements and one for each dim, not {tuple(values)}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def known(value: int | torch.SymInt) -> int:
