@@ -2,6 +2,7 @@
 
 import textwrap
 
+import pytest
 import torch
 from rich.console import Console
 from spelling_harness import qkv
@@ -89,10 +90,23 @@ def test_a_script_is_reported(tmp_path):
         """)
     )
     done = CliRunner().invoke(app, ["report", str(script), "20"], env={"COLUMNS": "160"})
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 3, done.output
     assert "1 of 2 attentions fused" in done.output
     assert "train.py:7" in done.output.replace("\n", "")
     assert "the softmax is not over the keys" in done.output
+
+
+@pytest.mark.parametrize(
+    ("exit", "code"),
+    [("sys.exit()", 0), ("sys.exit(0)", 0), ("sys.exit(2)", 2), ("sys.exit('no data')", 1), ("raise SystemExit(7)", 7), ("pass", 0)],
+)
+def test_the_code_of_a_script_is_passed_on_after_the_report(tmp_path, exit, code):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n{exit}\n")
+    done = CliRunner().invoke(app, ["report", str(script)])
+    assert done.exit_code == code
+    assert "no attention in what was compiled" in " ".join(done.output.split())
+    assert ("no data" in done.output) == ("no data" in exit)
 
 
 def test_a_script_that_compiles_nothing_is_told_so(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -130,17 +131,22 @@ def report(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file that calls torch.compile or foci.compile.")],
 ) -> None:
-    """Runs a script, with the words after it as its arguments, and lists the attentions in what it compiled: fused, or why not."""
+    """Runs a script, with the words after it as its arguments, and lists the attentions in what it compiled: fused, or why not.
+
+    Exits with the script's own code.
+    """
     console = Console()
     with _explained_errors():
         from foci.cli.script import run
         from foci.graph import table
 
-        log = run(script, context.args)
+        log, exited = run(script, context.args)
     if log.fusions:
         console.print(table(log.fusions))
     else:
         console.print(f"{script}: no attention in what was compiled; compile a model with foci.compile or torch.compile, and call it")
+    if exited is not None:
+        sys.exit(exited.code)  # None is 0, and what is no number is printed and 1, as Python has it
 
 
 @app.command()

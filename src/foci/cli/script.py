@@ -17,23 +17,29 @@ from foci.graph import inductor_pass
 __all__ = ["run"]
 
 
-def run(script: Path, arguments: Sequence[str]) -> Log:
-    """Runs the script as `python script arguments` would, with foci's pass in Inductor too. Its exit is no error here.
+def run(script: Path, arguments: Sequence[str]) -> tuple[Log, SystemExit | None]:
+    """Runs the script as `python script arguments` would, with foci's pass in Inductor too.
 
     Args:
         script: a Python file.
         arguments: its own, `sys.argv[1:]`.
+
+    Returns:
+        What was collected, and how the script exited: None where it ran to its end.
     """
+    exited: SystemExit | None = None
     timing = {"pre_grad_pass_timing": "early"} if "pre_grad_pass_timing" in config.get_config_copy() else {}
     torch._dynamo.reset()  # a graph compiled before would not be compiled, and looked at, again
     with (
         observe() as log,
         _as_main(script, arguments),
         config.patch(pre_grad_custom_pass=inductor_pass, **timing),
-        contextlib.suppress(SystemExit),
     ):
-        runpy.run_path(str(script), run_name="__main__")
-    return log
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as raised:
+            exited = raised
+    return log, exited
 
 
 @contextlib.contextmanager
