@@ -214,3 +214,21 @@ def test_whether_it_pays_is_measured():
     assert linear._is_faster(8192, 768, 30523, torch.bfloat16, h200)
     assert not linear._is_faster(8192, 768, 30528, torch.bfloat16, h200)
     assert not linear._is_faster(8192, 768, 30523, torch.bfloat16, Machine("unknown", 16, True, None))
+
+
+@pytest.mark.usefixtures("padded")
+def test_parameters_become_a_vector_by_reshape_and_back():
+    mine, theirs = pair(33, 1023)
+    with pytest.raises(RuntimeError, match="reshape"):
+        torch.nn.utils.parameters_to_vector(mine.parameters())
+    vector = torch.cat([p.reshape(-1) for p in mine.parameters()])
+    assert torch.equal(vector, torch.nn.utils.parameters_to_vector(theirs.parameters()))
+    vector.sin().sum().backward()
+    torch.testing.assert_close(mine.weight.grad, theirs.weight.cos())
+    for layer in (mine, theirs):
+        torch.nn.utils.vector_to_parameters(2 * vector.detach(), layer.parameters())
+    assert mine.weight.is_contiguous()
+    compare(mine, theirs, torch.randn(2, 33))
+    mine.load_state_dict(mine.state_dict())
+    assert not mine.weight.is_contiguous()
+    compare(mine, theirs, torch.randn(2, 33))

@@ -30,6 +30,11 @@ class PaddedLinear(torch.nn.Linear):
     number of rows is a multiple of eight; else its rows are as far apart as good rows are long. Compiled calls are those of
     `torch.nn.Linear`: `foci.graph.padding` does the rest.
 
+    Where rows of `in_features` elements are no multiple of 16 bytes the weight has gaps between rows, so `weight.view(-1)` is
+    torch's error, and so is `torch.nn.utils.parameters_to_vector`, which calls it: use `reshape`, as in
+    `torch.cat([p.reshape(-1) for p in layer.parameters()])`. `vector_to_parameters` works; the layer is then a plain
+    `torch.nn.Linear` until its state is loaded or it is moved.
+
     Args:
         in_features, out_features, bias, device, dtype: as torch.nn.Linear's.
 
