@@ -1,8 +1,11 @@
 """Named scores against their plain formulas, with gradients; composition; wrong arguments."""
 
+import math
+
 import pytest
 import torch
 
+import foci
 from foci import masks, scores
 from foci.binding import bind
 from foci.example import Sizes
@@ -113,3 +116,21 @@ WRONG = [
 def test_wrong_arguments_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "cpu"])
+def test_numbers_in_place_of_nan_and_infinities_pass_no_gradient(backend):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 24, 8) for _ in range(3))
+    given = torch.randn(24, 24)
+    given[3, 4], given[5, 6], given[7], given[9, 2], given[11, :2] = math.nan, math.inf, -math.inf, -math.inf, math.inf
+    leaves = [t.requires_grad_() for t in (query, key, value, given)]
+    with foci.use(backend):
+        found = foci.attention(query, key, value, score=lambda s, b, h, q, k: torch.nan_to_num(s + given[q, k], -2.0, 3.0, -4.0))
+    replaced = (query @ key.mT / math.sqrt(8) + given).nan_to_num(-2.0, 3.0, -4.0)
+    right = torch.softmax(replaced, -1) @ value
+    torch.testing.assert_close(found, right)
+    dout = torch.randn_like(right)
+    gradients = torch.autograd.grad(found, leaves, dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(right, leaves, dout))
+    assert not gradients[3][~given.isfinite()].any()

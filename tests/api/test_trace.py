@@ -103,6 +103,9 @@ USES = {
     "where": [lambda s, b, h, q, kv: torch.where(q > kv, s, 0.5), lambda s, b, h, q, kv: s.where(s > 0, -1.0)],
     "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q > kv, 7.0),
     "clamp": [lambda s, b, h, q, kv: s.clamp(-1, 1), lambda s, b, h, q, kv: torch.clamp(q - kv, max=2), lambda s, b, h, q, kv: s.clamp(min=0.3)],
+    "nan_to_num": [
+        lambda s, b, h, q, kv: torch.nan_to_num(s.log()), lambda s, b, h, q, kv: (s / (q - 1)).nan_to_num(0.5, 3.0, -4.0) + q.nan_to_num(),
+        lambda s, b, h, q, kv: torch.nan_to_num((q - kv) / 0 * s.sign(), nan=-1.0, posinf=7.0, neginf=TABLE[q])],
     "clip": lambda s, b, h, q, kv: torch.clip(s, -0.2, 0.9), "clamp_min": lambda s, b, h, q, kv: s.clamp_min(0.1), "clamp_max": lambda s, b, h, q, kv: s.clamp_max(0.1),
     **{name: (lambda name: lambda s, b, h, q, kv: getattr(F, name)(s))(name) for name in (
         "hardtanh", "relu6", "silu", "gelu", "softplus", "logsigmoid", "leaky_relu", "elu", "softsign", "tanhshrink")},

@@ -147,6 +147,16 @@ def _round(x: Any, *, decimals: int = 0) -> Symbol:
     return pointwise("round", x) if not decimals else pointwise("div", pointwise("round", x * 10.0**decimals), 10.0**decimals)
 
 
+def _nan_to_num(x: Symbol, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Symbol:
+    if x.expr.dtype is not DType.FLOAT:
+        return x
+    # By selection: what is replaced has gradient zero.
+    limits = torch.finfo(x.dtype)
+    finite = _where(pointwise("eq", x, -math.inf), limits.min if neginf is None else neginf, x)
+    finite = _where(pointwise("eq", x, math.inf), limits.max if posinf is None else posinf, finite)
+    return _where(pointwise("isnan", x), 0.0 if nan is None else nan, finite)
+
+
 def _relu(x: Any, inplace: bool = False) -> Symbol:
     return _where(pointwise("le", x, 0), 0, x)
 
@@ -391,7 +401,7 @@ WORDS: Final[dict[str, Word]] = {
     "bitwise_and": _op("and"), "bitwise_or": _op("or"), "bitwise_xor": _op("xor"), "bitwise_not": _bitwise_not, "invert": _bitwise_not,
     "and": _op("and"), "or": _op("or"), "xor": _op("xor"), "and_": _op("and"), "or_": _op("or"), "inv": _bitwise_not,
     "bitwise_left_shift": _op("shl"), "bitwise_right_shift": _op("shr"), "lshift": _op("shl"), "rshift": _op("shr"),
-    "where": _where, "masked_fill": _masked_fill, "clamp": _clamp, "clip": _clamp,
+    "where": _where, "masked_fill": _masked_fill, "nan_to_num": _nan_to_num, "clamp": _clamp, "clip": _clamp,
     "clamp_min": lambda x, min: _clamp(x, min), "clamp_max": lambda x, max: _clamp(x, None, max),
     "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
     "relu6": lambda x, inplace=False: _clamp(x, 0.0, 6.0),
