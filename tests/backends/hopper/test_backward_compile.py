@@ -54,7 +54,6 @@ CASES = {
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "fused": True},
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
     "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64},
-    "dropout": {"dropout": 0.1, "stack": 1100},
 }
 
 
@@ -90,7 +89,6 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         ({"dim": 64, "jagged": True}, True),
         ({"dim": 80}, True),
         ({"score": scores.softcap(20.0)}, False),
-        ({"dropout": 0.1}, False),
         ({"mask": CASES["document"]["mask"]}, True),
         ({"mask": CASES["document"]["mask"], "jagged": True}, False),
         ({"mask": masks.causal(), "score": scores.alibi(4)}, True),
@@ -118,10 +116,8 @@ def posed(case):
     cu = torch.tensor([0, 200, 512])
     jagged = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if case.get("jagged") else {}
     bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
-    dropout = case.get("dropout", 0.0)
-    seed = torch.tensor([1]) if dropout else None
-    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, seed, **jagged)
-    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
+    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, **jagged)
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE)
     problem = Problem(
         formula, dtype, dim, value.shape[-1], 4, key.shape[1], 2, 512, 512, True, True, True, tuple(False for _ in bound.captures)
     )

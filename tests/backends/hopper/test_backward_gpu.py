@@ -58,7 +58,6 @@ CASES = {
     "D 256, grouped heads": {"dim": 256, "heads": 8, "kv_heads": 2, "rows": 300},
     "D 256, jagged, causal": {"dim": 256, "lengths": LENGTHS, "mask": masks.causal()},
     "D 256, softcap": {"dim": 256, "score": scores.softcap(20.0), "rows": 300, "keys": 400},
-    "D 256, dropout": {"dim": 256, "dropout": 0.2, "rows": 300},
     "D 256, Dv 64": {"dim": 256, "value_dim": 64, "rows": 300},
     "D 64, Dv 128": {"dim": 64, "value_dim": 128},
     "D 16": {"dim": 16},

@@ -130,6 +130,15 @@ def test_dropouts_backward_is_left_to_triton(kind):
     assert rates_of(problem(**KINDS[kind], **TRAINED)).backward.is_ahead
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+def test_no_kernel_of_its_own_takes_dropouts_backward(kind, width):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
+    asked = replace(asked, formula=replace(asked.formula, dropout=True))
+    assert not kernel.HopperKernel(Plan("hopper", asked, H200)).takes_own
+
+
 JAGGED = {"layout": Layout.JAGGED}
 
 

@@ -88,6 +88,7 @@ class HopperGradients(host.TritonKernel):
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
+        assert not p.formula.dropout, "the backward pass of dropout is Triton's"
         if not (query.numel() and key.numel() and value.numel()) or (self.learns and learned_with_queries(self, operands)):
             return super()._backward(operands, given, sequences, recorder, flow)
         tensors = (query, key, value, given.dout)
@@ -145,7 +146,7 @@ class HopperGradients(host.TritonKernel):
         call.recorder.launch(
             attention_query_gradient, (batch * heads * visits.tasks,),
             of(streams.query, 64), of(streams.key, cut.tile_kv), of(streams.value, cut.tile_kv), of(streams.dout, 64), *rows, of(dq, 64),
-            self.size(call, heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
@@ -157,7 +158,7 @@ class HopperGradients(host.TritonKernel):
             attention_key_gradient, (batch * kv_heads * visits.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), *(None if t is None else of(t, 64) for t in grads),
-            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
@@ -170,7 +171,7 @@ class HopperGradients(host.TritonKernel):
         call.recorder.launch(
             attention_split_gradient, (batch * kv_heads * visits.tasks,),
             *(of(t, 64) for t in streams[:4]), *streams.rows_of(64), *(of(t, 64) for t in grads),
-            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, call.numbers, operands.scale,
+            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, SPLIT, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
@@ -266,7 +267,7 @@ class HopperGradients(host.TritonKernel):
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
-                call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
+                call.operands.cu_q is not None, call.is_plain, None, p.formula.block_size is not None,
                 None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line,
             )
         )  # fmt: skip

@@ -5,7 +5,7 @@ Scores are held turned, keys as rows, so that the weights and the score's gradie
 that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
 """
 
-from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
@@ -78,7 +78,7 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
 
 @gluon.jit
 def fold_queries(
-    sums, tiles, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
+    sums, tiles, buffers, bars, at, run, line, n, table, scale, env, aux, c,
     both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys."""
@@ -106,19 +106,12 @@ def fold_queries(
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        if c.DROPOUT:
-            keep = keep_places(numbers, b, h, q_idx, kv_idx)
         if VALUE:
-            dropped = p
-            if c.DROPOUT:
-                dropped = gl.where(keep, p * numbers.keep_factor, 0.0)
-            dropped = gl.convert_layout(dropped.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True)
-            dv = warpgroup_mma(dropped, douts, dv, is_async=True)
+            weights = gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True)
+            dv = warpgroup_mma(weights, douts, dv, is_async=True)
         if KEY:
             dp = warpgroup_mma_wait(1 if VALUE else 0, deps=[dp])
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-            if c.DROPOUT:
-                dp = gl.where(keep, dp * numbers.keep_factor, 0.0)
             ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
             ds = gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True)
             dk = warpgroup_mma(ds, queries, dk, is_async=True)
@@ -142,7 +135,7 @@ def key_consumer(
     """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
     S: gl.constexpr = product(c.TILE_Q)
     ROWS: gl.constexpr = c.TILE_KV // 2
-    spans, size, table, numbers, scale, env = told
+    spans, size, table, scale, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = stationary
     kv_full, q_full, do_full, empty = bars
@@ -168,11 +161,11 @@ def key_consumer(
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, numbers, env, aux, c,
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, env, aux, c,
             both, mask, False, KEY, VALUE,
         )  # fmt: skip
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, numbers, env, aux, c,
+            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, env, aux, c,
             both, mask, True, KEY, VALUE,
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
@@ -189,7 +182,7 @@ def key_consumer(
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, numbers, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
@@ -210,7 +203,7 @@ def attention_key_gradient(
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
     task = (b, memory_b, kv_h, tile, index)
-    told = (spans, size, table, numbers, scale, env)
+    told = (spans, size, table, scale, env)
     held = (k_tiles, v_tiles)
     gl.warp_specialize(
         [

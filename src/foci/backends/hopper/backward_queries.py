@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """dq of a tile of queries: two warpgroups of 64 queries each, and one warp that brings tiles of keys and values by TMA."""
 
-from foci.backends.hopper.backward_tiles import keep_places, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
@@ -49,7 +49,7 @@ def query_producer(sources, stationary, buffers, bars, task, spans, size, table,
 
 @gluon.jit
 def fold_keys(
-    dq, tiles, rows, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
+    dq, tiles, rows, buffers, bars, at, run, line, n, table, scale, env, aux, c,
     both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of keys to dq of 64 queries. MASKED tiles may also overhang the keys."""
@@ -75,8 +75,6 @@ def fold_keys(
         kv_idx = start_of(tile, c, c.TILE_KV) + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if c.DROPOUT:
-            dp = gl.where(keep_places(numbers, b, h, q_idx, kv_idx), dp * numbers.keep_factor, 0.0)
         ds = score_gradient(p, dp, delta, slope, c, MASKED).to(keys.dtype)
         ds = gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True)
         dq = warpgroup_mma(ds, keys, dq, is_async=True)
@@ -93,7 +91,7 @@ def query_consumer(
 ):  # fmt: skip
     """One warpgroup: dq of 64 queries."""
     S: gl.constexpr = product(c.TILE_KV)
-    spans, size, table, numbers, scale, env = told
+    spans, size, table, scale, env = told
     lse_rows, delta_rows = row_values
     q_tiles, do_tiles = stationary
     q_full, k_full, v_full, empty = bars
@@ -115,11 +113,11 @@ def query_consumer(
     n = full * 0
     dq, n = fold_keys(
         dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty), at, (full_first, full * 0, full * 0, full), line, n,
-        table, scale, numbers, env, aux, c, both, mask, False,
+        table, scale, env, aux, c, both, mask, False,
     )  # fmt: skip
     dq, n = fold_keys(
         dq, (q, do), (lse2, delta), buffers, (k_full, v_full, empty), at, (part_first, before, gap, rest), line, n,
-        table, scale, numbers, env, aux, c, both, mask, True,
+        table, scale, env, aux, c, both, mask, True,
     )  # fmt: skip
     # the queries are read no more, each 64 of them by their own warpgroup alone
     q.store((dq * scale).to(q.dtype))
@@ -130,7 +128,7 @@ def query_consumer(
 
 @gluon.jit
 def attention_query_gradient(
-    q, k, v, do, lse, delta, dq, size, spans, table, numbers, scale, env, c,
+    q, k, v, do, lse, delta, dq, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries. Tensors come as descriptors; lse in base 2 and delta [B, Hq, Sq] as pointers."""
@@ -148,7 +146,7 @@ def attention_query_gradient(
     buffers = (k_tiles, v_tiles)
     task = (b, memory_b, h, tile, index)
     rows = (lse, delta)
-    told = (spans, size, table, numbers, scale, env)
+    told = (spans, size, table, scale, env)
     gl.warp_specialize(
         [
             (query_consumer, (0, stationary, buffers, bars, dq, rows, task, told, c, pre, both, mask)),

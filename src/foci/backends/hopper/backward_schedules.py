@@ -74,7 +74,7 @@ def is_prefix(problem: Problem) -> bool:
 def fused_schedule(problem: Problem) -> Fused | None:
     """How one kernel takes a problem, or None where several do."""
     formula, variant, width, kind = problem.formula, problem.variant, padded(problem.head_dim), kind_of(problem)
-    if formula.dropout or formula.block_size is not None or padded(problem.value_dim) != width:
+    if formula.block_size is not None or padded(problem.value_dim) != width:
         return None
     if formula.layout is not Layout.DENSE and not is_prefix(problem):
         return None

@@ -6,7 +6,7 @@ for each would take five, and bring queries and gradients of out twice.
 """
 
 from foci.backends.hopper.backward_keys import bring_queries, key_runs
-from foci.backends.hopper.backward_tiles import keep_places, line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
@@ -67,7 +67,7 @@ def split_producer(sources, held, buffers, bars, task, spans, size, pitch, table
 
 @gluon.jit
 def fold_values(
-    dv, k, buffers, bars, at, run, line, n, table, scale, numbers, env, aux, c,
+    dv, k, buffers, bars, at, run, line, n, table, scale, env, aux, c,
     both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to dv of 64 keys, and passes on weights times slopes of the score function."""
@@ -90,8 +90,6 @@ def fold_values(
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         pass_weights(passed, score_gradient(p, 1.0, 0.0, slope, c, MASKED), passing, n)
-        if c.DROPOUT:
-            p = gl.where(keep_places(numbers, b, h, q_idx, kv_idx), p * numbers.keep_factor, 0.0)
         mbarrier.wait(do_full.index(stage), phase)
         dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
         dv = warpgroup_mma_wait(0, deps=[dv])
@@ -102,15 +100,13 @@ def fold_values(
 
 
 @gluon.jit
-def fold_scores(dk, v, buffers, bars, at, run, line, n, table, numbers, c):
-    """Adds one run of tiles of queries to dk of 64 keys, with the weights of the other warpgroup."""
+def fold_scores(dk, v, buffers, bars, count, n, c):
+    """Adds so many tiles of queries to dk of 64 keys, with the weights of the other warpgroup."""
     S: gl.constexpr = product(c.TILE_Q)
     q_tiles, do_tiles, lse_rows, delta_rows, passed = buffers
     kv_full, q_full, do_full, empty, passing, done = bars
-    b, h, kv_idx = at
-    first, before, gap, count = run
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
-    for i in range(0, count):
+    for _ in range(0, count):
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         queries = q_tiles.index(stage)
@@ -119,10 +115,6 @@ def fold_scores(dk, v, buffers, bars, at, run, line, n, table, numbers, c):
         p = take_weights(passed, passing, n)
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if c.DROPOUT:
-            tile = visited(table, line, i, first, before, gap, c)
-            q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-            dp = gl.where(keep_places(numbers, b, h, q_idx, kv_idx), dp * numbers.keep_factor, 0.0)
         ds = (p * (dp - delta)).to(queries.dtype)
         mbarrier.wait(q_full.index(stage), phase)
         dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
@@ -141,7 +133,7 @@ def split_consumer(
     """One warpgroup: dv, or dk, of 64 keys, over every head that shares them."""
     S: gl.constexpr = product(c.TILE_Q)
     WIDTH: gl.constexpr = c.DV_PAD if VALUE else c.D_PAD
-    spans, size, table, numbers, scale, env = told
+    spans, size, table, scale, env = told
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * ROWS
@@ -158,12 +150,11 @@ def split_consumer(
         if VALUE:
             aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
             at = (b, h, kv_idx, q_len, kv_len)
-            total, n = fold_values(total, k, buffers, bars, at, whole, line, n, table, scale, numbers, env, aux, c, both, mask, False)
-            total, n = fold_values(total, k, buffers, bars, at, masked, line, n, table, scale, numbers, env, aux, c, both, mask, True)
+            total, n = fold_values(total, k, buffers, bars, at, whole, line, n, table, scale, env, aux, c, both, mask, False)
+            total, n = fold_values(total, k, buffers, bars, at, masked, line, n, table, scale, env, aux, c, both, mask, True)
         else:
-            at = (b, h, kv_idx)
-            total, n = fold_scores(total, v, buffers, bars, at, whole, line, n, table, numbers, c)
-            total, n = fold_scores(total, v, buffers, bars, at, masked, line, n, table, numbers, c)
+            total, n = fold_scores(total, v, buffers, bars, whole[3], n, c)
+            total, n = fold_scores(total, v, buffers, bars, masked[3], n, c)
     # keys and values make room for their gradients once neither is read
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
@@ -180,7 +171,7 @@ def split_consumer(
 
 @gluon.jit
 def attention_split_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, numbers, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors as `attention_key_gradient` takes them."""
@@ -200,7 +191,7 @@ def attention_split_gradient(
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, passed)
     task = (b, memory_b, kv_h, tile, index)
-    told = (spans, size, table, numbers, scale, env)
+    told = (spans, size, table, scale, env)
     held = (k_tile, v_tile)
     gl.warp_specialize(
         [

@@ -5,8 +5,6 @@ With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delt
 (Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.
 """
 
-import triton.language as tl
-
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.triton.tiles import FORCED, LOG2E, number
 
@@ -19,19 +17,6 @@ def line_of(b, memory_b, h, heads, q_start, pitch, c):
         return head + (q_start // 128 + b) * 128
     else:
         return head
-
-
-@gluon.jit
-def keep_places(numbers, b, h, q_idx, kv_idx):
-    """Which weights dropout keeps, at places that broadcast together: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
-    seed = gl.load(numbers.seed)
-    q = q_idx + kv_idx * 0
-    kv = kv_idx + q_idx * 0
-    w0, w1, w2, w3 = tl.philox(seed, kv >> 2, q, q * 0 + h, q * 0 + b, 7)
-    lane = kv & 3
-    word = gl.where(lane < 2, gl.where(lane == 0, w0, w1), gl.where(lane == 2, w2, w3))
-    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
-    return word.to(gl.uint32, bitcast=True) >= threshold
 
 
 @gluon.jit
