@@ -1,10 +1,12 @@
 """Named masks against their plain formulas, composition, and wrong arguments."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
 
+import foci
 from foci import masks
 from foci.binding import bind
 from foci.example import Sizes
@@ -93,6 +95,43 @@ def test_truth_values_are_refused():
 def test_new_sizes_are_the_same_variant(make):
     cpu = torch.device("cpu")
     assert bind(None, make(100), cpu).variant == bind(None, make(57), cpu).variant
+
+
+@pytest.mark.parametrize("sizes", [(20, 24), (24, 20), (40, 40), (1, 20)])
+def test_natten_of_another_grid_is_refused_before_anything_runs(sizes, monkeypatch):
+    query, key = torch.randn(1, 2, sizes[0], 8), torch.randn(1, 2, sizes[1], 8)
+    mask = masks.natten((4, 5), 3)
+    said = rf"natten\(\(4, 5\), 3\) is for 20 queries and keys; (query and key have|got) {sizes[0]} and {sizes[1]}"
+    monkeypatch.setattr("foci.binding.bind", lambda *args: pytest.fail("it was bound"))
+    for call in (
+        lambda: foci.attention(query, key, key, mask=mask),
+        lambda: foci.explain(query, key, key, mask=mask),
+        lambda: foci.scaled_dot_product_attention(query, key, key, attn_mask=mask),
+        lambda: create_block_mask(mask, 1, 2, *sizes, device="cpu"),
+        lambda: foci.attention(query, key, key, mask=pickle.loads(pickle.dumps(mask))),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_natten_may_be_composed_for_more_tokens_than_its_grid():
+    image = Mask(lambda b, h, q, k: (q < 20) & (k < 20))
+    text = Mask(lambda b, h, q, k: (q >= 20) | (k >= 20))
+    sizes = Sizes(B=1, Hq=1, Sq=24, Skv=24)
+    attend = dense((masks.natten((4, 5), 3) & image) | text, sizes)[0, 0]
+    assert torch.equal(attend[:20, :20], dense(masks.natten((4, 5), 3), Sizes(B=1, Hq=1, Sq=20, Skv=20))[0, 0])
+    assert attend[20:].all()
+    assert attend[:, 20:].all()
+    query = torch.randn(1, 1, 24, 8)
+    assert foci.attention(query, query, query, mask=(masks.natten((4, 5), 3) & image) | text).isfinite().all()
+
+
+def test_natten_takes_packed_sequences_of_its_grid():
+    packed, cu = torch.randn(40, 2, 8), torch.tensor([0, 20, 40], dtype=torch.int32)
+    out = foci.varlen_attn(packed, packed, packed, cu, cu, 20, 20, mask=masks.natten((4, 5), 3))
+    dense_ones = packed.view(2, 20, 2, 8).transpose(1, 2)
+    right = foci.attention(dense_ones, dense_ones, dense_ones, mask=masks.natten((4, 5), 3))
+    torch.testing.assert_close(out.view(2, 20, 2, 8).transpose(1, 2), right)
 
 
 def test_natten_shifts_inside_at_borders():

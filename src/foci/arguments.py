@@ -15,7 +15,7 @@ from foci.core import Function
 from foci.jagged import is_nested
 from foci.prepare import describe
 from foci.problem import Outputs
-from foci.variant import Mask, Score
+from foci.variant import Mask, Score, check_length
 
 __all__ = ["MaskLike", "ScoreLike", "broadcast", "causal_bias", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
 
@@ -45,8 +45,12 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
     return added.function if function is None else (Score(function) >> added).function
 
 
-def mask_parts(mask: MaskLike, query: Tensor, key: Tensor, *, name: str = "mask") -> tuple[Function, Tensor | None, tuple[int, int] | None]:
+def mask_parts(
+    mask: MaskLike, query: Tensor, key: Tensor, *, name: str = "mask", holds_many: bool = False
+) -> tuple[Function, Tensor | None, tuple[int, int] | None]:
     """Any mask, the argument `name`, as a function, block classes and a block size; each may be None.
+
+    `holds_many`: query and key are packed or paged sequences, whose lengths theirs do not tell.
 
     Raises:
         TypeError: for a mask of an unknown type.
@@ -55,6 +59,8 @@ def mask_parts(mask: MaskLike, query: Tensor, key: Tensor, *, name: str = "mask"
     if mask is None:
         return None, None, None
     if isinstance(mask, Mask):
+        if not holds_many and query.dim() == key.dim() == 4 and not is_nested(query, key):
+            check_length(mask, query.shape[2], key.shape[2], "query and key have")
         return mask.function, None, None
     if isinstance(mask, Tensor):
         return _tensor_mask(mask, query, key, name), None, None

@@ -411,7 +411,7 @@ def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Te
     left, right = window_size
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
         raise TypeError(f"mask of packed tensors must be a foci.Mask or a function; got {type(mask).__name__}")
-    function = mask_parts(mask, query, key)[0]
+    function = mask_parts(mask, query, key, holds_many=True)[0]
     if (left, right) == (-1, -1):
         return function
     window = masks.window(None if left == -1 else left, None if right == -1 else right, align="lower_right")

@@ -14,6 +14,7 @@ from foci.binding import bind
 from foci.block_mask import BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
 from foci.ir.eager import Env, evaluate
+from foci.variant import check_length
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -97,7 +98,7 @@ def create_block_mask(
 
     Raises:
         TypeError: if mask_mod is no function of four arguments, or TraceError, if it leaves the language.
-        ValueError: for sizes that make no sense.
+        ValueError: for sizes that make no sense, or lengths that mask_mod is not for.
 
     Example:
         >>> document = torch.arange(512) // 100
@@ -114,6 +115,7 @@ def create_block_mask(
 def _block_mask(mask_mod: MaskMod, sizes: Extent, block: tuple[int, int], device: torch.device, *, apart: bool) -> BlockMask:
     if _arguments(mask_mod) != 4:
         raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")
+    check_length(mask_mod, sizes.Sq, sizes.Skv, "got")
     bound = bind(None, mask_mod, device)
     classes = classify(
         bound.variant.mask,

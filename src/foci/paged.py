@@ -81,7 +81,7 @@ def paged_attention(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
         sink=checked_sink(sink, query), exact_lengths=False,
     )  # fmt: skip
-    results = run((query, key, value), score_parts(score, None, query, key), mask_parts(mask, query, key)[0], extras)
+    results = run((query, key, value), score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0], extras)
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums)

@@ -15,7 +15,7 @@ from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
 from foci.ir.trace import length_symbol
 
-__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "kv_len", "picklable", "q_len"]
+__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_length", "kv_len", "picklable", "q_len"]
 
 _Made = TypeVar("_Made", bound="Mask | Score")
 _Arguments = ParamSpec("_Arguments")
@@ -87,15 +87,18 @@ class Mask(_Recorded):
         function: of four 0-d integers; pointwise torch functions, comparisons, boolean logic, indexing of captured
             tensors and reductions over captured rows. True where the query attends to the key.
         name: for printing.
+        length: of the one sequence that it is for, such as a grid of so many positions; dense queries and keys of other lengths are
+            then an error. Masks composed of it are for any.
 
     Example:
         >>> import foci
         >>> local = foci.masks.causal() & foci.Mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 128)
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None, length: int | None = None) -> None:
         self.function = function
         self.name = name
+        self.length = length
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
@@ -162,6 +165,17 @@ class Score(_Recorded):
 
     def __repr__(self) -> str:
         return f"Score({_label(self)})"
+
+
+def check_length(mask: Any, q_len: int, kv_len: int, said: str) -> None:
+    """Refuses lengths that a mask is not for.
+
+    Raises:
+        ValueError: `said` is how the message leads up to the lengths.
+    """
+    length = mask.length if isinstance(mask, Mask) else None
+    if length is not None and not q_len == kv_len == length:
+        raise ValueError(f"{_label(mask)} is for {length} queries and keys; {said} {q_len} and {kv_len}")
 
 
 def _label(value: Any) -> str:

@@ -23,6 +23,9 @@ def natten(extent: tuple[int, ...], kernel: int | tuple[int, ...], *, dilation: 
     Hassani et al., Neighborhood Attention Transformer (2022); with dilation, Hassani and Shi, Dilated Neighborhood
     Attention Transformer (2022): positions of one residue modulo the dilation form a grid of their own.
 
+    Queries and keys of a dense call must be as many as the grid has positions. For more tokens than those of the grid compose it with
+    masks that say what the others do.
+
     Args:
         extent: 1 to 3 sizes, such as (height, width); tokens are numbered with the last dimension fastest.
         kernel: odd size of the neighborhood, one for all dimensions or one for each.
@@ -54,7 +57,8 @@ def natten(extent: tuple[int, ...], kernel: int | tuple[int, ...], *, dilation: 
             inside = inside & _near(q_idx // stride % n, kv_idx // stride % n, n, size, step)
         return inside
 
-    return Mask(attend, name=f"natten({extent}, {kernel}{f', dilation={dilation}' if dilation != 1 else ''})")
+    name = f"natten({extent}, {kernel}{f', dilation={dilation}' if dilation != 1 else ''})"
+    return Mask(attend, name=name, length=math.prod(extent))
 
 
 def _near(q: Any, kv: Any, n: int, size: int, step: int) -> Any:
