@@ -1,17 +1,23 @@
 """`foci bench`: every case runs at a small size, lines are whole, wrong names are named."""
 
-import fcntl
+import contextlib
+import functools
 import json
+import multiprocessing
+import os
+import sys
 import threading
+import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from foci.backends.cpu import build
-from foci.bench import CASES, Line, Sizes, compile_ahead, draw, measure, measure_beside, summary, table
-from foci.bench.ahead import shares
+from foci.bench import CASES, Line, Sizes, ahead, calls, compile_ahead, draw, measure, measure_beside, summary, table
+from foci.bench.ahead import dealt, shares
 from foci.bench.measure import Request
 from foci.bench.report import ratios
 from foci.cli.app import app
@@ -86,21 +92,133 @@ def test_compiling_ahead_fills_the_cache(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*.so"))
 
 
-def test_processes_measure_every_case_and_time_one_at_a_time(tmp_path):
-    cases = [case for case in CASES if case.name in ("dense", "window", "decode")]
-    found = {lines[0].case: lines for lines in measure_beside(cases, SMALL, REQUEST, 2)}
-    assert found.keys() == {"dense", "window", "decode"}
-    assert all(line.who == "foci" and line.forward_ms > 0 for line, *_ in found.values())
-    lock = tmp_path / "lock"
-    lock.touch()
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: list(measure(cases[0], SMALL, replace(REQUEST, lock=str(lock)))))
-        waiting.start()
-        waiting.join(1.0)
-        assert waiting.is_alive()
-    waiting.join(60)
-    assert not waiting.is_alive()
+def of_names(*names):
+    return [case for case in CASES if case.name in names]
+
+
+def test_processes_measure_every_case():
+    found = list(measure_beside(of_names("dense", "window", "decode"), SMALL, REQUEST, 2))
+    assert [lines[0].case for lines in found] == ["dense", "window", "decode"]
+    assert all(line.who == "foci" and line.forward_ms > 0 for line, *_ in found)
+    assert [line.who for line in found[0]] == ["foci", "SDPA"]
+
+
+def test_cases_are_dealt_in_turn_those_of_flex_attention_first():
+    gpu = replace(REQUEST, device=torch.device("cuda"))
+    parts = dealt(CASES, gpu, 7)
+    assert sorted(name for part in parts for name in part) == sorted(case.name for case in CASES)
+    assert {len(part) for part in parts} <= {len(CASES) // 7, len(CASES) // 7 + 1}
+    assert {part[0] for part in parts} == {name for name in (case.name for case in CASES[1:]) if name.startswith("causal")} | {
+        "window",
+        "window D 64",
+    }
+    assert dealt(CASES, replace(gpu, peers=("cuDNN",)), 1) == [[case.name for case in CASES]]
+    assert dealt(CASES[:2], gpu, 16) == [["causal"], ["dense"]]
+
+
+def test_flex_attention_is_compiled_once_for_what_is_asked(monkeypatch):
+    """However many other cases are compiled in between, past Dynamo's limit."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    case = of_names("documents 8")[0]
+    asked = [case.build(SMALL, REQUEST.device, REQUEST.dtype) for _ in range(torch._dynamo.config.recompile_limit + 2)]
+    torch._dynamo.reset()
+    counters.clear()
+    inputs = [torch.randn(SMALL.batch, SMALL.heads, SMALL.q_len, SMALL.dim) for _ in range(3)]
+    for _ in range(2):
+        for one in asked:
+            calls._flex(one, SMALL, REQUEST.device)(*inputs)
+        assert counters["frames"]["ok"] == len(asked)
+
+
+class Threads:
+    """What stands in for processes: they note what they do, and `lost` die of their first case."""
+
+    def __init__(self, monkeypatch, lost=()):
+        self.noted, self.lost = [], lost
+        monkeypatch.setattr(ahead.multiprocessing, "get_context", lambda _: self)
+        monkeypatch.setattr(ahead, "_once", self.once)
+        monkeypatch.setattr(ahead, "measure", self.measure)
+        # what is a process's own
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def Process(self, target, args):
+        line = Connection(os.dup(args[0].fileno()))  # the parent closes its own
+        thread = threading.Thread(target=self.serve, args=(target, line, args[1:]), daemon=True)
+        thread.terminate, thread.pid, thread.exitcode = lambda: None, 1, -9
+        return thread
+
+    def serve(self, target, line, args):
+        with contextlib.suppress(SystemExit):
+            target(line, *args)
+        line.close()
+
+    def note(self, what, name):
+        self.noted.append((what, name, threading.current_thread()))
+
+    def once(self, case, who, asked, square, request):
+        if case.name in self.lost:
+            sys.exit()
+        time.sleep(0.2 if case.name == "window" else 0.01)
+        self.note("ran", case.name)
+
+    def measure(self, case, square, request, asked):
+        self.note("begins", case.name)
+        if case.name in self.lost:
+            sys.exit()
+        time.sleep(0.02)
+        self.note("ends", case.name)
+        yield Line(case.name, "", "", "foci", forward_ms=1.0)
+
+
+NAMES = ("dense", "causal", "window", "decode", "decode many")
+
+
+def test_nothing_is_timed_before_all_have_run_and_one_case_is_timed_at_a_time(monkeypatch):
+    threads = Threads(monkeypatch)
+    found = list(measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3))
+    assert [lines[0].case for lines in found] == list(NAMES)
+    ran, timed = threads.noted[: len(NAMES)], threads.noted[len(NAMES) :]
+    assert {what for what, *_ in ran} == {"ran"}
+    assert [(what, name) for what, name, _ in timed] == [(what, name) for name in NAMES for what in ("begins", "ends")]
+    who = {name: thread for _, name, thread in ran}
+    assert len(set(who.values())) == 3
+    assert all(thread is who[name] for _, name, thread in timed)
+
+
+def test_a_process_that_dies_before_all_have_run_holds_up_nobody(monkeypatch):
+    threads = Threads(monkeypatch, lost=("causal",))
+    found = {lines[0].case: lines[0] for lines in measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3)}
+    gone = {name for name in NAMES if found[name].error is not None}
+    assert gone == {"causal", "decode many"}  # of one process
+    assert "ended, exit code -9" in found["decode many"].error
+    assert {name for what, name, _ in threads.noted if what == "ends"} == set(NAMES) - gone
+
+
+def test_processes_that_end_at_once_are_lines_that_say_so(monkeypatch):
+    monkeypatch.setattr(ahead, "_serve", os._exit)  # which takes no such arguments
+    found = [line for lines in measure_beside(of_names("dense", "decode"), SMALL, REQUEST, 2) for line in lines]
+    assert [(line.case, line.sizes) for line in found] == [("dense", "1,4,64,16"), ("decode", "4,4/1,1x64,16")]
+    assert all("ended, exit code 1" in line.error for line in found)
+
+
+def test_what_raises_while_it_is_timed_is_a_line(monkeypatch):
+    threads = Threads(monkeypatch)
+
+    def measure(case, *rest):
+        if case.name == "dense":
+            raise MemoryError("no more")
+        return threads.measure(case, *rest)
+
+    monkeypatch.setattr(ahead, "measure", measure)
+    (dense,), (causal,) = measure_beside(of_names("dense", "causal"), SMALL, REQUEST, 1)
+    assert dense.error == "MemoryError: no more"
+    assert causal.error is None
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

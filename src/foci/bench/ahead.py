@@ -1,7 +1,8 @@
 """Processes side by side, as compiling takes far longer than measuring.
 
-On a GPU each case is measured by the process that compiled it, one at a time. On a CPU, whose cores the compilers take, what will be
-measured is run once ahead: foci's CPU backend keeps what it compiles by its source, so that the process that measures only loads it.
+On a GPU each case is compiled and run once by the process that will measure it; when all processes are through, and the GPU has nothing
+else to do, the cases are measured one at a time. On a CPU what will be measured is run once ahead: foci's CPU backend keeps what it
+compiles by its source, so that the process that measures only loads it.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ import contextlib
 import io
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Final, TypeAlias
 
 import torch
 
-from foci.bench.calls import calls_of, peers_of
-from foci.bench.cases import CASES, Case, Sizes
-from foci.bench.measure import Line, Request, measure
+from foci.bench.calls import calls_of
+from foci.bench.cases import CASES, Asked, Case, Sizes
+from foci.bench.measure import Line, Request, about_of, failed, measure, sides_of
 
-__all__ = ["compile_ahead", "measure_beside", "shares"]
+__all__ = ["compile_ahead", "dealt", "measure_beside", "shares"]
 
 _COMPILED: Final = ("foci", "flex")
 """Those who compile; the other peers are libraries."""
+_TINY: Final = Sizes(1, 1, 1, 64, 64, 16)
 
 _Share: TypeAlias = list[tuple[str, str]]
 
@@ -49,31 +51,106 @@ def compile_ahead(cases: Sequence[Case], square: Sizes, request: Request, jobs: 
 
 
 def measure_beside(cases: Sequence[Case], square: Sizes, request: Request, jobs: int) -> Iterator[list[Line]]:
-    """Lines of each case, as they come, from `jobs` processes that compile side by side and time one at a time.
+    """Lines of each case, in order, from `jobs` processes that compile side by side.
 
-    While one times, others may run what they have compiled, once: moments, which fall on all sides of a case alike and which medians
-    leave out.
+    Nothing is timed before every process has run its cases once, or has ended; then one case is timed after the other. The cases of a
+    process that ended without an answer are lines that say so.
 
     Args:
         cases, square, request: as `compile_ahead` takes them.
         jobs: processes, at least 1.
     """
     spawned = multiprocessing.get_context("spawn")
-    with tempfile.NamedTemporaryFile(prefix="foci-bench-") as lock, ProcessPoolExecutor(jobs, spawned) as pool:
-        mine = replace(request, lock=lock.name)
-        for done in as_completed([pool.submit(_lines, case.name, square, mine) for case in cases]):
-            yield done.result()
+    workers: dict[str, _Worker] = {}
+    try:
+        for share in dealt(cases, request, jobs):
+            here, there = spawned.Pipe()
+            process = spawned.Process(target=_serve, args=(there, share, square, request))
+            workers.update(dict.fromkeys(share, _Worker(process, here)))
+            process.start()
+            there.close()  # else a process that is gone would be waited for
+        for worker in dict.fromkeys(workers.values()):
+            worker.answer()
+        for case in cases:
+            found = workers[case.name].lines_of(case.name)
+            yield [Line(*about_of(case, square, request), "foci", error=found)] if isinstance(found, str) else found
+    finally:
+        for worker in dict.fromkeys(workers.values()):
+            worker.end()
 
 
-def _lines(name: str, square: Sizes, request: Request) -> list[Line]:
-    """One case in a process of its own."""
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """A process that measures, and the line to it."""
+
+    process: BaseProcess
+    line: Connection
+
+    def answer(self) -> list[Line] | None:
+        """What it says next: None that its cases have run, or the lines of a case; None too if it has ended."""
+        with contextlib.suppress(EOFError, OSError):
+            found: list[Line] | None = self.line.recv()
+            return found
+        return None
+
+    def lines_of(self, name: str) -> list[Line] | str:
+        """Lines of a case of its own, or why there are none."""
+        with contextlib.suppress(OSError):
+            self.line.send(name)
+        found = self.answer()
+        if found is not None:
+            return found
+        self.process.join(10.0)
+        return f"the process that measures it ended, exit code {self.process.exitcode}"
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+        self.line.close()
+        if self.process.pid is not None:
+            self.process.terminate()
+            self.process.join()
+
+
+def dealt(cases: Sequence[Case], request: Request, jobs: int) -> list[list[str]]:
+    """Names of the cases of each of at most `jobs` processes, dealt in turn: first those that FlexAttention compiles, the slowest."""
+
+    def is_quick(case: Case) -> bool:
+        return "flex" not in sides_of(case, case.build(_TINY, torch.device("cpu"), request.dtype), request)
+
+    names = [case.name for case in sorted(cases, key=is_quick)]
+    return [names[i::jobs] for i in range(min(jobs, len(names)))]
+
+
+def _serve(line: Connection, share: Sequence[str], square: Sizes, request: Request) -> None:
+    """A process that measures: runs its cases once, says so, and then measures those whose names come, until the line is closed."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
-    with contextlib.redirect_stderr(io.StringIO()):
-        found = list(measure(_case(name), square, request))
-    if request.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found
+    asked: dict[str, Asked] = {}
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(EOFError):
+        for name in share:
+            # what fails fails again where it is measured
+            with contextlib.suppress(Exception):
+                asked[name] = _prepared(name, square, request)
+        line.send(None)
+        while True:
+            name = line.recv()
+            try:
+                found = list(measure(_case(name), square, request, asked.pop(name, None)))
+            except Exception as error:
+                found = [failed(about_of(_case(name), square, request), "foci", error)]
+            line.send(found)
+            _release(request.device)
+
+
+def _prepared(name: str, square: Sizes, request: Request) -> Asked:
+    """What a case asks for, after all its sides have run it once."""
+    case = _case(name)
+    asked = case.build(case.fit(square), request.device, request.dtype)
+    for who in sides_of(case, asked, request):
+        with contextlib.suppress(Exception):
+            _once(case, who, asked, square, request)
+        _release(request.device)
+    return asked
 
 
 def _case(name: str) -> Case:
@@ -93,19 +170,22 @@ def _run(share: _Share, square: Sizes, request: Request) -> None:
     torch.set_num_threads(1)
     for name, who in share:
         with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
-            _once(name, who, square, request)
+            case = _case(name)
+            asked = case.build(case.fit(square), request.device, request.dtype)
+            if who in sides_of(case, asked, request):
+                _once(case, who, asked, square, request)
+                _release(request.device)
 
 
-def _once(name: str, who: str, square: Sizes, request: Request) -> None:
-    case = _case(name)
-    sizes = case.fit(square)
-    asked = case.build(sizes, request.device, request.dtype)
-    if who != "foci" and who not in peers_of(case, asked, request.device):
-        return
-    calls = calls_of(who, case, asked, sizes, request.device, request.dtype)
+def _once(case: Case, who: str, asked: Asked, square: Sizes, request: Request) -> None:
+    calls = calls_of(who, case, asked, case.fit(square), request.device, request.dtype)
     calls.forward()
     if calls.backward is not None and request.backward:
         calls.backward()
-    if request.device.type == "cuda":
+
+
+def _release(device: torch.device) -> None:
+    """Gives memory that is no longer used to the other processes."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +28,8 @@ PEERS: Final = ("SDPA", "flash", "cuDNN", "efficient", "math", "flex", "varlen",
 """SDPA is torch's own choice; flash, cuDNN, efficient and math are its backends; flex is FlexAttention compiled; varlen is torch's
 attention of packed sequences; nested is SDPA of NestedTensors."""
 _PAGE: Final = 256
+_flexes: Final[weakref.WeakKeyDictionary[Asked, Callable[..., Tensor]]] = weakref.WeakKeyDictionary()
+"""Of what was asked of FlexAttention, kept as long as that is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +109,22 @@ def _sdpa(name: str, asked: Asked, sizes: Sizes) -> Callable[..., Tensor]:
 
 
 def _flex(asked: Asked, sizes: Sizes, device: torch.device) -> Callable[..., Tensor]:
+    """FlexAttention compiled, once for what is asked."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()
-    blocks = None if asked.mask is None else create_block_mask(asked.mask, None, None, sizes.q_len, sizes.kv_len, device)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return functools.partial(compiled, score_mod=asked.score, block_mask=blocks, enable_gqa=sizes.heads != sizes.kv_heads)
+    found = _flexes.get(asked)
+    if found is None:
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+            return flex_attention(query, key, value, **options)
+
+        # Dynamo counts by code what it compiles, and stops at a limit: each case has its own
+        attend.__code__ = attend.__code__.replace()
+        blocks = None if asked.mask is None else create_block_mask(asked.mask, None, None, sizes.q_len, sizes.kv_len, device)
+        compiled = torch.compile(attend, dynamic=False)
+        found = functools.partial(compiled, score_mod=asked.score, block_mask=blocks, enable_gqa=sizes.heads != sizes.kv_heads)
+        _flexes[asked] = found
+    return found
 
 
 def _paged(inputs: tuple[Tensor, ...], sizes: Sizes) -> Callable[[], Tensor]:

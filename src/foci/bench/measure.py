@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -21,7 +20,7 @@ from foci.bench.calls import Calls, calls_of, peers_of
 from foci.bench.cases import Asked, Case, Sizes, lengths_of
 from foci.mask_mods import create_mask
 
-__all__ = ["Line", "Request", "facts", "measure"]
+__all__ = ["Line", "Request", "about_of", "facts", "failed", "measure", "sides_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Request:
         seconds: spent on each pass of each side, at least.
         peers: those to consider; None for all that fit.
         backward: whether backward passes are measured.
-        lock: a file that processes side by side lock while they time; none where there is one.
     """
 
     device: torch.device
@@ -41,7 +39,6 @@ class Request:
     seconds: float = 0.3
     peers: tuple[str, ...] | None = None
     backward: bool = True
-    lock: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,18 +100,34 @@ def _device_name(device: torch.device) -> str:
     return f"{named}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def measure(case: Case, square: Sizes, request: Request) -> Iterator[Line]:
+def about_of(case: Case, square: Sizes, request: Request) -> tuple[str, str, str]:
+    """What a line begins with: case, sizes, dtype."""
+    return case.name, str(case.fit(square)), str(request.dtype).removeprefix("torch.")
+
+
+def sides_of(case: Case, asked: Asked, request: Request) -> tuple[str, ...]:
+    """foci, and the peers that are asked for and can do a case."""
+    return ("foci", *(n for n in peers_of(case, asked, request.device) if request.peers is None or n in request.peers))
+
+
+def failed(about: tuple[str, str, str], who: str, error: Exception) -> Line:
+    """The line of a side that raised."""
+    return Line(*about, who, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+
+
+def measure(case: Case, square: Sizes, request: Request, asked: Asked | None = None) -> Iterator[Line]:
     """Lines of foci and of each peer, the calls of all of them taken in turn.
 
     Args:
         case: what to measure.
         square: sizes that the case makes its own of.
         request: where and how.
+        asked: what the case builds of these sizes, where it was built before.
     """
     sizes, device = case.fit(square), request.device
-    asked = case.build(sizes, device, request.dtype)
-    names = ("foci", *(n for n in peers_of(case, asked, device) if request.peers is None or n in request.peers))
-    about = (case.name, str(sizes), str(request.dtype).removeprefix("torch."))
+    asked = case.build(sizes, device, request.dtype) if asked is None else asked
+    names = sides_of(case, asked, request)
+    about = about_of(case, square, request)
     made: dict[str, Calls] = {}
     for name in names:
         try:
@@ -125,11 +138,10 @@ def measure(case: Case, square: Sizes, request: Request) -> Iterator[Line]:
             made[name] = calls
         except Exception as error:
             # a peer that cannot do this here, for whatever reason, is a line of the table
-            yield Line(*about, name, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+            yield failed(about, name, error)
     passes = {name: calls.backward for name, calls in made.items() if calls.backward is not None and request.backward}
-    with _alone(request.lock):
-        forward = _medians({name: calls.forward for name, calls in made.items()}, request)
-        backward = _medians(passes, request)
+    forward = _medians({name: calls.forward for name, calls in made.items()}, request)
+    backward = _medians(passes, request)
     work, unit = _work(case, asked, sizes, request)
     for name, calls in made.items():
         forward_ms, backward_ms = forward[name], backward.get(name)
@@ -138,18 +150,6 @@ def measure(case: Case, square: Sizes, request: Request) -> Iterator[Line]:
             forward_rate=work / forward_ms, backward_rate=None if backward_ms is None else 2.5 * work / backward_ms, unit=unit,
             peak_mb=_peak(calls, request),
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _alone(lock: str | None) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
-    import fcntl  # which other systems than POSIX lack
-
-    with open(lock, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _backend(calls: Calls) -> str:
