@@ -17,6 +17,7 @@ from foci.backends.hopper.interface import (
     gl,
     gluon,
     mbarrier,
+    thread_barrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -102,7 +103,7 @@ def fold_joined(
         x = scored(raw, tile, at, env, c, score)
         if (i < first) | (i >= second):
             # the barrier keeps the branch: else both results are computed, and one chosen
-            gl.thread_barrier()
+            thread_barrier()
             x = masked(x, tile, marks, at, env, c, mask)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = acc * by_row(alpha, c.DV_PAD)
@@ -138,7 +139,7 @@ def fold_overlapped(
         if c.JOINED:
             x = scored(raw, tile, at, env, c, score)
             if (i < first) | (i >= second):
-                gl.thread_barrier()
+                thread_barrier()
                 x = masked(x, tile, marks, at, env, c, mask)
         else:
             x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
@@ -263,7 +264,7 @@ def consume(
     if c.PERSISTENT and not OVER:
         # until the rows of the task before have left
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
     buffer.store((acc * by_row(weight, c.DV_PAD)).to(out.dtype))
     fence_async_shared()
     copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
@@ -271,7 +272,7 @@ def consume(
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same
         if cuts[4] > 0:
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(q_free.index(ME), count=1)
 
 

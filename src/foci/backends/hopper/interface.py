@@ -17,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# the two copies were renamed after Triton 3.6
+# the two copies and the barrier were renamed after Triton 3.6
 bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @builtin
@@ -37,6 +38,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "send",
+    "thread_barrier",
     "tma",
     "viewed",
     "warpgroup_mma",

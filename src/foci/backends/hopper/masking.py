@@ -5,7 +5,7 @@ By a row's first and last key, or by the words of a partial tile (`foci.backends
 thread: a score costs a comparison and a choice. Masks that have neither are computed.
 """
 
-from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.interface import gl, gluon, thread_barrier
 from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
@@ -139,7 +139,7 @@ def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: 
             x = up_to_last(x, high - here)
         elif narrow > 0:
             # the barrier keeps the branch: else both results are computed, and one chosen
-            gl.thread_barrier()
+            thread_barrier()
             x = up_to_last(x, high - here)
     elif MASKED and c.WORDS:
         x = marked(x, marks, float("-inf"))
