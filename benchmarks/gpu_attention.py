@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import os
-import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from measure import in_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -326,25 +326,6 @@ def ready(row: Row, name: str) -> Ready | None:
     except Exception as error:
         print(f"{row.name} {row.shape} {name}: {type(error).__name__} {str(error)[-300:]}", flush=True)
         return None
-
-
-ROUNDS, EACH = 5, 4
-
-
-def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds, medians: each side several times in a row, the sides in turns, so that a warm card is slow for all alike."""
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            call()
-            for _ in range(EACH):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                call()
-                end.record()
-                marks[name].append((begin, end))
-        torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
 
 
 def measure(row: Row, names: Sequence[str], *, only_compile: bool, lock: str = "") -> dict[str, dict[str, Any]]:

@@ -19,7 +19,6 @@ import functools
 import json
 import math
 import os
-import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import in_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -268,18 +268,7 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 4) -> dict[str, fl
             good[name] = call
         except Exception as error:
             print(f"  {name}: {type(error).__name__} {str(error)[-200:]}", flush=True)
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in good}
-    for _ in range(rounds):
-        for name, call in good.items():
-            call()
-            for _ in range(3):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                call()
-                end.record()
-                marks[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
+    return in_turns(good, rounds=rounds, each=3)
 
 
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:

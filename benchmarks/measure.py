@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from pages import RESULTS
@@ -51,6 +52,23 @@ def interleaved(functions: Mapping[str, Callable[[], object]], *, seconds: float
             function()
             times[name].append(time.perf_counter() - begin)
     return times
+
+
+def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 5, each: int = 4) -> dict[str, float]:
+    """Milliseconds of each call on a GPU, medians of events: each several times in a row, all in turns, so that a warm card is slow
+    for all alike. The first of each row is not counted."""
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            for _ in range(each):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                call()
+                end.record()
+                marks[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
 
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:

@@ -177,13 +177,9 @@ def fused_consumer(
         mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
-    v.store(dv.to(v.dtype))
-    fence_async_shared()
-    copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
+    copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
-    v.store((dk * scale).to(v.dtype))
-    fence_async_shared()
-    copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
+    copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, dk * scale, c.JAGGED)
     tma.store_wait(0)
 
 

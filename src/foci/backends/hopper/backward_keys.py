@@ -170,13 +170,9 @@ def key_consumer(
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
     if KEY:
-        k.store((dk * scale).to(k.dtype))
-        fence_async_shared()
-        copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, c.JAGGED)
+        copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, dk * scale, c.JAGGED)
     if VALUE:
-        v.store(dv.to(v.dtype))
-        fence_async_shared()
-        copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, c.JAGGED)
+        copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
 
 

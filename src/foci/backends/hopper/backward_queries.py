@@ -120,9 +120,7 @@ def query_consumer(
         table, scale, env, aux, c, both, mask, True,
     )  # fmt: skip
     # the queries are read no more, each 64 of them by their own warpgroup alone
-    q.store((dq * scale).to(q.dtype))
-    fence_async_shared()
-    copy_out(dq_out, memory_b, h, own, q_start, q_len, q, c.JAGGED)
+    copy_out(dq_out, memory_b, h, own, q_start, q_len, q, dq * scale, c.JAGGED)
     tma.store_wait(0)
 
 

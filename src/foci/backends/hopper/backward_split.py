@@ -159,13 +159,9 @@ def split_consumer(
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     if VALUE:
-        v.store(total.to(v.dtype))
-        fence_async_shared()
-        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, v, c.JAGGED)
+        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, v, total, c.JAGGED)
     else:
-        k.store((total * scale).to(k.dtype))
-        fence_async_shared()
-        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, k, c.JAGGED)
+        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, k, total * scale, c.JAGGED)
     tma.store_wait(0)
 
 

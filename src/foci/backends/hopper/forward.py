@@ -265,9 +265,7 @@ def consume(
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    buffer.store((acc * by_row(weight, c.DV_PAD)).to(out.dtype))
-    fence_async_shared()
-    copy_out(out, memory_b, h, first, q_start, q_len, buffer, c.JAGGED)
+    copy_out(out, memory_b, h, first, q_start, q_len, buffer, acc * by_row(weight, c.DV_PAD), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What every kernel does with tiles: how they come and go, and which are visited."""
 
-from foci.backends.hopper.interface import bring, gl, gluon, mbarrier, send
+from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, send
 from foci.backends.triton.tiles import visited, visits
 
 __all__ = ["FAR", "barriers", "copy_in", "copy_out", "run_of", "step", "tiles_within"]
@@ -30,8 +30,10 @@ def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.conste
 
 
 @gluon.jit
-def copy_out(target, b, h, row, start, length, buffer, JAGGED: gl.constexpr):
-    """Begins to copy a [rows, width] buffer to `row` of a sequence; rows beyond the sequence are not written."""
+def copy_out(target, b, h, row, start, length, buffer, values, JAGGED: gl.constexpr):
+    """Leaves [rows, width] values in a buffer and begins to copy them to `row` of a sequence; rows beyond it are not written."""
+    buffer.store(values.to(buffer.dtype))
+    fence_async_shared()
     rows: gl.constexpr = buffer.shape[0]
     width: gl.constexpr = buffer.shape[1]
     if JAGGED:
