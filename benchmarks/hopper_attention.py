@@ -257,7 +257,7 @@ def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward:
     return passed(lambda *given: compiled(*given, score_mod=score, block_mask=block), tensors, backward=backward)
 
 
-def timed(peers: dict[str, Callable[[], Call]], rounds: int = 4) -> dict[str, float]:
+def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6) -> dict[str, float]:
     """Milliseconds of each peer that runs."""
     good: dict[str, Call] = {}
     for name, make in peers.items():

@@ -54,12 +54,16 @@ def interleaved(functions: Mapping[str, Callable[[], object]], *, seconds: float
     return times
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 5, each: int = 4) -> dict[str, float]:
+def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each: int = 3) -> dict[str, float]:
     """Milliseconds of each call on a GPU, medians of events: each several times in a row, all in turns, so that a warm card is slow
-    for all alike. The first of each row is not counted."""
+    for all alike. Each round begins with the next call, for the first after a wait finds a card with power to spare. The first time of each row is not
+    counted."""
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+    names = list(calls)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            call = calls[name]
             call()
             for _ in range(each):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
