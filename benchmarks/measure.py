@@ -56,8 +56,8 @@ def interleaved(functions: Mapping[str, Callable[[], object]], *, seconds: float
 
 def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each: int = 3) -> dict[str, float]:
     """Milliseconds of each call on a GPU, medians of events: each several times in a row, all in turns, so that a warm card is slow
-    for all alike. Each round begins with the next call, for the first after a wait finds a card with power to spare. The first time of each row is not
-    counted."""
+    for all alike. Each round begins with the next call, for the first after a wait finds a card with power to spare. The first time
+    of each row is not counted."""
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
