@@ -11,12 +11,14 @@ import pytest
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, by the name of its function. `stack`: bytes a thread spills, None where no tool tells them."""
+    """A compiled kernel, by the name of its function. `stack`: bytes a thread spills, and `registers` it has, None where no tool tells
+    them."""
 
     name: str
     kernel: Any
     stack: int | None
     sass: str
+    registers: int | None = None
 
     @property
     def shared(self):
@@ -69,7 +71,8 @@ class StandIn:
         usage, sass = (
             subprocess.run([tool, flag, self.file], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass")
         )
-        return Compiled(self.function.__name__, kernel, int(re.search(r"STACK:(\d+)", usage).group(1)), sass)
+        registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+        return Compiled(self.function.__name__, kernel, stack, sass, registers)
 
 
 @pytest.fixture

@@ -150,3 +150,25 @@ def test_every_case_is_within_the_error_budget():
     spec.loader.exec_module(check)
     failed = [case.name for case in check.cases() if not check.run(case)]
     assert not failed
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["all", "causal"])
+def test_what_lies_behind_a_sequence_reaches_nothing(dim, mask):
+    # a tile that overhangs a sequence's end copies the next one's rows, or tokens of none
+    lengths, spans = [100, 1, 257, 64], [128, 1, 300, 100]
+    start = torch.tensor([0, *spans], device="cuda").cumsum(0)
+    q, k, v = (torch.full((sum(spans), 2, dim), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for n, length in enumerate(lengths):
+        for t in (q, k, v):
+            t[start[n] : start[n] + length] = torch.randn(length, 2, dim, device="cuda")
+    narrowed = [
+        torch.nested.nested_tensor_from_jagged(t, start, lengths=torch.tensor(lengths, device="cuda")).transpose(1, 2) for t in (q, k, v)
+    ]
+    with foci.use("triton"):
+        out = foci.attention(*narrowed, mask=mask)
+    for n, length in enumerate(lengths):
+        ours = [t[start[n] : start[n] + length].transpose(0, 1)[None].double() for t in (q, k, v)]
+        exact = torch.nn.functional.scaled_dot_product_attention(*ours, is_causal=mask is not None)[0].transpose(0, 1)
+        found = out.values().transpose(0, 1)[start[n] : start[n] + length]
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.02)

@@ -98,11 +98,13 @@ def fold_tiles(
     tile = visited(table, row, low, first, before, gap, c)
     # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
     STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
+    # scores beyond the last key are masked whatever they are; zeros there would take a third program's registers
+    BOUND: tl.constexpr = EDGE and not c.DESCRIPTORS
     for i in tl.range(low, high, num_stages=STAGES):
         current = tile
         here = start_of(tile, c, c.TILE_KV)
         tile = visited(table, row, i + 1, first, before, gap, c)
-        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, BOUND, c.TILE_KV, c.D, c.D_PAD)
         qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
