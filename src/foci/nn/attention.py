@@ -8,7 +8,6 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 from torch._jit_internal import is_scripting
-from torch.nn.functional import linear
 
 import foci
 from foci.dispatch import run_packed
@@ -17,6 +16,7 @@ from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
 from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
+from foci.nn.products import linear
 from foci.nn.rotary import RotaryEmbedding
 from foci.prepare import Extras
 from foci.problem import Outputs

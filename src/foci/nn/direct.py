@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from foci.nn.products import linear, linear_relu
 from foci.operator import is_plain_eager
 
-__all__ = ["Call", "activated", "caller", "is_alone", "is_silent", "linear_relu", "parameter"]
+__all__ = ["Call", "activated", "caller", "is_alone", "is_silent", "parameter"]
 
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
 _CALL: Final = torch.nn.Module.__call__
-_ENDS_WITH_RELU: Final = frozenset(("cpu", "cuda"))
 
 
 def is_alone() -> bool:
@@ -56,13 +56,6 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
     return parameters[name] if name in parameters else getattr(module, name)
 
 
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it, on the CPU it writes in place."""
-    if bias is None or x.device.type not in _ENDS_WITH_RELU:
-        return torch.relu(F.linear(x, weight, bias))
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
-
-
 def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """The activation of what a linear layer gives."""
     if activation is F.relu and x.dim() == 2 and not torch.is_grad_enabled() and is_alone():
@@ -87,7 +80,7 @@ def _directly(module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
-    return F.linear(x, parameter(module, "weight"), parameter(module, "bias"))
+    return linear(x, parameter(module, "weight"), parameter(module, "bias"))
 
 
 def _layer_norm(module: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Products of linear layers outside of autograd, by the library that is fast on the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from foci.operator import is_plain_eager
+
+__all__ = ["linear", "linear_relu"]
+
+_ENDS_WITH_RELU: Final = frozenset(("cpu", "cuda"))
+_WORTH: Final = 1 << 27
+"""Multiplications for each thread at which oneDNN gains, in two layers, what it takes to make a kernel of a shape it has not seen:
+almost every batch has another number of tokens. It is 1 ms, and at this size a sixth of 3 ms for each product."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias: `F.linear`, but for large products where nobody learns or looks on, whose library is chosen here."""
+    if not torch.compiler.is_compiling() and x.is_cpu and _suits_onednn(x, weight, bias):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], None)
+        return product
+    return F.linear(x, weight, bias)
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it, on the CPU it writes in place."""
+    if x.is_cpu and _suits_onednn(x, weight, bias):
+        return linear(x, weight, bias).relu_()  # oneDNN's own makes zeros of NaN
+    if bias is None or x.device.type not in _ENDS_WITH_RELU:
+        return torch.relu(F.linear(x, weight, bias))
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+
+
+def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product is `F.linear`'s of plain float32 matrices, nothing else would notice, and oneDNN is the faster."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        not torch.is_grad_enabled()
+        and _is_onednn_faster()
+        and torch._C._get_mkldnn_enabled()
+        and is_plain_eager(tensors)
+        and not _is_seen()
+        and all(t.dtype == torch.float32 and t.layout == torch.strided and not t.is_nested and t.is_contiguous() for t in tensors)
+        and weight.dim() == 2
+        and x.dim() > 1
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and x.numel() * weight.shape[0] >= _WORTH * torch.get_num_threads()
+    )
+
+
+def _is_seen() -> bool:
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_function_stack() > 0
+    )
+
+
+@functools.cache
+def _is_onednn_faster() -> bool:
+    """Whether products in float32 are slower by MKL, which `F.linear` calls: they are on processors of AMD with AVX-512, where MKL
+    has the kernels of smaller ones."""
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() == "AuthenticAMD" and _has_operator()
+
+
+def _has_operator() -> bool:
+    """Inductor's compiled programs call it too, so its arguments are kept."""
+    mkldnn: Any = torch.ops.mkldnn
+    return hasattr(mkldnn, "_linear_pointwise")
+
+
+def _vendor() -> str:
+    """Who made the processor, where Linux tells."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""
