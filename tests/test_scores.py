@@ -90,8 +90,8 @@ def test_t5_buckets_are_those_of_trained_models(bidirectional, count, most):
 
 ROW = torch.zeros(5)
 WRONG = [
-    (lambda: scores.alibi(0), ValueError, "heads must be at least 1, got 0"),
-    (lambda: scores.alibi(2.0), TypeError, "heads must be an integer, got 2.0 of type float"),
+    (lambda: scores.alibi(0), ValueError, "slopes must be at least 1, got 0"),
+    (lambda: scores.alibi(2.0), TypeError, r"slopes must be a number of heads or \[Hq\], got float"),
     (lambda: scores.alibi(ROW.long()), TypeError, "slopes must be floating, got torch.int64"),
     (lambda: scores.alibi(ROW[None]), ValueError, r"slopes must be a number of heads or \[Hq\], got shape \[1, 5\]"),
     (lambda: scores.alibi_slopes(-3), ValueError, "heads must be at least 1, got -3"),

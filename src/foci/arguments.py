@@ -149,6 +149,8 @@ def checked_sink(sink: Any, query: Tensor) -> Tensor | None:
         return None
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor; got {type(sink).__name__}")
+    if query.dim() < 3:
+        return sink  # such a query is another message's matter
     if not sink.is_floating_point() or list(sink.shape) != [query.shape[1]]:
         raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
     if sink.device != query.device:

@@ -298,9 +298,12 @@ def as_block(size: int | tuple[int, int]) -> tuple[int, int]:
     """A block size given as one or two numbers, as two.
 
     Raises:
+        TypeError: for anything but one or two integers.
         ValueError: for a size under 1.
     """
-    block = (size, size) if isinstance(size, int) else (size[0], size[1])
+    block = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(block) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in block):
+        raise TypeError(f"BLOCK_SIZE must be an integer or two, of queries and of keys; got {size!r}")
     if min(block) < 1:
         raise ValueError(f"BLOCK_SIZE must be at least 1, got {size}")
     return block

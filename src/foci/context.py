@@ -114,6 +114,7 @@ def use(*names: str, tune: bool = False) -> Iterator[None]:
             without it, and what was chosen is used only inside. The Triton backend tunes tiles, warps and stages.
 
     Raises:
+        TypeError: for a `tune` that is neither True nor False.
         ValueError: for a name that no backend has.
 
     Example:
@@ -125,6 +126,8 @@ def use(*names: str, tune: bool = False) -> Iterator[None]:
         ...     out = foci.attention(q, q, q)
     """
     global _tuning
+    if not isinstance(tune, bool):
+        raise TypeError(f"tune must be True or False; got {type(tune).__name__}")
     for name in names:
         if name not in backends.names():
             raise ValueError(f"no backend {name!r}; there are {', '.join(backends.names())}")

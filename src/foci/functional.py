@@ -13,7 +13,7 @@ from foci.arguments import broadcast, causal_bias, mask_parts, score_parts
 from foci.core import Function
 from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, check_ungrouped, is_nested
-from foci.prepare import Extras, check_integers, check_is_tensor, check_offsets, describe
+from foci.prepare import Extras, check_integers, check_is_flag, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
 from foci.variant import Mask, picklable
 
@@ -116,9 +116,7 @@ def scaled_dot_product_attention(
         torch.Size([2, 4, 10, 8])
     """
     check_is_tensor(query=query, key=key, value=value)
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; got {type(flag).__name__}")
+    check_is_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
@@ -283,6 +281,7 @@ def flex_attention(
         torch.Size([1, 2, 64, 16])
     """
     check_is_tensor(query=query, key=key, value=value)
+    check_is_flag(enable_gqa=enable_gqa, return_lse=return_lse)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
@@ -367,6 +366,7 @@ def varlen_attn(
         torch.Size([10, 4, 16])
     """
     check_is_tensor(query=query, key=key, value=value)
+    check_is_flag(enable_gqa=enable_gqa)
     if block_table is not None:
         raise ValueError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -374,6 +374,10 @@ def varlen_attn(
             raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
     if cu_seq_k is None:
         cu_seq_k = cu_seq_q
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            f"query, key and value must have one device; got query {describe(query)}, key {describe(key)}, value {describe(value)}"
+        )
     _check_sequences(query, key, cu_seq_q, cu_seq_k, seqused_k)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
@@ -390,7 +394,7 @@ def varlen_attn(
 
 def _check_sequences(query: Tensor, key: Tensor, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any) -> None:
     check_offsets("cu_seq_q", cu_seq_q, query)
-    if cu_seq_k is not cu_seq_q or key.device != query.device:
+    if cu_seq_k is not cu_seq_q:
         check_offsets("cu_seq_k", cu_seq_k, key)
     if cu_seq_q.shape != cu_seq_k.shape:
         raise ValueError(
@@ -406,7 +410,7 @@ def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Te
     if window_size is _UNLIMITED and mask is None:
         return None
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or not all(isinstance(n, (int, torch.SymInt)) and n >= -1 for n in window_size):
+    if not is_pair or not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) and n >= -1 for n in window_size):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size!r}")
     left, right = window_size
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):

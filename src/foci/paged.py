@@ -88,6 +88,8 @@ def paged_attention(
 
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:
+    if query.dim() != 4:
+        raise ValueError(f"query must have 4 dimensions [batch, heads, length, head dim]; got {describe(query)}")
     for name, tensor, dims in (("page_table", page_table, 2), ("kv_lengths", kv_lengths, 1)):
         check_integers(name, tensor, query.device)
         if tensor.dim() != dims or tensor.shape[0] != query.shape[0]:

@@ -15,7 +15,7 @@ from foci.binding import Bound, bind
 from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.variant import Variant
 
-__all__ = ["Extras", "check_integers", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
+__all__ = ["Extras", "check_integers", "check_is_flag", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
@@ -220,10 +220,19 @@ def _check_blocks(blocks: Tensor, block_size: tuple[int, int] | None, query: Ten
 
 
 def check_is_tensor(**named: Any) -> None:
-    """Raises a TypeError that names the first argument that is no tensor."""
+    """Raises a TypeError that names the first argument that is no tensor, or a sparse one."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+        if type(value) is Tensor and value.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got layout {value.layout}")
+
+
+def check_is_flag(**named: Any) -> None:
+    """Raises a TypeError that names the first argument that is neither True nor False."""
+    for name, value in named.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; got {type(value).__name__}")
 
 
 def check_offsets(name: str, offsets: Any, tokens: Tensor) -> None:

@@ -60,12 +60,21 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which auxiliary outputs a call asks for."""
+    """Which auxiliary outputs a call asks for.
+
+    Raises:
+        TypeError: for anything but True or False.
+    """
 
     lse: bool = False
     row_max: bool = False
     column_sums: bool = False
     weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, asked in vars(self).items():
+            if not isinstance(asked, bool):
+                raise TypeError(f"{name} must be True or False; got {type(asked).__name__}")
 
 
 @dataclass(frozen=True)

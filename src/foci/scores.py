@@ -42,7 +42,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
         >>> alibi_slopes(4)
         (0.25, 0.0625, 0.015625, 0.00390625)
     """
-    _check_heads(heads)
+    _check_at_least_one("heads", heads)
     power = 1 << (heads.bit_length() - 1)
     regular = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     between = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -60,12 +60,13 @@ def alibi(slopes: int | Tensor, *, symmetric: bool = False) -> Score:
 
     Raises:
         TypeError: for a tensor that is not floating, or another type.
-        ValueError: for a tensor of another rank, or no heads.
+        ValueError: for a tensor of another rank, or a number of heads under 1.
 
     Example:
         >>> alibi(8) >> softcap(30.0)
         Score((alibi >> softcap(30.0)))
     """
+    _check_flag("symmetric", symmetric)
     if isinstance(slopes, Tensor):
         learned = slopes
         _check_floating("slopes", learned, ranks=(1,), shape="a number of heads or [Hq]")
@@ -73,7 +74,9 @@ def alibi(slopes: int | Tensor, *, symmetric: bool = False) -> Score:
         def slope(h: Any) -> Any:
             return learned[h]
     else:
-        _check_heads(slopes)
+        if isinstance(slopes, bool) or not isinstance(slopes, int):
+            raise TypeError(f"slopes must be a number of heads or [Hq], got {type(slopes).__name__}")
+        _check_at_least_one("slopes", slopes)
         power = 1 << (slopes.bit_length() - 1)
 
         def slope(h: Any) -> Any:
@@ -194,7 +197,7 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
         max_distance: distances from here on share the last bucket.
 
     Raises:
-        TypeError: for another dtype.
+        TypeError: for another dtype, or a distance that is no integer.
         ValueError: for another rank, or fewer buckets or distances than the scheme needs.
 
     Example:
@@ -202,6 +205,8 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
         Score(t5_bias)
     """
     _check_floating("table", table, ranks=(2,), shape="[num_buckets, Hq]")
+    _check_flag("bidirectional", bidirectional)
+    _check_at_least_one("max_distance", max_distance)
     least = 4 if bidirectional else 2
     if table.shape[0] < least:
         raise ValueError(f"table must have at least {least} buckets, got shape {list(table.shape)}")
@@ -232,11 +237,16 @@ def _t5_buckets(distances: Tensor, count: int, bidirectional: bool, max_distance
     return later + torch.where(distances < exact, distances, far)
 
 
-def _check_heads(heads: int) -> None:
-    if isinstance(heads, bool) or not isinstance(heads, int):
-        raise TypeError(f"heads must be an integer, got {heads!r} of type {type(heads).__name__}")
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
+def _check_at_least_one(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {type(value).__name__}")
 
 
 def _check_positive(name: str, value: float) -> None:

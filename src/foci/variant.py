@@ -90,12 +90,19 @@ class Mask(_Recorded):
         length: of the one sequence that it is for, such as a grid of so many positions; dense queries and keys of other lengths are
             then an error. Masks composed of it are for any.
 
+    Raises:
+        TypeError: for a function that cannot be called, or a length that is no integer.
+
     Example:
         >>> import foci
         >>> local = foci.masks.causal() & foci.Mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 128)
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, length: int | None = None) -> None:
+        if not callable(function) or isinstance(function, Score):
+            raise TypeError(f"function must be a function (b, h, q_idx, kv_idx) -> bool; got {type(function).__name__}")
+        if length is not None and (isinstance(length, bool) or not isinstance(length, (int, torch.SymInt))):
+            raise TypeError(f"length must be an integer or None; got {type(length).__name__}")
         self.function = function
         self.name = name
         self.length = length
@@ -138,12 +145,17 @@ class Score(_Recorded):
             made of.
         name: for printing.
 
+    Raises:
+        TypeError: for a function that cannot be called.
+
     Example:
         >>> import foci
         >>> capped = foci.scores.alibi(8) >> foci.scores.softcap(30.0)
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+        if not callable(function) or isinstance(function, Mask):
+            raise TypeError(f"function must be a function (score, b, h, q_idx, kv_idx) -> score; got {type(function).__name__}")
         self.function = function
         self.name = name
 

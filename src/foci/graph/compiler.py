@@ -114,6 +114,7 @@ def compile(
         The compiled model, as torch.compile returns it.
 
     Raises:
+        TypeError: for a model that cannot be called.
         ValueError: for a mode, an option or a `rest` that does not exist, at once.
 
     Example:
@@ -127,5 +128,7 @@ def compile(
         >>> log.fusions[0].fused
         True
     """
+    if model is not None and not callable(model):
+        raise TypeError(f"model must be a module or a function; got {type(model).__name__}")
     backend = Compiler(verify, rest, mode, tuple((options or {}).items()))
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)

@@ -74,6 +74,7 @@ def _near(q: Any, kv: Any, n: int, size: int, step: int) -> Any:
 
 def _per_dimension(name: str, size: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
     if isinstance(size, int):
+        _check_sizes(name, (size,))
         return (size,) * rank
     _check_sizes(name, size)
     if len(size) != rank:

@@ -88,8 +88,8 @@ def window(left: int | None, right: int | None = 0, *, align: Align = "upper_lef
         >>> window(128).name
         'window(128, 0)'
     """
-    _check_size("left", left)
-    _check_size("right", right)
+    _check_reach("left", left)
+    _check_reach("right", right)
     if align not in ("upper_left", "lower_right"):
         raise ValueError(f"align must be 'upper_left' or 'lower_right', got {align!r}")
     lower_right = align == "lower_right"
@@ -147,7 +147,7 @@ def global_window(left: int, right: int, global_tokens: int | Tensor) -> Mask:
 
     Raises:
         ValueError: for a negative size or a tensor of another rank.
-        TypeError: for a tensor of another dtype.
+        TypeError: for a size that is no integer, or a tensor of another dtype.
 
     Example:
         >>> global_window(64, 64, 1).name
@@ -204,9 +204,12 @@ def block_diffusion(length: int, *, block: int) -> Mask:
     return Mask(attend, name=f"block_diffusion({length}, block={block})")
 
 
-def _check_size(name: str, size: int | None) -> None:
-    if size is None:
-        return
+def _check_reach(name: str, size: int | None) -> None:
+    if size is not None:
+        _check_size(name, size)
+
+
+def _check_size(name: str, size: int) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer, got {size!r} of type {type(size).__name__}")
     if size < 0:
