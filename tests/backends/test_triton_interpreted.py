@@ -26,6 +26,7 @@ PARTS = {
         8,
     ),
     "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
+    "slopes": ("tests/backends/test_triton_slopes.py", "packed or turned or negative or scale", 5),
     "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
     "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),

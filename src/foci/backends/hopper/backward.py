@@ -40,6 +40,7 @@ from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
+from foci.backends.triton.tensors import gradient_tensors, row_tensors
 from foci.ir.expr import const
 from foci.problem import Operands
 
@@ -96,9 +97,9 @@ class HopperGradients(host.TritonKernel):
             recorder.forget()
         query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
         given = given._replace(dout=dout)
-        grads = host.gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.wanted)
+        grads = gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
-        lse2, delta = host.row_tensors(recorder, operands, given.lse, 2)
+        lse2, delta = row_tensors(recorder, operands, given.lse, 2)
         self._prepare(call, given, (lse2, delta))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, self._lines(call, lse2, delta))
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))

@@ -5,7 +5,7 @@
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
     line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
-    a line (`foci.backends.hopper.lines`); where queries stream, (score - scale * raw in base 2, what it rises by from query to query)
+    a line (`foci.backends.triton.lines`); where queries stream, (score - scale * raw in base 2, what it rises by from query to query)
     bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foci.backends.hopper.lines import line_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.exponents import ONE, exponent_of, factored, gathered, slope_of
 from foci.backends.triton.functions import float_early, jit_function
+from foci.backends.triton.lines import line_of
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit

@@ -29,6 +29,7 @@ from foci.backends.triton.functions import lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
+from foci.backends.triton.tensors import result_tensors
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Results
 
@@ -59,7 +60,7 @@ class HopperKernel(HopperGradients):
         query, is_jagged = operands.query, operands.cu_q is not None
         if 0 in (*query.shape, *operands.key.shape, *operands.value.shape):
             return super()._forward(operands, sequences, recorder)
-        out, lse, row_max = host.result_tensors(recorder, operands, self.problem)
+        out, lse, row_max = result_tensors(recorder, operands, self.problem)
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem)

@@ -37,7 +37,8 @@ class Config(NamedTuple):
     MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`).
     JAGGED: packed sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every
     tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
-    within a tile. PLAIN: the score function is the identity. NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
+    within a tile. PLAIN: the kernel asks no score function: scores are products, or products on a LINE, whose function takes its place
+    (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
     overhangs the keys is visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks,
     and a tile marked FORCED is attended to whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for
     none beyond the last (see `foci.backends.triton.bounds`). PRECISION: of float32 products.
@@ -57,6 +58,7 @@ class Config(NamedTuple):
     UNIT: Any
     WIDE: Any
     PLAIN: Any
+    LINE: Any
     NEGATIVE: Any
     SPLIT_EDGE: Any
     DROPOUT: Any

@@ -12,11 +12,14 @@ from foci.backends.triton.flow import with_flow
 from foci.backends.triton.tiles import (
     FORCED,
     LOG2E,
+    along,
     clear_gaps,
     find_for_gradient,
     keep_tile,
+    line_from,
     load_tile,
     number,
+    product,
     rows_pointer,
     sequence,
     start_of,
@@ -135,7 +138,7 @@ def fold_query_gradient(
     EDGE: tl.constexpr,
 ):
     """Adds the tiles of keys `run` to the gradient of a tile of queries."""
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len = at
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
@@ -143,7 +146,7 @@ def fold_query_gradient(
         current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        qk = product(q, keys, here - q_first, line, c)
         values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
@@ -200,7 +203,12 @@ def attention_query_gradient(
     outs = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     row_lse, row_delta = rows_of(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len)
+    from_first = (0.0, 0.0)
+    if c.LINE:
+        start, rise, across = line_from(b, h, first, q_len, kv_len, numbers, env, both)
+        from_first = (start, rise)
+        row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (across * LOG2E)
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, first, from_first)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
     line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
@@ -267,6 +275,25 @@ def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
 
 
 @triton.jit
+def key_product(queries, k, rise, c):
+    """Products of a tile of queries and one of keys, as `Config.TURNED` says; where scores are on a line, with what it has more than at
+    the first key."""
+    if c.LINE:
+        sign = -1.0 if c.NEGATIVE else 1.0
+        line = tl.arange(0, c.TILE_KV).to(tl.float32) * (rise * sign)
+        if c.TURNED:
+            seed = tl.broadcast_to(line[None, :], [c.TILE_Q, c.TILE_KV])
+            return tl.dot(queries, tl.trans(k), seed, input_precision=c.PRECISION)
+        else:
+            seed = tl.broadcast_to(line[:, None], [c.TILE_KV, c.TILE_Q])
+            return tl.dot(k, tl.trans(queries), seed, input_precision=c.PRECISION)
+    elif c.TURNED:
+        return tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)
+    else:
+        return tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
+
+
+@triton.jit
 def turned(x, c):
     """A tile of scores as rows of queries, or turned, as rows of keys: see `Config.TURNED`."""
     if c.TURNED:
@@ -300,7 +327,7 @@ def fold_key_gradient(
     VALUE: tl.constexpr,
 ):
     """Adds the tiles of queries `run` of one head to the gradients of a tile of keys."""
-    b, h, memory_b, head, kv_first, q_start, q_len, kv_len = at
+    b, h, memory_b, head, kv_first, q_start, q_len, kv_len, line = at
     row, first, before, gap, low, high = run
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
@@ -311,14 +338,14 @@ def fold_key_gradient(
         current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
-        if c.TURNED:
-            qk = tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)
-        else:
-            qk = tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
+        qk = key_product(queries, k, line[1], c)
         if c.NEGATIVE:
             qk = -qk
         rows = here + tl.arange(0, c.TILE_Q)
         row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
+        if c.LINE:
+            start, rise, across = line
+            row_lse -= along(start + (here - kv_first).to(tl.float32) * across, across, c.TILE_Q)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
         # keys beyond the last have rows of dk and dv of their own, which nobody keeps
         p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
@@ -385,7 +412,12 @@ def attention_key_gradient(
             part += full
             full = full * 0
             gap = gap * 0
-        at = (b, h, memory_b, head, first, q_start, q_len, kv_len)
+        line_of_head = (0.0, 0.0, 0.0)
+        if c.LINE:
+            # each query's logsumexp takes the line at the first key, products what the others have more
+            start, rise, across = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, env)
+            line_of_head = (start * LOG2E + tl.zeros([4], tl.float32), rise / numbers.scale, across * LOG2E)
+        at = (b, h, memory_b, head, first, q_start, q_len, kv_len, line_of_head)
         run = (line, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = fold_key_gradient(
             dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, False, False, KEY, VALUE

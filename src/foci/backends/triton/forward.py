@@ -16,8 +16,10 @@ from foci.backends.triton.tiles import (
     fill_gaps,
     find,
     keep_tile,
+    line_from,
     load_tile,
     number,
+    product,
     rows_pointer,
     sequence,
     start_of,
@@ -93,7 +95,7 @@ def fold_tiles(
 ):
     """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total, maximum, and the maximum in base 2,
     which accumulator and total are relative to."""
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor = at
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
     # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
@@ -105,7 +107,7 @@ def fold_tiles(
         here = start_of(tile, c, c.TILE_KV)
         tile = visited(table, row, i + 1, first, before, gap, c)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, BOUND, c.TILE_KV, c.D, c.D_PAD)
-        qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+        qk = product(q, keys, here - q_first, line, c)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
@@ -151,7 +153,14 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     if c.PLAIN:
         factor = numbers.scale * LOG2E
         round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor)
+    from_first = (0.0, 0.0)
+    leaning = tl.zeros([c.TILE_Q], tl.float32)
+    if c.LINE:
+        # from its first query's line: what a row has more is the same for all keys, so that weights do not know it
+        start, rise, across = line_from(b, h, first, q_len, kv_len, numbers, env, score)
+        from_first = (start, rise)
+        leaning = tl.arange(0, c.TILE_Q).to(tl.float32) * across
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, first, from_first)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
     total = tl.zeros([c.TILE_Q], tl.float32)
     most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
@@ -176,12 +185,13 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
         acc, total, most, base = fold_tiles(
             acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True
         )
-    store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c)
+    store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c)
 
 
 @triton.jit
-def store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, c):
-    """Writes a finished tile: out, natural logsumexp and largest score; a row without keys is zeros and -inf."""
+def store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c):
+    """Writes a finished tile: out, natural logsumexp and largest score, which lack what all scores of a row lean by; a row without keys is
+    zeros and -inf."""
     weight = tl.where(total == 0.0, 0.0, 1.0 / total)
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
@@ -192,6 +202,8 @@ def store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
     head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
     natural = tl.where(tl.abs(most) * factor < HUGE, base * LN2, most * (factor * LN2))
+    if c.LINE:
+        natural += leaning
     tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)), mask=inside)
     if row_max is not None:
         tl.store(row_max + head + rows, tl.where(total == 0.0, float("-inf"), natural), mask=inside)

@@ -17,6 +17,7 @@ from torch import Tensor
 from foci.backends.triton import mathematics
 from foci.backends.triton.bounds import within
 from foci.backends.triton.exponents import ARGUMENTS, exponent_of, slope_of
+from foci.backends.triton.lines import plane_of
 from foci.backends.triton.spelling import Lie, spelling_for
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
@@ -35,7 +36,9 @@ _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "a
 class Functions:
     """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `mask(b, ...)`, and `both(raw, scale, lse2, b, ...)`, which gives the
     exponent of a weight in base 2 and the slope of the score function (`foci.backends.triton.exponents`): jit functions of tiles
-    that broadcast together. `by_query` and `by_key` are the mask as bounds of a query's keys and of a key's queries, where it has such
+    that broadcast together. `line(b, ...)` gives what a score adds to the scaled product, what that rises by from key to key, and from
+    query to query; None where it is no line (`foci.backends.triton.lines`), or where half precision's rounding is not enough.
+    `by_query` and `by_key` are the mask as bounds of a query's keys and of a key's queries, where it has such
     (`foci.backends.triton.bounds`); the first then holds for no key beyond the last, the second is only asked about queries before
     it. `source` is what they were made of."""
 
@@ -44,6 +47,7 @@ class Functions:
     mask: Any
     by_query: Any
     by_key: Any
+    line: Any
     source: str
 
 
@@ -65,16 +69,19 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Func
     spelling = spelling_for(lies, half=half)
     score = float_early(variant.score)
     slope = float_early(score_derivative(variant.score))
-    parts = {
+    parts: dict[str, tuple[str, tuple[Expr, ...]]] = {
         "score": (f"score, {_ARGUMENTS}", (score,)),
         "both": (f"{ARGUMENTS}, {_ARGUMENTS}", (exponent_of(score, half=half), slope_of(slope, half=half))),
         "mask": (_ARGUMENTS, (variant.mask,)),
         "by_query": (_ARGUMENTS, (within(variant.mask, "kv_idx") or variant.mask,)),
         "by_key": (_ARGUMENTS, (within(variant.mask, "q_idx", is_inside=True) or variant.mask,)),
     }
+    line = plane_of(score) if half else None
+    if line is not None:
+        parts["line"] = (_ARGUMENTS, line)
     sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
     made = {name: jit_function(name, source) for name, source in sources.items()}
-    return Functions(**made, source="\n\n".join(sources.values()))
+    return Functions(**{"line": None, **made}, source="\n\n".join(sources.values()))
 
 
 def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -> str:

@@ -43,12 +43,13 @@ from foci.backends.triton.recording import Recorder, Recording, free_stream, pla
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
+from foci.backends.triton.tensors import gradient_tensors, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
-from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Problem, Results
+from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Results
 
-__all__ = ["Pass", "TritonKernel", "result_tensors"]
+__all__ = ["Pass", "TritonKernel"]
 
 
 class Tensors(NamedTuple):
@@ -81,6 +82,11 @@ class Pass:
     is_wide: bool
     is_plain: bool
     takes_descriptors: bool
+
+    @property
+    def line(self) -> Any:
+        """The function of a score that is a line, where its numbers, divided by the scale, are no larger than numbers can be."""
+        return self.functions.line if abs(self.operands.scale) > 1e-6 else None
 
 
 class TritonKernel:
@@ -215,13 +221,14 @@ class TritonKernel:
                 return Results(*outputs)
             schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
-            config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds)
+            config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds, line=call.line)
             stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
             recorder.launch(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
                 call.strides, self.size(call, rows[1], visits.tasks), visits.spans, visits.table,
-                call.numbers, call.environment, config, call.functions.score, call.functions.by_query, num_warps=schedule.warps,
+                call.numbers, call.environment, config, call.line or call.functions.score, call.functions.by_query,
+                num_warps=schedule.warps,
             )  # fmt: skip
         return Results(*outputs)
 
@@ -294,7 +301,7 @@ class TritonKernel:
             with torch.cuda.device(operands.query.device):
                 return self.backward(operands, results, cotangents)
         if 0 in (operands.query.numel(), operands.key.shape[2], operands.value.numel()):
-            return _no_gradients(operands, self.problem)
+            return no_gradients(operands, self.problem)
         sequences = sequences_of(operands)
         flow = flow_of(operands, cotangents, sequences)
         if flow is not None:
@@ -359,14 +366,14 @@ class TritonKernel:
     def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         schedule, operands = self.schedule(self.query_kind), call.operands
         visits = self.visits(call, schedule, "queries")
-        config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds)
+        config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds, line=call.line)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
         call.recorder.launch(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
             operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
             call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.functions.both, call.functions.by_query, num_warps=schedule.warps,
+            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
@@ -382,14 +389,14 @@ class TritonKernel:
     def _key_gradient(self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
         schedule, operands = self.schedule(kind), call.operands
         visits = self.visits(call, schedule, "keys")
-        config = self.config(call, schedule, visits)
+        config = self.config(call, schedule, visits, line=call.line)
         stream = functools.partial(streamed, config, schedule.tile_q, call.rows)
         heads = operands.key.shape[1]
         call.recorder.launch(
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
             call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.functions.both, call.functions.by_key, num_warps=schedule.warps,
+            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
         )  # fmt: skip
 
     def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
@@ -425,8 +432,9 @@ class TritonKernel:
             takes_descriptors=all(layout.takes_descriptor for layout in layouts.values()),
         )
 
-    def config(self, call: Pass, schedule: Schedule, visits: Visits | None, *, is_bounded: bool = False) -> Config:
-        """The compile-time side of a launch; `is_bounded` says by which function it masks, see `Config.BOUNDED`."""
+    def config(self, call: Pass, schedule: Schedule, visits: Visits | None, *, is_bounded: bool = False, line: Any = None) -> Config:
+        """The compile-time side of a launch; `is_bounded` says by which function it masks, see `Config.BOUNDED`; `line` whether by one it
+        scores."""
         p = self.problem
         descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
@@ -434,8 +442,8 @@ class TritonKernel:
             (
                 schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.turned,
                 "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
-                call.is_plain, call.operands.scale < 0, self.reads_tiles, p.formula.dropout, p.formula.block_size is not None, is_bounded,
-                precision,
+                call.is_plain or line is not None, line is not None, call.operands.scale < 0, self.reads_tiles, p.formula.dropout,
+                p.formula.block_size is not None, is_bounded, precision,
             )
         )  # fmt: skip
 
@@ -456,44 +464,6 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
 
 
-def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
-    query, width = operands.query, problem.value_dim
-    b, h, s = query.shape[0], query.shape[1], tokens_of(operands)[0]
-    out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
-    lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
-    return out, lse, most[0] if most else None
-
-
-def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Numbers for each row, float32 [B, Hq, Sq]."""
-    b, h, s = operands.query.shape[0], operands.query.shape[1], tokens_of(operands)[0]
-    return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
-
-
-def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
-    """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
-    so that what comes before takes them as they are."""
-    rows, columns = tokens_of(operands)
-    of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
-    made = {}
-    for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
-        if on:
-            b, h, _, d = tensor.shape
-            _, head, row, _ = tensor.stride()
-            strides = (h * s * d, d, h * d, 1) if head < row else (h * s * d, s * d, d, 1)
-            made[name] = recorder.empty((b, h, s, d), strides, tensor.dtype, tensor)
-    return made
-
-
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...]) -> Config:
     return Config(*map(tl.constexpr, values))
-
-
-def _no_gradients(operands: Operands, problem: Problem) -> Gradients:
-    """Zeros: nobody attends to anything."""
-    wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
-    tensors = (operands.query, operands.key, operands.value, *operands.captures)
-    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
-    return Gradients(found[0], found[1], found[2], (*found[3:], *(None,) * (len(tensors) - len(found))))

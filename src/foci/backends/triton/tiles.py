@@ -120,6 +120,33 @@ def stream_tile(
 
 
 @triton.jit
+def along(start, rise, COUNT: tl.constexpr):
+    """A line at COUNT columns: from `start`, at columns 0, 2, 4 and 6, where the four lanes of a row begin, it rises by as much from one to
+    the next. Columns are constants to a thread, and cost it one operation each."""
+    column = 8 * tl.arange(0, COUNT // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
+    return tl.reshape(start[None, :, None] + column.to(tl.float32) * rise, [COUNT])
+
+
+@triton.jit
+def line_from(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
+    """(a score's line from query and key `first` on, as `along` has it, and what it rises by from key to key, in units of the product of
+    query and key; what it rises by from query to query)."""
+    start, rise, across = line(b, h, first, first + 2 * tl.arange(0, 4), q_len, kv_len, env)
+    return start / numbers.scale, rise / numbers.scale, across
+
+
+@triton.jit
+def product(q, keys, distance, line, c):
+    """q k^T of a tile of keys, on top of a line where there is one, of which the first key is so far away."""
+    if c.LINE:
+        start, rise = line
+        seed = along(start + distance.to(tl.float32) * rise, rise, c.TILE_KV)
+        return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
+    else:
+        return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
+
+
+@triton.jit
 def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
     """Which weights of a [Q, KV] tile dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
     seed = tl.load(numbers.seed)

@@ -2,8 +2,8 @@
 query.
 
 A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
-one operation (`foci.backends.hopper.masking.along_line`). In the backward, where queries are columns, each column's logsumexp takes
-its part of the line (`foci.backends.hopper.masking.leaned`).
+one operation (`foci.backends.triton.tiles.along`, `foci.backends.hopper.masking.along_line`). In the backward, where queries are
+columns, each column's logsumexp takes its part of the line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from foci.ir.expr import Expr, const, variable
 from foci.ir.ops import apply
 from foci.ir.simplify import simplify
 
-__all__ = ["line_of"]
+__all__ = ["line_of", "plane_of"]
 
 _SCORE = variable("score")
 _ZERO = const(0.0)
@@ -39,6 +39,18 @@ def line_of(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
         return None
     rise = _rise(added, streaming)
     return None if rise is None or rise is _ZERO else (added, rise)
+
+
+def plane_of(score: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(what is added to the raw score, what that rises by from key to key, and from query to query); None where it is flat between keys,
+    or neither is the same everywhere."""
+    found, across = line_of(score), line_of(score, "q_idx")
+    if found is None:
+        return None
+    added, rise = found
+    if across is None and "q_idx" in added.variables():
+        return None
+    return added, rise, _ZERO if across is None else across[1]
 
 
 def _reads(e: Expr) -> bool:

@@ -5,7 +5,7 @@ import torch
 
 import foci
 from foci import scores
-from foci.backends.hopper.lines import line_of
+from foci.backends.triton.lines import line_of
 from foci.binding import bind
 from foci.ir.eager import Env, evaluate
 

@@ -1,0 +1,50 @@
+"""Tensors that a pass makes: results, numbers of rows, gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foci.backends.triton.counts import tokens_of
+from foci.backends.triton.recording import Recorder
+from foci.problem import Gradients, Operands, Problem
+
+__all__ = ["gradient_tensors", "no_gradients", "result_tensors", "row_tensors"]
+
+
+def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
+    query, width = operands.query, problem.value_dim
+    b, h, s = query.shape[0], query.shape[1], tokens_of(operands)[0]
+    out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
+    lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
+    return out, lse, most[0] if most else None
+
+
+def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Numbers for each row, float32 [B, Hq, Sq]."""
+    b, h, s = operands.query.shape[0], operands.query.shape[1], tokens_of(operands)[0]
+    return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
+
+
+def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
+    """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
+    so that what comes before takes them as they are."""
+    rows, columns = tokens_of(operands)
+    of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
+    made = {}
+    for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
+        if on:
+            b, h, _, d = tensor.shape
+            _, head, row, _ = tensor.stride()
+            strides = (h * s * d, d, h * d, 1) if head < row else (h * s * d, s * d, d, 1)
+            made[name] = recorder.empty((b, h, s, d), strides, tensor.dtype, tensor)
+    return made
+
+
+def no_gradients(operands: Operands, problem: Problem) -> Gradients:
+    """Zeros: nobody attends to anything."""
+    wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
+    tensors = (operands.query, operands.key, operands.value, *operands.captures)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
+    return Gradients(found[0], found[1], found[2], (*found[3:], *(None,) * (len(tensors) - len(found))))
