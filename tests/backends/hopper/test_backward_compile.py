@@ -45,6 +45,8 @@ CASES = {
     "grouped heads": {"kv_heads": 2, "fused": True},
     "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
     "D 16": {"dim": 16},
+    "D 192": {"dim": 192},
+    "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64},
     "D 128, Dv 64": {"value_dim": 64},

@@ -113,6 +113,30 @@ def test_every_width(dim, value_dim):
     check(kernel_of("hopper", asked).forward(operands), exact(asked, operands))
 
 
+# head dims that are sums of powers of two, and problems to solve with them
+PIECES = {
+    (192, 128): ("other lengths, grouped, float16", "causal, more keys", "jagged causal", "window", "causal alibi", "softcap", "document"),
+    (192, 192): ("other lengths, grouped, float16", "causal", "jagged window", "causal alibi", "dropout"),
+    (96, 96): ("other lengths, grouped, float16", "causal", "jagged causal", "window", "softcap", "document", "jagged alibi"),
+    (80, 80): ("other lengths, grouped, float16", "jagged", "causal, more queries"),
+    (160, 96): ("other lengths, grouped, float16", "causal"),
+    (72, 168): ("causal",),
+    (192, 64): ("jagged causal",),
+}
+
+
+@pytest.mark.parametrize(("dims", "name"), [(dims, name) for dims, names in PIECES.items() for name in names])
+def test_heads_in_pieces(dims, name):
+    asked, operands = posed(**{**CASES[name], "dim": dims[0], "value_dim": dims[1]})
+    kernel = kernel_of("hopper", asked)
+    first = kernel.forward(operands)
+    check(first, exact(asked, operands))
+    for _ in range(10):
+        again = kernel.forward(operands)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_leaks_from_one_sequence_into_another(causal):
     """What lies beyond a sequence, another or the memory between two, may be anything."""

@@ -12,13 +12,14 @@ class Config(NamedTuple):
 
     CONSUMERS: warpgroups of 64 rows each. OVERLAPPED: each computes softmax while its products run. TILE_Q: rows of a
     program; TILE_KV: keys of a tile. STAGES: tiles of keys, and of values, in flight. D, DV: head dims; D_PAD, DV_PAD: the
-    same, padded to a power of two. MODE: which tiles are visited: those within the rows' "bounds", or "all", "ranges" or
-    "lists" (see `foci.backends.triton.visits`). JAGGED: packed sequences. PLAIN: the score function is the identity, and the
-    scale positive. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is
-    attended to whatever the mask says. LOW: a row's first key need not be 0. WORDS: masks of partial tiles are given as words.
-    PERSISTENT: a program takes one task after another. GROUPED: more than one query head shares keys. BOUNDED: queries
-    that attend to a key are one run. DEFERS: a share in dq is shown to the warp that adds it a tile later. LINE: `score`, or
-    `both`, is given as the function `line` (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles.
+    same, padded to a power of two or to the sum of some (`foci.backends.hopper.layouts.pieces`). MODE: which tiles are
+    visited: those within the rows' "bounds", or "all", "ranges" or "lists" (see `foci.backends.triton.visits`). JAGGED:
+    packed sequences. PLAIN: the score function is the identity, and the scale positive. DROPOUT: weights are dropped.
+    BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to whatever the mask says. LOW: a row's
+    first key need not be 0. WORDS: masks of partial tiles are given as words. PERSISTENT: a program takes one task after
+    another. GROUPED: more than one query head shares keys. BOUNDED: queries that attend to a key are one run. DEFERS: a
+    share in dq is shown to the warp that adds it a tile later. LINE: `score`, or `both`, is given as the function `line`
+    (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles.
     """
 
     CONSUMERS: Any

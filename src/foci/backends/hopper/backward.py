@@ -23,7 +23,7 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
-from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix
+from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix, widths_of
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
@@ -65,8 +65,11 @@ class _Streams(NamedTuple):
     lines: tuple[Tensor, Tensor, int]
     """lse in base 2 and delta in lines that TMA may copy, and elements of a head in them."""
 
+    widths: dict[int, int]
+    """What head dims are padded to."""
+
     def of(self, tensor: Tensor, rows: int) -> TensorDescriptor:
-        return describe(tensor, rows, ragged=self.ragged)
+        return describe(tensor, rows, self.widths[tensor.shape[-1]], ragged=self.ragged)
 
     def rows_of(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor, int]:
         pitch = self.lines[2]
@@ -83,6 +86,7 @@ class HopperGradients(host.TritonKernel):
         self.is_prefix = is_prefix(self.problem)
         self.is_bounded_by_key = formula.block_size is None and bounds_of(mask, "q_idx") is not None
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
+        self.widths = widths_of(self.problem)
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -101,7 +105,15 @@ class HopperGradients(host.TritonKernel):
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         lse2, delta = row_tensors(recorder, operands, given.lse, 2)
         self._prepare(call, given, (lse2, delta))
-        streams = _Streams(query, key, value, dout, operands.cu_q is not None, self._lines(call, lse2, delta))
+        streams = _Streams(
+            query,
+            key,
+            value,
+            dout,
+            operands.cu_q is not None,
+            self._lines(call, lse2, delta),
+            dict(zip((p.head_dim, p.value_dim), self.widths, strict=True)),
+        )
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         if dq is not None and dk is not None and dv is not None and self.fused is not None:
             self._all_gradients(call, streams, (dq, dk, dv), self.fused)
@@ -135,13 +147,13 @@ class HopperGradients(host.TritonKernel):
         dq, dk, dv = grads
         if dq is not None:
             self._queries(call, streams, rows, dq)
-        if dk is not None and dv is not None and max(self.dims) > 128:
+        if dk is not None and dv is not None and max(self.widths) > 128:
             self._split(call, streams, (dk, dv))
         elif dk is not None or dv is not None:
             self._keys(call, streams, (dk, dv))
 
     def _queries(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
-        cut, operands, of = QUERIES[max(self.dims)], call.operands, streams.of
+        cut, operands, of = QUERIES[max(self.widths)], call.operands, streams.of
         visits, functions = self._found(call, cut, "queries"), self._functions(operands, "q_idx")
         batch, heads = streams.query.shape[:2]
         call.recorder.launch(
@@ -152,7 +164,7 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
 
     def _keys(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None]) -> None:
-        cut, operands, of = KEYS[max(self.dims)], call.operands, streams.of
+        cut, operands, of = KEYS[max(self.widths)], call.operands, streams.of
         visits, functions = self._found(call, cut, "keys"), self._functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         call.recorder.launch(
@@ -267,7 +279,7 @@ class HopperGradients(host.TritonKernel):
         p = self.problem
         return _config(
             (
-                2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode,
+                2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, None, p.formula.block_size is not None,
                 None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line,
             )

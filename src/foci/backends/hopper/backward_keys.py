@@ -6,9 +6,10 @@ that sum into dv and dk, straight from registers. A warpgroup sums over all rows
 """
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
-from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
+from foci.backends.hopper.layouts import product
+from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
 
 
@@ -39,11 +40,11 @@ def bring_queries(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.co
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-        copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
         bring(lse, [head + here], ready, lse_rows.index(stage))
         ready = do_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
-        copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
         if KEY:
             bring(delta, [head + here], ready, delta_rows.index(stage))
         n += 1
@@ -62,9 +63,9 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
     mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
     for half in gl.static_range(2):
         own = first + half * (c.TILE_KV // 2)
-        copy_in(k, memory_b, kv_h, own, kv_start, kv_len, kv_full, k_tiles.index(half), c.JAGGED)
+        copy_pieces_in(k, memory_b, kv_h, own, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
         if KEY:
-            copy_in(v, memory_b, kv_h, own, kv_start, kv_len, kv_full, v_tiles.index(half), c.JAGGED)
+            copy_pieces_in(v, memory_b, kv_h, own, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
     n = 0
     group = number(size.group)
     for member in range(0, group):
@@ -95,32 +96,26 @@ def fold_queries(
         tile = visited(table, line, i, first, before, gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        queries = q_tiles.index(stage)
-        douts = do_tiles.index(stage)
+        queries = nth(q_tiles, stage)
+        douts = nth(do_tiles, stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = begin_scores(k, queries, zero, False)
         mbarrier.wait(do_full.index(stage), phase)
         if KEY:
-            dp = warpgroup_mma(v, douts.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1 if KEY else 0, deps=[s])
+            dp = begin_scores(v, douts, zero, False)
+        s = warpgroup_mma_wait(len(v) if KEY else 0, deps=[s])
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         if VALUE:
-            weights = gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True)
-            dv = warpgroup_mma(weights, douts, dv, is_async=True)
+            dv = begin_sums(p.to(douts[0].dtype), douts, dv)
         if KEY:
-            dp = warpgroup_mma_wait(1 if VALUE else 0, deps=[dp])
+            dp = warpgroup_mma_wait(len(v) if VALUE else 0, deps=[dp])
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
-            ds = gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True)
-            dk = warpgroup_mma(ds, queries, dk, is_async=True)
-        if KEY and VALUE:
-            dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        elif KEY:
-            dk = warpgroup_mma_wait(0, deps=[dk])
-        else:
-            dv = warpgroup_mma_wait(0, deps=[dv])
+            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
+            dk = begin_sums(ds, queries, dk)
+        found = finish_sums(dk + dv)
+        dk, dv = found[: len(dk)], found[len(dk) :]
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
@@ -143,15 +138,15 @@ def key_consumer(
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
-    k = k_tiles.index(half)
-    v = v_tiles.index(half)
+    k = nth(k_tiles, half)
+    v = nth(v_tiles, half)
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
-    dk = 0.0
-    dv = 0.0
+    dk = ()
+    dv = ()
     if KEY:
-        dk = gl.zeros([ROWS, c.D_PAD], gl.float32, product(c.D_PAD))
+        dk = no_sums(ROWS, c.D_PAD)
     if VALUE:
-        dv = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
+        dv = no_sums(ROWS, c.DV_PAD)
     mbarrier.wait(kv_full, 0)
     n = 0
     group = number(size.group)
@@ -170,9 +165,9 @@ def key_consumer(
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
     if KEY:
-        copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, dk * scale, c.JAGGED)
+        copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, scaled(dk, scale), c.JAGGED)
     if VALUE:
-        copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
+        copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
 
 
@@ -187,12 +182,12 @@ def attention_key_gradient(
     if c.JAGGED and b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.D_PAD], shared(c.TILE_KV // 2, c.D_PAD))
+    k_tiles = buffers_of(DTYPE, 2, c.TILE_KV // 2, c.D_PAD)
     v_tiles = k_tiles
     if KEY or c.DV_PAD != c.D_PAD:
-        v_tiles = gl.allocate_shared_memory(DTYPE, [2, c.TILE_KV // 2, c.DV_PAD], shared(c.TILE_KV // 2, c.DV_PAD))
-    q_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
-    do_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
+        v_tiles = buffers_of(DTYPE, 2, c.TILE_KV // 2, c.DV_PAD)
+    q_tiles = buffers_of(DTYPE, c.STAGES, c.TILE_Q, c.D_PAD)
+    do_tiles = buffers_of(DTYPE, c.STAGES, c.TILE_Q, c.DV_PAD)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2))

@@ -2,9 +2,10 @@
 """dq of a tile of queries: two warpgroups of 64 queries each, and one warp that brings tiles of keys and values by TMA."""
 
 from foci.backends.hopper.backward_tiles import score_gradient, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
+from foci.backends.hopper.layouts import product
+from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
 
 
@@ -20,9 +21,9 @@ def bring_keys(k, v, buffers, bars, at, run, line, n, table, c):
         stage = n % c.STAGES
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        copy_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), k_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), nth(k_tiles, stage), c.JAGGED)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), v_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), nth(v_tiles, stage), c.JAGGED)
         n += 1
     return n
 
@@ -38,8 +39,8 @@ def query_producer(sources, stationary, buffers, bars, task, spans, size, table,
     first = tile * c.TILE_Q
     mbarrier.expect(q_full, c.TILE_Q * 2 * (c.D_PAD + c.DV_PAD))
     for part in gl.static_range(c.CONSUMERS):
-        copy_in(q, memory_b, h, first + part * 64, q_start, q_len, q_full, q_tiles.index(part), c.JAGGED)
-        copy_in(do, memory_b, h, first + part * 64, q_start, q_len, q_full, do_tiles.index(part), c.JAGGED)
+        copy_pieces_in(q, memory_b, h, first + part * 64, q_start, q_len, q_full, nth(q_tiles, part), c.JAGGED)
+        copy_pieces_in(do, memory_b, h, first + part * 64, q_start, q_len, q_full, nth(do_tiles, part), c.JAGGED)
     line, full_first, full, part_first, before, gap, rest = visits(table, b, h, index, kv_len, c, c.TILE_KV)
     at = (memory_b, h // number(size.group), kv_start, kv_len)
     n = full * 0
@@ -66,19 +67,17 @@ def fold_keys(
         tile = visited(table, line, i, first, before, gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        keys = k_tiles.index(stage)
+        keys = nth(k_tiles, stage)
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = begin_scores(q, keys, zero, False)
         mbarrier.wait(v_full.index(stage), phase)
-        dp = warpgroup_mma(do, v_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        dp = begin_scores(do, nth(v_tiles, stage), zero, False)
+        s = warpgroup_mma_wait(len(do), deps=[s])
         kv_idx = start_of(tile, c, c.TILE_KV) + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = score_gradient(p, dp, delta, slope, c, MASKED).to(keys.dtype)
-        ds = gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True)
-        dq = warpgroup_mma(ds, keys, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        ds = score_gradient(p, dp, delta, slope, c, MASKED).to(keys[0].dtype)
+        dq = finish_sums(begin_sums(ds, keys, dq))
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dq, n
@@ -103,9 +102,9 @@ def query_consumer(
     lse2 = gl.expand_dims(gl.load(lse_rows + head + row, mask=row < q_len, other=float("inf")), 1)
     delta = gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
     q_idx = gl.expand_dims(gl.minimum(row, q_len - 1), 1)
-    q = q_tiles.index(part)
-    do = do_tiles.index(part)
-    dq = gl.zeros([64, c.D_PAD], gl.float32, product(c.D_PAD))
+    q = nth(q_tiles, part)
+    do = nth(do_tiles, part)
+    dq = no_sums(64, c.D_PAD)
     aux = pre(b, h, q_idx, q_len, kv_len, scale, env)
     line, full_first, full, part_first, before, gap, rest = visits(table, b, h, index, kv_len, c, c.TILE_KV)
     at = (b, h, q_idx, q_len, kv_len)
@@ -120,7 +119,7 @@ def query_consumer(
         table, scale, env, aux, c, both, mask, True,
     )  # fmt: skip
     # the queries are read no more, each 64 of them by their own warpgroup alone
-    copy_out(dq_out, memory_b, h, own, q_start, q_len, q, dq * scale, c.JAGGED)
+    copy_pieces_out(dq_out, memory_b, h, own, q_start, q_len, q, scaled(dq, scale), c.JAGGED)
     tma.store_wait(0)
 
 
@@ -134,10 +133,10 @@ def attention_query_gradient(
     if c.JAGGED and b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
-    q_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.D_PAD], shared(64, c.D_PAD))
-    do_tiles = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 64, c.DV_PAD], shared(64, c.DV_PAD))
-    k_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
-    v_tiles = gl.allocate_shared_memory(DTYPE, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
+    q_tiles = buffers_of(DTYPE, c.CONSUMERS, 64, c.D_PAD)
+    do_tiles = buffers_of(DTYPE, c.CONSUMERS, 64, c.DV_PAD)
+    k_tiles = buffers_of(DTYPE, c.STAGES, c.TILE_KV, c.D_PAD)
+    v_tiles = buffers_of(DTYPE, c.STAGES, c.TILE_KV, c.DV_PAD)
     bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, c.CONSUMERS))
     fence_async_shared()
     stationary = (q_tiles, do_tiles)

@@ -7,11 +7,12 @@ from typing import Final
 
 from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import kind_of
+from foci.backends.hopper.schedules import width_of
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
 
-__all__ = ["KEYS", "QUERIES", "SPLIT", "Cut", "Fused", "fused_schedule", "is_prefix"]
+__all__ = ["KEYS", "QUERIES", "SPLIT", "Cut", "Fused", "fused_schedule", "is_prefix", "widths_of"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Fused:
 
 SPLIT: Final = Cut(64, 64, 2)
 """Of the kernel that splits dk and dv of wide heads between two warpgroups."""
-QUERIES: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(128, 128, 2), 256: Cut(128, 32, 2)}
-"""By the wider of the padded head dims."""
-KEYS: Final = {16: Cut(128, 128, 2), 32: Cut(128, 128, 2), 64: Cut(128, 128, 2), 128: Cut(64, 128, 2), 256: Cut(32, 128, 2)}
 _NARROW: Final = Cut(128, 128, 2)
 _WIDE: Final = Cut(64, 128, 2)
+QUERIES: Final = {16: _NARROW, 32: _NARROW, 64: _NARROW, 128: _NARROW, 160: Cut(128, 64, 2), 192: Cut(128, 64, 2), 256: Cut(128, 32, 2)}
+"""By the wider of the padded head dims."""
+KEYS: Final = {16: _NARROW, 32: _NARROW, 64: _NARROW, 128: _WIDE, 160: Cut(32, 128, 2), 192: Cut(32, 128, 2), 256: Cut(32, 128, 2)}
 FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
     (64, "full"): Fused(_NARROW),
@@ -63,6 +64,12 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (128, "added"): Fused(_WIDE),
 }
 """As measured on an H200 (`foci.backends.hopper.rates`). What other score functions need would not fit the registers besides."""
+
+
+def widths_of(problem: Problem) -> tuple[int, int]:
+    """What head dims are padded to: narrow ones to powers of two, as the kernel that takes a problem whole would have them."""
+    dims = problem.head_dim, problem.value_dim
+    return (width_of(dims[0]), width_of(dims[1])) if max(dims) > 128 else (padded(dims[0]), padded(dims[1]))
 
 
 def is_prefix(problem: Problem) -> bool:

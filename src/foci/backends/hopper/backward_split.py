@@ -7,9 +7,10 @@ for each would take five, and bring queries and gradients of out twice.
 
 from foci.backends.hopper.backward_keys import bring_queries, key_runs
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import operand, product, shared
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
+from foci.backends.hopper.layouts import product
+from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import find, number, sequence, start_of, visited
 
 ROWS = gl.constexpr(64)
@@ -52,8 +53,8 @@ def split_producer(sources, held, buffers, bars, task, spans, size, pitch, table
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * ROWS
     mbarrier.expect(kv_full, ROWS * 2 * (c.D_PAD + c.DV_PAD))
-    copy_in(k, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[0], c.JAGGED)
-    copy_in(v, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[1], c.JAGGED)
+    copy_pieces_in(k, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[0], c.JAGGED)
+    copy_pieces_in(v, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[1], c.JAGGED)
     n = 0
     group = number(size.group)
     for member in range(0, group):
@@ -82,17 +83,16 @@ def fold_values(
         tile = visited(table, line, i, first, before, gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        douts = do_tiles.index(stage)
+        douts = nth(do_tiles, stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k, q_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = begin_scores(k, nth(q_tiles, stage), zero, False)
         s = warpgroup_mma_wait(0, deps=[s])
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         pass_weights(passed, score_gradient(p, 1.0, 0.0, slope, c, MASKED), passing, n)
         mbarrier.wait(do_full.index(stage), phase)
-        dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
-        dv = warpgroup_mma_wait(0, deps=[dv])
+        dv = finish_sums(begin_sums(p.to(douts[0].dtype), douts, dv))
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
@@ -109,16 +109,15 @@ def fold_scores(dk, v, buffers, bars, count, n, c):
     for _ in range(0, count):
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        queries = q_tiles.index(stage)
+        queries = nth(q_tiles, stage)
         mbarrier.wait(do_full.index(stage), phase)
-        dp = warpgroup_mma(v, do_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = begin_scores(v, nth(do_tiles, stage), zero, False)
         p = take_weights(passed, passing, n)
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = (p * (dp - delta)).to(queries.dtype)
+        ds = (p * (dp - delta)).to(queries[0].dtype)
         mbarrier.wait(q_full.index(stage), phase)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = finish_sums(begin_sums(ds, queries, dk))
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
@@ -139,7 +138,7 @@ def split_consumer(
     first = tile * ROWS
     k, v = held
     kv_idx = first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
-    total = gl.zeros([ROWS, WIDTH], gl.float32, product(WIDTH))
+    total = no_sums(ROWS, WIDTH)
     done = bars[5]
     mbarrier.wait(bars[0], 0)
     n = 0
@@ -159,9 +158,9 @@ def split_consumer(
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     if VALUE:
-        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, v, total, c.JAGGED)
+        copy_pieces_out(out, memory_b, kv_h, first, kv_start, kv_len, v, total, c.JAGGED)
     else:
-        copy_out(out, memory_b, kv_h, first, kv_start, kv_len, k, total * scale, c.JAGGED)
+        copy_pieces_out(out, memory_b, kv_h, first, kv_start, kv_len, k, scaled(total, scale), c.JAGGED)
     tma.store_wait(0)
 
 
@@ -174,10 +173,10 @@ def attention_split_gradient(
     b, memory_b, kv_h, index, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
         return
-    k_tile = gl.allocate_shared_memory(k.dtype, [ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
-    v_tile = gl.allocate_shared_memory(v.dtype, [ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
-    q_tiles = gl.allocate_shared_memory(q.dtype, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
-    do_tiles = gl.allocate_shared_memory(do.dtype, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
+    k_tile = nth(buffers_of(k.dtype, 1, ROWS, c.D_PAD), 0)
+    v_tile = nth(buffers_of(v.dtype, 1, ROWS, c.DV_PAD), 0)
+    q_tiles = buffers_of(q.dtype, c.STAGES, c.TILE_Q, c.D_PAD)
+    do_tiles = buffers_of(do.dtype, c.STAGES, c.TILE_Q, c.DV_PAD)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     passed = gl.allocate_shared_memory(gl.float32, [2, ROWS * c.TILE_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.hopper.interface import TensorDescriptor
-from foci.backends.hopper.layouts import shared
+from foci.backends.hopper.layouts import shared, unit
 from foci.backends.triton.schedules import padded
 
 __all__ = ["FAR", "describe", "takes_descriptor"]
@@ -35,14 +35,16 @@ def takes_descriptor(tensor: Tensor) -> bool:
     return all(n == 1 or (stride > 0 and stride % unit == 0) for stride, n in zip(outer, tensor.shape, strict=False))
 
 
-def describe(tensor: Tensor, rows: int, *, ragged: bool) -> TensorDescriptor:
-    """A descriptor of tiles [rows, padded D] of a [B, H, S, D] tensor, or of packed sequences [1, H, T, D] when `ragged`."""
-    return TensorDescriptor(tensor, *_geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, rows, ragged))
+def describe(tensor: Tensor, rows: int, width: int = 0, *, ragged: bool) -> TensorDescriptor:
+    """A descriptor of tiles [rows, width] of a [B, H, S, D] tensor, or of packed sequences [1, H, T, D] when `ragged`.
+
+    `width`: of the tile, at least D; by default D padded to a power of two."""
+    columns = unit.fn(width or padded(tensor.shape[-1]))
+    return TensorDescriptor(tensor, *_geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, rows, columns, ragged))
 
 
 @functools.lru_cache(maxsize=1024)
-def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, ragged: bool) -> tuple[Any, ...]:
-    width = padded(shape[-1])
+def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int, ragged: bool) -> tuple[Any, ...]:
     # a dimension of length 1 may have any stride; TMA wants a multiple of 16 bytes
     step = 16 // dtype.itemsize
     b, h, s = (stride if n > 1 else step for stride, n in zip(strides[:-1], shape[:-1], strict=True))

@@ -19,15 +19,15 @@ from foci.backends.hopper.interface import (
     mbarrier,
     thread_barrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.layouts import product, shared
+from foci.backends.hopper.layouts import pieces, product, unit
 from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, masked, scored, scores_of
 from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
-from foci.backends.hopper.softmax import as_factor, by_row, by_thread, dropped, fold_softmax, packed, unpacked
+from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
+from foci.backends.hopper.softmax import by_row, by_thread, dropped, fold_softmax, packed, unpacked
 from foci.backends.hopper.tasks import plan
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out, step
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, step
 from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
 
 
@@ -35,16 +35,26 @@ from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, seque
 def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
     """Begins q . k of a stage, on top of what a line adds."""
     if c.LINE:
-        return warpgroup_mma(q, keys.index(stage).permute((1, 0)), along_line(tile, at, env, c, score), is_async=True)
+        raw = along_line(tile, at, env, c, score)
     else:
-        zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-        return warpgroup_mma(q, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        raw = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
+    return begin_scores(q, nth(keys, stage), raw, c.LINE)
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """The pieces of the result, each row times its number."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (acc[i] * by_row(alpha, acc[i]),)
+    return scaled
 
 
 @gluon.constexpr_function
 def writes_over(width, out_width, is_persistent):
     """Whether a consumer writes its rows of the result where its queries were: wide heads leave no room, and a single task needs none."""
-    return width == out_width and (width > 128 or not is_persistent)
+    fits = pieces(width)[: len(pieces(out_width))] == pieces(out_width)
+    return fits and min(64, unit(width)) == min(64, unit(out_width)) and (width > 128 or not is_persistent)
 
 
 @gluon.jit
@@ -74,11 +84,10 @@ def fold_in_turn(
         release_queries(q_free, i == last, c)
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        acc = acc * by_row(alpha, c.DV_PAD)
+        acc = rescaled(acc, alpha)
         p = dropped(p, tile, at, numbers, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = finish_sums(begin_sums(p.to(keys[0].dtype), nth(values, stage), acc))
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
 
@@ -106,11 +115,10 @@ def fold_joined(
             thread_barrier()
             x = masked(x, tile, marks, at, env, c, mask)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        acc = acc * by_row(alpha, c.DV_PAD)
+        acc = rescaled(acc, alpha)
         p = dropped(p, tile, at, numbers, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(as_factor(p, keys.dtype, c), values.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = finish_sums(begin_sums(p.to(keys[0].dtype), nth(values, stage), acc))
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
 
@@ -132,8 +140,8 @@ def fold_overlapped(
         marks = marks_of(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), ((base + i) // c.STAGES) & 1)
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
-        acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(before), acc, is_async=True)
-        raw = warpgroup_mma_wait(1, deps=[raw])
+        acc = begin_sums(unpacked(p, keys[0].dtype), nth(values, before), acc)
+        raw = warpgroup_mma_wait(len(acc), deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         release_queries(q_free, i == last, c)
         if c.JOINED:
@@ -147,10 +155,10 @@ def fold_overlapped(
         weights = dropped(weights, tile, at, numbers, c)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = finish_sums(acc)
         mbarrier.arrive(v_free.index(before), count=1)
-        acc = acc * by_row(alpha, c.DV_PAD)
-        p = packed(weights, keys.dtype)
+        acc = rescaled(acc, alpha)
+        p = packed(weights, keys[0].dtype)
     return acc, p, most, total
 
 
@@ -198,7 +206,7 @@ def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, numbers, env, 
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, BOTH)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        p = packed(dropped(p, tile, at, numbers, c), keys.dtype)
+        p = packed(dropped(p, tile, at, numbers, c), keys[0].dtype)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         if c.JOINED:
@@ -219,8 +227,7 @@ def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, numbers, env, 
                     acc, p, most, total, q, bars, at, run, low, end, first, second, q_free, last, table, numbers, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
-        acc = warpgroup_mma(unpacked(p, keys.dtype, c), values.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
         mbarrier.arrive(v_free.index(stage), count=1)
     pass_over(bars, end, count, c)
     return acc, most, total
@@ -242,13 +249,13 @@ def consume(
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     low, high = gl.max(low, 1), gl.max(high, 1)
     at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, cuts[5])
-    acc = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
+    acc = no_sums(ROWS, c.DV_PAD)
     total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
     # without keys no queries come
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(ME), turn & 1)
-    acc, most, total = fold(acc, most, total, q_tiles.index(ME), q_free.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
+    acc, most, total = fold(acc, most, total, nth(q_tiles, ME), q_free.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
     release_queries(q_free.index(ME), (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
@@ -259,13 +266,12 @@ def consume(
     weight = gl.where(total == 0.0, 0.0, 1.0 / total)
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
-    buffer = out_buffers.index(ME)
     OVER: gl.constexpr = writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT)
     if c.PERSISTENT and not OVER:
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    copy_out(out, memory_b, h, first, q_start, q_len, buffer, acc * by_row(weight, c.DV_PAD), c.JAGGED)
+    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), rescaled(acc, weight), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same
@@ -282,7 +288,7 @@ def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
     for n in gl.static_range(c.CONSUMERS):
         mbarrier.wait(q_free.index(n), (turn & 1) ^ 1)
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
-        copy_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), q_tiles.index(n), c.JAGGED)
+        copy_pieces_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), nth(q_tiles, n), c.JAGGED)
 
 
 @gluon.jit
@@ -298,12 +304,12 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
         phase = (((base + i) // c.STAGES) & 1) ^ 1
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        copy_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), keys.index(stage), c.JAGGED)
+        copy_pieces_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), nth(keys, stage), c.JAGGED)
         if i == 0:
             bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c)
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        copy_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), values.index(stage), c.JAGGED)
+        copy_pieces_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), nth(values, stage), c.JAGGED)
 
 
 @gluon.jit
@@ -384,12 +390,12 @@ def attention_forward(
         if place[0] < 0:
             return
         run, cuts = plan(place, spans, size, table, env, c, bounds, 4)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
-    keys = gl.allocate_shared_memory(k.dtype, [c.STAGES, c.TILE_KV, c.D_PAD], shared(c.TILE_KV, c.D_PAD))
-    values = gl.allocate_shared_memory(v.dtype, [c.STAGES, c.TILE_KV, c.DV_PAD], shared(c.TILE_KV, c.DV_PAD))
+    q_tiles = buffers_of(q.dtype, c.CONSUMERS, ROWS, c.D_PAD)
+    keys = buffers_of(k.dtype, c.STAGES, c.TILE_KV, c.D_PAD)
+    values = buffers_of(v.dtype, c.STAGES, c.TILE_KV, c.DV_PAD)
     outs = q_tiles
     if not writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT):
-        outs = gl.allocate_shared_memory(q.dtype, [c.CONSUMERS, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
+        outs = buffers_of(q.dtype, c.CONSUMERS, ROWS, c.DV_PAD)
     q_full = barriers(c.CONSUMERS, 1)
     q_free = barriers(c.CONSUMERS, 1)
     k_full = barriers(c.STAGES, 1)

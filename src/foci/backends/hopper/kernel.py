@@ -20,7 +20,7 @@ from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import fill_between
 from foci.backends.hopper.rates import rates_of
-from foci.backends.hopper.schedules import Schedule, forward_schedule
+from foci.backends.hopper.schedules import Schedule, forward_schedule, width_of
 from foci.backends.hopper.words import WORDS_AT_MOST, pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
@@ -77,8 +77,10 @@ class HopperKernel(HopperGradients):
             functions = functions_of(self.variant, lies, half=True, resident="q_idx")
         is_line = functions.line is not None
         (words, limits), count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
-        rows = (64, schedule.tile_kv, schedule.tile_kv, 64)
-        sources = (describe(t, n, ragged=is_jagged) for t, n in zip((query, operands.key, operands.value, out), rows, strict=True))
+        sources = (
+            describe(t, n, width_of(t.shape[-1]), ragged=is_jagged)
+            for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
+        )
         programs, tickets, halved = self._programs(count, schedule, operands, recorder)
         recorder.launch(
             attention_forward, (programs,),
@@ -142,7 +144,7 @@ class HopperKernel(HopperGradients):
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
-                p.head_dim, self.dims[0], p.value_dim, self.dims[1], mode, is_jagged, is_plain,
+                p.head_dim, width_of(p.head_dim), p.value_dim, width_of(p.value_dim), mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
             ),
             is_line, schedule.joined,

@@ -3,11 +3,32 @@
 
 A tile of rows lies in shared memory as TMA writes it and wgmma reads it: swizzled over its width. Products are held by one
 warpgroup, 64 rows at a time.
+
+Tensors in registers and tiles have sides of powers of two. A width that is none is the sum of some, and its tile lies in as many
+pieces: products over the width sum over them, products that have it as columns are as many products.
 """
 
 from foci.backends.hopper.interface import gl, gluon
 
-__all__ = ["operand", "product", "shared"]
+__all__ = ["operand", "piece", "pieces", "product", "shared", "unit"]
+
+
+@gluon.constexpr_function
+def pieces(width):
+    """The powers of two whose sum a width is, from the largest."""
+    return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
+
+
+@gluon.constexpr_function
+def piece(width, i):
+    """The i-th of them."""
+    return pieces(width)[i]
+
+
+@gluon.constexpr_function
+def unit(width):
+    """Columns that one copy brings, by the one descriptor that a tensor has: those of the narrowest piece."""
+    return width & -width
 
 
 @gluon.constexpr_function

@@ -10,7 +10,7 @@ from foci.backends.triton.schedules import padded, tile_bytes
 from foci.ir.expr import const
 from foci.problem import Layout, Problem
 
-__all__ = ["ALIKE", "C2", "LOOPED", "N3", "RUNS", "SHORT", "WIDE", "Schedule", "forward_schedule"]
+__all__ = ["ALIKE", "C2", "LOOPED", "N3", "RUNS", "SHORT", "WIDE", "Schedule", "forward_schedule", "width_of"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,21 @@ LOOPED: Final = replace(ALIKE, joined=True)
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
 
 
+PIECES: Final[tuple[int, ...]] = ()
+"""Head dims that are the sum of two powers of two, and taken as such."""
+
+
+def width_of(dim: int) -> int:
+    """What the forward pads a head dim to."""
+    return min([padded(dim), *(width for width in PIECES if width >= dim)])
+
+
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
     Persistent programs gain where tasks are alike or short: not under a causal mask, whose long tasks come first anyway.
     """
-    formula, width = problem.formula, max(padded(problem.head_dim), padded(problem.value_dim))
+    formula, width = problem.formula, max(width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 128:
         return WIDE
     if formula.block_size is not None or formula.dropout:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The softmax of the forward: weights of a tile against the largest score so far, dropped, and as the factor of a product.
+"""The softmax of the forward: weights of a tile against the largest score so far, dropped, and packed.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Exponentials are in base 2.
 """
@@ -7,11 +7,11 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Expo
 import triton.language as tl
 
 from foci.backends.hopper.interface import gl, gluon
-from foci.backends.hopper.layouts import operand, product
+from foci.backends.hopper.layouts import product
 from foci.backends.hopper.masking import ROWS
 from foci.backends.triton.tiles import start_of
 
-__all__ = ["as_factor", "by_row", "by_thread", "dropped", "fold_softmax", "packed", "unpacked"]
+__all__ = ["by_row", "by_thread", "dropped", "fold_softmax", "packed", "unpacked"]
 
 
 @gluon.jit
@@ -54,12 +54,6 @@ def dropped(p, tile, at, numbers, c):
 
 
 @gluon.jit
-def as_factor(p, dtype: gl.constexpr, c):
-    """Weights as the left factor of a product, in the registers where they are."""
-    return gl.convert_layout(p.to(dtype), operand(c.DV_PAD), assert_trivial=True)
-
-
-@gluon.jit
 def packed(p, dtype: gl.constexpr):
     """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves."""
     low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
@@ -68,14 +62,13 @@ def packed(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(words, dtype: gl.constexpr, c):
-    """What `packed` took, as the left factor of a product."""
+def unpacked(words, dtype: gl.constexpr):
+    """What `packed` took."""
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
-    p = gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, operand(c.DV_PAD), assert_trivial=True)
+    return gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
 
 
 @gluon.jit
-def by_row(x, columns: gl.constexpr):
-    """One number a row, for a product of so many columns."""
-    return gl.convert_layout(x, gl.SliceLayout(1, product(columns)))[:, None]
+def by_row(x, acc):
+    """One number a row, for a tile of products."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]

@@ -1,10 +1,23 @@
 # mypy: ignore-errors
 """What every kernel does with tiles: how they come and go, and which are visited."""
 
-from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, send
+from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, send, viewed
+from foci.backends.hopper.layouts import piece, pieces, shared, unit
 from foci.backends.triton.tiles import visited, visits
 
-__all__ = ["FAR", "barriers", "copy_in", "copy_out", "run_of", "step", "tiles_within"]
+__all__ = [
+    "FAR",
+    "barriers",
+    "buffers_of",
+    "copy_in",
+    "copy_out",
+    "copy_pieces_in",
+    "copy_pieces_out",
+    "nth",
+    "run_of",
+    "step",
+    "tiles_within",
+]
 
 FAR = gl.constexpr(1 << 30)
 
@@ -19,27 +32,78 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.constexpr):
-    """Begins to copy the tile at `row` of a sequence into a [rows, width] buffer; rows beyond the sequence are zeros."""
-    rows: gl.constexpr = buffer.shape[0]
-    width: gl.constexpr = buffer.shape[1]
-    if JAGGED:
-        bring(source, [FAR, start + length, h, FAR - length + row, 0], barrier, buffer.reshape([1, 1, 1, rows, width]))
+def buffers_of(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, width: gl.constexpr):
+    """n tiles [rows, width]: [n, rows, columns] for each piece of the width."""
+    made = ()
+    for i in gl.static_range(len(pieces(width))):
+        made = made + (gl.allocate_shared_memory(dtype, [n, rows, piece(width, i)], shared(rows, unit(width))),)
+    return made
+
+
+@gluon.jit
+def nth(buffers, n):
+    """The pieces of the n-th tile."""
+    found = ()
+    for i in gl.static_range(len(buffers)):
+        found = found + (buffers[i].index(n),)
+    return found
+
+
+@gluon.jit
+def portion(piece, i: gl.constexpr, columns: gl.constexpr):
+    """The i-th so many columns of a piece, which lie together."""
+    if piece.shape[1] == columns:
+        return piece
     else:
-        bring(source, [b, h, row, 0], barrier, buffer.reshape([1, 1, rows, width]))
+        rows: gl.constexpr = piece.shape[0]
+        apart = viewed(piece, piece.dtype, [piece.shape[1] // columns, rows, columns], shared(rows, columns))
+        return apart.index(i)
+
+
+@gluon.jit
+def copy_pieces_in(source, b, h, row, start, length, barrier, tile, JAGGED: gl.constexpr):
+    """Begins to copy the tile at `row` of a sequence into the pieces of one; rows beyond the sequence are zeros."""
+    columns: gl.constexpr = source.block_shape[len(source.block_shape) - 1]
+    rows: gl.constexpr = tile[0].shape[0]
+    at = 0
+    for i in gl.static_range(len(tile)):
+        for j in gl.static_range(tile[i].shape[1] // columns):
+            part = portion(tile[i], j, columns)
+            if JAGGED:
+                bring(source, [FAR, start + length, h, FAR - length + row, at], barrier, part.reshape([1, 1, 1, rows, columns]))
+            else:
+                bring(source, [b, h, row, at], barrier, part.reshape([1, 1, rows, columns]))
+            at = at + columns
+
+
+@gluon.jit
+def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.constexpr):
+    """The same into one buffer [rows, width]."""
+    copy_pieces_in(source, b, h, row, start, length, barrier, (buffer,), JAGGED)
+
+
+@gluon.jit
+def copy_pieces_out(target, b, h, row, start, length, tile, values, JAGGED: gl.constexpr):
+    """Leaves values in the pieces of a tile and begins to copy them to `row` of a sequence; rows beyond it are not written."""
+    columns: gl.constexpr = target.block_shape[len(target.block_shape) - 1]
+    rows: gl.constexpr = tile[0].shape[0]
+    at = 0
+    for i in gl.static_range(len(values)):
+        tile[i].store(values[i].to(tile[i].dtype))
+        fence_async_shared()
+        for j in gl.static_range(tile[i].shape[1] // columns):
+            part = portion(tile[i], j, columns)
+            if JAGGED:
+                send(target, [FAR, start + length, h, FAR - length + row, at], part.reshape([1, 1, 1, rows, columns]))
+            else:
+                send(target, [b, h, row, at], part.reshape([1, 1, rows, columns]))
+            at = at + columns
 
 
 @gluon.jit
 def copy_out(target, b, h, row, start, length, buffer, values, JAGGED: gl.constexpr):
-    """Leaves [rows, width] values in a buffer and begins to copy them to `row` of a sequence; rows beyond it are not written."""
-    buffer.store(values.to(buffer.dtype))
-    fence_async_shared()
-    rows: gl.constexpr = buffer.shape[0]
-    width: gl.constexpr = buffer.shape[1]
-    if JAGGED:
-        send(target, [FAR, start + length, h, FAR - length + row, 0], buffer.reshape([1, 1, 1, rows, width]))
-    else:
-        send(target, [b, h, row, 0], buffer.reshape([1, 1, rows, width]))
+    """The same with [rows, width] values and one buffer."""
+    copy_pieces_out(target, b, h, row, start, length, (buffer,), (values,), JAGGED)
 
 
 @gluon.jit
