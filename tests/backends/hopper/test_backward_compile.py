@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
 from foci.backends.hopper import backward  # noqa: E402
-from foci.backends.triton import kernel, sparsity  # noqa: E402
+from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 GRADIENTS = (
@@ -31,8 +31,7 @@ TABLES = ("mark_tiles", "pack_queries", "rank_tiles")
 # bytes that releases of Triton which the backend is not written for spill besides
 SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
 LAUNCHED = {
-    backward: (*GRADIENTS, "clear_between", "clear_turns", "align_rows", "finish_query_gradient", *TABLES),
-    kernel: ("prepare_rows",),
+    backward: (*GRADIENTS, "begin_gradients", "clear_turns", "finish_query_gradient", *TABLES),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 
@@ -67,9 +66,9 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
     keys = "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient"
-    wanted = {keys, "attention_query_gradient", "prepare_rows"}
-    wanted |= {"attention_gradients", "clear_turns", "finish_query_gradient"} if case.get("fused") else set()
-    wanted |= {"clear_between", "align_rows", "assign_tasks"} if case.get("jagged") else set()
+    wanted = {keys, "attention_query_gradient", "begin_gradients"}
+    wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
+    wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
     for one in found:
         assert one.shared <= LIMITS[90], one.name

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import triton.language as tl
@@ -25,7 +24,7 @@ from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
 from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix, widths_of
 from foci.backends.hopper.backward_split import attention_split_gradient
-from foci.backends.hopper.backward_sums import align_rows, clear_between, clear_turns, finish_query_gradient
+from foci.backends.hopper.backward_sums import begin_gradients, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
@@ -33,7 +32,7 @@ from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.reduction import HAS_ADD
 from foci.backends.hopper.words import WORDS_AT_MOST, pack_queries
 from foci.backends.triton import kernel as host
-from foci.backends.triton.arguments import Spans, encode
+from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
 from foci.backends.triton.functions import is_half, lies_of
@@ -52,6 +51,20 @@ _words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictio
 """Kept as long as the visits are that they belong to."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+Grads: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dq, dk and dv, those that are wanted."""
+
+
+class _Sums(NamedTuple):
+    """Where the kernel of all gradients adds up dq: `total` slots of float32 sums, `slots` of them a head, and who has added what."""
+
+    schedule: Fused
+    slots: int
+    total: int
+    turns: Tensor
+    added: Tensor
 
 
 class _Streams(NamedTuple):
@@ -104,45 +117,41 @@ class HopperGradients(host.TritonKernel):
         grads = gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         lse2, delta = row_tensors(recorder, operands, given.lse, 2)
-        self._prepare(call, given, (lse2, delta))
-        streams = _Streams(
-            query,
-            key,
-            value,
-            dout,
-            operands.cu_q is not None,
-            self._lines(call, lse2, delta),
-            dict(zip((p.head_dim, p.value_dim), self.widths, strict=True)),
-        )
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        if dq is not None and dk is not None and dv is not None and self.fused is not None:
-            self._all_gradients(call, streams, (dq, dk, dv), self.fused)
+        is_whole = dq is not None and dk is not None and dv is not None
+        sums = self._sums(call, query, self.fused) if is_whole and self.fused is not None else None
+        lines = self._begin(call, given, (lse2, delta), (dq, dk, dv), sums)
+        widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
+        streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
+        if sums is not None:
+            self._all_gradients(call, streams, (dq, dk, dv), sums)
         else:
             self._apart(call, streams, (lse2, delta), (dq, dk, dv))
-        if operands.cu_q is not None:
-            self._clear_gaps(call, (dq, dk, dv))
         if not any(p.capture_grads):
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self, call, (given.dout, lse2, delta), given.dlse)
 
-    def _lines(self, call: host.Pass, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, int]:
-        batch, heads, length = lse2.shape[0], lse2.shape[1], call.rows
-        if call.operands.cu_q is None and length % 4 == 0:
-            return lse2, delta, length
-        tiles = Tiles(128, 128, 4, 1)
-        found = host.TritonKernel.visits(self._tasks, call, tiles, "queries")
-        pitch = (length // 128 + call.operands.cu_q.shape[0] if call.operands.cu_q is not None else found.tasks) * 128
-        made = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, lse2) for _ in range(2))
+    def _begin(
+        self, call: host.Pass, given: Given, rows: tuple[Tensor, Tensor], grads: Grads, sums: _Sums | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """What precedes the others, in one launch. Returns what `_Streams` calls lines."""
+        operands, (batch, heads, _), length = call.operands, rows[0].shape, call.rows
+        found = host.TritonKernel.visits(self._tasks, call, Tiles(128, 128, 4, 1), "queries")
+        lines, pitch = rows, length
+        if operands.cu_q is not None or length % 4:
+            pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else found.tasks) * 128
+            lines = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, rows[0]) for _ in range(2))  # type: ignore[assignment]
+        tile = 128 if self.dims[1] <= 128 else 32
+        turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.recorder.launch(
-            align_rows, (batch * heads * found.tasks,),
-            lse2, delta, *made, self.size(call, heads, found.tasks), found.spans, encode(pitch), self.config(call, tiles, None),
-            num_warps=4,
+            begin_gradients, (batch * heads * found.tasks,),
+            given.out, given.dout, given.lse, given.dlse, rows, None if lines is rows else lines, turns, encode(count), grads,
+            call.strides, self.size(call, heads, found.tasks), encode(operands.key.shape[1]), found.spans, encode(pitch),
+            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4,
         )  # fmt: skip
-        return made[0], made[1], pitch
+        return lines[0], lines[1], pitch
 
-    def _apart(
-        self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None, Tensor | None]
-    ) -> None:
+    def _apart(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
         """dq in one kernel; dk and dv in another."""
         dq, dk, dv = grads
         if dq is not None:
@@ -188,17 +197,23 @@ class HopperGradients(host.TritonKernel):
             call.environment, self._cut_config(call, SPLIT, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor, Tensor], schedule: Fused) -> None:
+    def _sums(self, call: host.Pass, query: Tensor, schedule: Fused) -> _Sums:
+        """What dq is added up in."""
+        operands, (batch, heads) = call.operands, query.shape[:2]
+        by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
+        # a sequence begins anew in a tile
+        slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
+        count = slots * (schedule.sums * batch * heads)
+        turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
+        return _Sums(schedule, slots, count, turns, call.recorder.empty((count * 32, 256), (256, 1), torch.float32, query))
+
+    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: Grads, sums: _Sums) -> None:
         """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
         operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
-        (batch, heads), length, kv_heads = streams.query.shape[:2], call.rows, streams.key.shape[1]
+        (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
+        schedule, slots, total, turns, added = sums
         cut = schedule.cut
         by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
-        # a sequence begins anew in a tile
-        slots = length // cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
-        count = slots * (schedule.sums * batch * heads)
-        turns = recorder.empty((count + 1,), (1,), torch.int32, streams.query)
-        sums = recorder.empty((count * 32, 256), (256, 1), torch.float32, streams.query)
         together = max(1, schedule.together * kv_heads // heads)
         mode = "causal" if is_causal(self.variant) else "all"
         found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
@@ -206,18 +221,18 @@ class HopperGradients(host.TritonKernel):
         words = self._query_words(call, found, cut, by_key)
         has_words, is_line = words is not None, functions.line is not None
         config = self._cut_config(call, cut, found.mode, defers=schedule.defers, has_words=has_words, is_line=is_line)
-        recorder.launch(clear_turns, ((count + 1024) // 1024,), turns, encode(count + 1), num_warps=4)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), TensorDescriptor(sums, [count * 32, 256], [256, 1], [32, 256], _SHARE),
-            *(of(t, 64) for t in grads[1:]), order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
+            *streams.rows_of(cut.tile_q), TensorDescriptor(added, [total * 32, 256], [256, 1], [32, 256], _SHARE),
+            *(None if t is None else of(t, 64) for t in grads[1:]),
+            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
             operands.scale, call.environment, config, functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
-            sums, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
+            added, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, config, call.unit, num_warps=4,
         )  # fmt: skip
 
@@ -257,14 +272,6 @@ class HopperGradients(host.TritonKernel):
             )  # fmt: skip
         call.recorder.keep((words,))
         return words
-
-    def _clear_gaps(self, call: host.Pass, grads: Sequence[Tensor | None]) -> None:
-        """Zeros in the rows of packed gradients that belong to no sequence."""
-        heads, kv_heads, found = call.operands.query.shape[1], call.operands.key.shape[1], call.sequences
-        count = 0 if found.q_start is None else found.q_start.shape[0]
-        spans = Spans(None, found.q_start, found.q_length, found.kv_start, found.kv_length, encode(count))
-        clear = (*grads, call.strides, self.size(call, heads, 1), encode(kv_heads), spans, self.config(call, Tiles(64, 64, 4, 1), None))
-        call.recorder.launch(clear_between, (max(heads, kv_heads),), *clear, num_warps=4)
 
     def _found(self, call: host.Pass, cut: Cut, side: str) -> Visits:
         """As the Triton backend finds them: masks of any kind by classes of tiles."""

@@ -189,7 +189,7 @@ def attention_gradients(
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * 32, 256],
-    a slot to a tile. Tensors come as descriptors, lse in base 2 and delta as `backward_sums.align_rows` leaves them."""
+    a slot to a tile. Tensors come as descriptors, lse in base 2 and delta as `backward_sums.begin_gradients` leaves them."""
     place = take_place(order, size, spans, c)
     if place[0] < 0:
         return

@@ -177,7 +177,7 @@ def attention_key_gradient(
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
-    `backward_sums.align_rows` leaves them."""
+    `backward_sums.begin_gradients` leaves them."""
     b, memory_b, kv_h, index, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
         return

@@ -1,29 +1,65 @@
 # mypy: ignore-errors
-"""What precedes and follows the backward kernels: rows aligned for TMA, turns cleared, dq made of its float32 sums, gaps cleared."""
+"""What precedes and follows the backward kernels: what they read of rows, aligned for TMA, turns and gaps cleared; dq made of its sums."""
 
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import clear_gaps, find, number, sequence
+from foci.backends.triton.backward import rows_of
+from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, rows_pointer, sequence, tile_offsets
 
 
 @triton.jit
-def align_rows(lse2, delta, lse2_lines, delta_lines, size, spans, pitch, c):
-    """lse2 and delta [B, Hq, Sq] copied so that each sequence begins at a multiple of 128; inf and 0 beyond its rows.
+def clear_between(grads, strides, size, kv_heads, spans, h, c):
+    """Zeros in the rows of a head's packed gradients that belong to no sequence."""
+    dq, dk, dv = grads
+    if dq is not None:
+        clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, number(size.rows), c, 16, c.D, c.D_PAD)
+    if h < number(kv_heads):
+        if dk is not None:
+            clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.D, c.D_PAD)
+        if dv is not None:
+            clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.DV, c.DV_PAD)
 
-    TMA copies runs that begin at multiples of 16 bytes. One program for 128 rows of a head, `pitch` the elements of a head.
+
+@triton.jit
+def begin_gradients(out, dout, lse, dlse, rows, lines, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
+    """What the other kernels find done. One program for 128 rows of a head.
+
+    Args:
+        rows: (lse2, delta) [B, Hq, Sq] to fill, as `rows_of` says.
+        lines: None, or the same two again, so that each sequence begins at a multiple of 128, inf and 0 beyond its rows: TMA copies runs
+            that begin at multiples of 16 bytes. `pitch`: elements of a head in them.
+        turns: None, or `count` numbers that become zeros.
+        grads: (dq, dk, dv), any of them None, whose rows that belong to no sequence become zeros.
     """
+    if turns is not None:
+        for first in range(tl.program_id(0) * 128, number(count), tl.num_programs(0) * 128):
+            at = first + tl.arange(0, 128)
+            tl.store(turns + at, tl.zeros([128], tl.int32), mask=at < number(count))
     b, memory_b, h, task, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
+        if tile == 0:
+            clear_between(grads, strides, size, kv_heads, spans, h, c)
         return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-    rows = tile * 128 + tl.arange(0, 128)
-    at = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start + rows
-    to = (memory_b * number(size.heads) + h) * number(pitch) + rows
-    if c.JAGGED:
-        to += (q_start // 128 + b) * 128
-    tl.store(lse2_lines + to, tl.load(lse2 + at, mask=rows < q_len, other=float("inf")))
-    tl.store(delta_lines + to, tl.load(delta + at, mask=rows < q_len, other=0.0))
+    lse2, delta = rows
+    head = (memory_b * number(size.heads) + h).to(tl.int64)
+    for part in tl.static_range(128 // c.TILE_Q):
+        first = tile * 128 + part * c.TILE_Q
+        limit = q_len - first
+        offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
+        o = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+        offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
+        do = load_tile(rows_pointer(dout, strides.dout, memory_b, h, q_start + first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+        at = tl.arange(0, c.TILE_Q)
+        base2, d = rows_of(o, do, lse, dlse, lse2, delta, head * number(size.rows) + q_start + first + at, at < limit)
+        if lines is not None:
+            lse2_lines, delta_lines = lines
+            to = head * number(pitch) + first + at
+            if c.JAGGED:
+                to += (q_start // 128 + b) * 128
+            tl.store(lse2_lines + to, base2)
+            tl.store(delta_lines + to, d)
 
 
 @triton.jit
@@ -31,20 +67,6 @@ def clear_turns(turns, count):
     """Zeros."""
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
-
-
-@triton.jit
-def clear_between(dq, dk, dv, strides, size, kv_heads, spans, c):
-    """Zeros in the rows of packed gradients that belong to no sequence. One program for each head."""
-    h = tl.program_id(0)
-    if dq is not None:  # noqa: SIM102  the first is known when the kernel is compiled
-        if h < number(size.heads):
-            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, number(size.rows), c, 16, c.D, c.D_PAD)
-    if h < number(kv_heads):
-        if dk is not None:
-            clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.D, c.D_PAD)
-        if dv is not None:
-            clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, h * 0, h, number(size.columns), c, 16, c.DV, c.DV_PAD)
 
 
 @triton.jit

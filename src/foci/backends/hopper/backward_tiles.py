@@ -11,7 +11,7 @@ from foci.backends.triton.tiles import FORCED, LOG2E, number
 
 @gluon.jit
 def line_of(b, memory_b, h, heads, q_start, pitch, c):
-    """Where the rows of a head, or of a sequence in it, begin in `backward_sums.align_rows`' lines."""
+    """Where the rows of a head, or of a sequence in it, begin in `backward_sums.begin_gradients`' lines."""
     head = (memory_b * heads + h) * number(pitch)
     if c.JAGGED:
         return head + (q_start // 128 + b) * 128

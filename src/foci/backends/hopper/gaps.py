@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Rows of packed tensors that belong to no sequence: zeros, and -inf for their statistics."""
+"""What precedes a forward of packed tensors: zeros in rows that belong to no sequence, and -inf for their statistics."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,11 @@ from foci.backends.triton.tiles import clear_gaps, fill_gaps, number
 
 
 @triton.jit
-def fill_between(out, lse, row_max, strides, size, spans, c):
-    """One program for each head, which most often finds nothing to do."""
+def fill_between(out, lse, row_max, tickets, strides, size, spans, c):
+    """One program for each head, which most often finds nothing to do but that `tickets` are counted from zero."""
     h = tl.program_id(0)
+    if tickets is not None:
+        tl.store(tickets, 0, mask=h == 0)
     rows = number(size.rows)
     clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
     fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)

@@ -67,10 +67,6 @@ class HopperKernel(HopperGradients):
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1)
         visits = self._visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)
-        if is_jagged:
-            recorder.launch(
-                fill_between, (query.shape[1],), out, lse, row_max, call.strides.out, size, visits.spans, self.config(call, tiles, visits)
-            )
         lies = lies_of(operands.captures)
         functions = functions_of(self.variant, lies, half=True, resident="q_idx", divided=True)
         if not functions.takes(operands.scale, operands.floats):
@@ -82,6 +78,9 @@ class HopperKernel(HopperGradients):
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
         programs, tickets, halved = self._programs(count, schedule, operands, recorder)
+        if is_jagged:
+            places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
+            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, tickets, *places)
         recorder.launch(
             attention_forward, (programs,),
             *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits, tickets, encode(halved)),
@@ -107,7 +106,7 @@ class HopperKernel(HopperGradients):
             return tasks, None, 0
         programs = min(tasks, _processors(operands.query.device))
         tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
-        if tickets is not None and programs < tasks:
+        if tickets is not None and programs < tasks and operands.cu_q is None:  # packed, `fill_between` clears them
             recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4)
         last = tasks % programs if self.is_even else 0
         return programs, tickets, last if 2 * last <= programs else 0

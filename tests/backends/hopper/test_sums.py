@@ -1,0 +1,106 @@
+"""What the backward kernels find done: rows' numbers in lines, turns and gaps cleared; natively or in the interpreter."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+
+backward = pytest.importorskip("foci.backends.hopper.backward", reason="needs a Triton with Gluon")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+LENGTHS, SPANS = [70, 0, 200, 1, 129], [90, 3, 200, 40, 131]
+
+
+class Caught(Exception):
+    """What the kernel would be launched with."""
+
+
+class Catching:
+    signature = backward.attention_gradients.signature
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise Caught(dict(zip(self.signature.parameters, args, strict=True)))
+
+        return launch
+
+
+def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
+    """(operands, out, dout, lse, gradient of lse, arguments of the kernel of all gradients) of random numbers."""
+    monkeypatch.setattr(backward, "attention_gradients", Catching())
+    heads, rows = 4, sum(SPANS) + 5 if jagged else rows
+    batch = 1 if jagged else 2
+    torch.manual_seed(0)
+    q, out, dout = (torch.randn(batch, rows, heads, dim, device=DEVICE).half().transpose(1, 2) for _ in range(3))
+    k = torch.randn(batch, rows, kv_heads, dim, device=DEVICE).half().transpose(1, 2)
+    lse = torch.randn(batch, heads, rows, device=DEVICE)
+    lse[0, 1, 5] = -math.inf
+    more = {}
+    if jagged:
+        cu = torch.tensor([0, *SPANS], device=DEVICE).cumsum(0)
+        lengths = torch.tensor(LENGTHS, device=DEVICE)
+        more = {"cu_q": cu, "cu_kv": cu, "q_lengths": lengths, "kv_lengths": lengths, "max_q": 200, "max_kv": 200}
+    bound = bind(None, None, DEVICE)
+    layout = Layout.JAGGED if jagged else Layout.DENSE
+    asked = Problem(Formula(bound.variant, layout), q.dtype, dim, dim, heads, kv_heads, 8, 256, 256, True, True, True)
+    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
+    assert kernel.fused is not None
+    empty = torch.empty_strided
+
+    def filled(*args, **options):
+        made = empty(*args, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made.fill_(-1)
+
+    monkeypatch.setattr(torch, "empty_strided", filled)
+    flow = torch.randn_like(lse) if dlse else None
+    with pytest.raises(Caught) as caught:
+        kernel.backward(Operands(q, k, k, scale=0.1, **more), Results(out, lse), Cotangents(dout, flow))
+    return out, dout, lse, flow, caught.value.args[0]
+
+
+def expected(out, dout, lse, flow):
+    delta = (out.float() * dout.float()).sum(-1) - (0 if flow is None else flow)
+    return torch.where(lse == -math.inf, math.inf, lse / math.log(2)), delta
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_packed_rows_lie_in_lines_and_gaps_and_turns_are_zero(dim, dlse, monkeypatch):
+    out, dout, lse, flow, args = begun(monkeypatch, dim, 2, jagged=True, dlse=dlse)
+    base2, delta = expected(out, dout, lse, flow)
+    places = [name for name in args if name.startswith(("lse", "delta"))]
+    lines, deltas = (args[name].base.view(4, -1) for name in places)
+    start = [sum(SPANS[:n]) for n in range(len(SPANS))]
+    for n, (at, length) in enumerate(zip(start, LENGTHS, strict=True)):
+        to = (at // 128 + n) * 128
+        tiles = -(-length // 128) * 128
+        torch.testing.assert_close(lines[:, to : to + length], base2[0, :, at : at + length])
+        torch.testing.assert_close(deltas[:, to : to + length], delta[0, :, at : at + length], rtol=1e-3, atol=1e-2)
+        assert (lines[:, to + length : to + tiles] == math.inf).all()
+        assert (deltas[:, to + length : to + tiles] == 0).all()
+    assert (args["order"].turns == 0).all()
+    within = torch.zeros(out.shape[2], dtype=torch.bool, device=DEVICE)
+    for at, length in zip(start, LENGTHS, strict=True):
+        within[at : at + length] = True
+    for gradient in (args["dk"].base, args["dv"].base):
+        assert (gradient[:, :, ~within] == 0).all()
+        assert gradient[:, :, within].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [256, 300, 301])
+def test_dense_rows_are_lines_themselves_where_they_may(rows, monkeypatch):
+    out, dout, lse, flow, args = begun(monkeypatch, 64, 4, jagged=False, rows=rows)
+    base2, delta = expected(out, dout, lse, flow)
+    places = [name for name in args if name.startswith(("lse", "delta"))]
+    pitch = rows if rows % 4 == 0 else -(-rows // 128) * 128
+    lines, deltas = (args[name].base.view(8, pitch)[:, :rows] for name in places)
+    torch.testing.assert_close(lines, base2.flatten(0, 1))
+    torch.testing.assert_close(deltas, delta.flatten(0, 1), rtol=1e-3, atol=1e-2)
+    assert (args["order"].turns == 0).all()
