@@ -73,8 +73,10 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest:
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
+    from foci.graph import direct
     from foci.graph.padding.options import options
 
+    direct.register()
     compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, config_patches={**options(), **config})  # type: ignore[assignment]
     return compiled
 

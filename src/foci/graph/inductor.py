@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from foci.graph import report
+from foci.graph import direct, report
 from foci.graph.handover import FUSED
 from foci.graph.recognise import fuse
 
@@ -36,6 +36,7 @@ class InductorPass(CustomGraphPass):
         inputs = [node.meta.get("example_value", node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
         if module is None or FUSED in module.meta or any(value is None for value in inputs):
             return
+        direct.register()
         fused = fuse(module, inputs)
         report.tell(fused.sites)
         if any(site.fused for site in fused.sites):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -21,13 +22,15 @@ from foci.operator.arguments import NO_NEEDS, Flat, outputs_of, unflatten
 from foci.operator.eager import Outline, forward_now
 from foci.problem import Cotangents, Geometry, Results
 
-__all__ = ["gradient_strides", "gradients", "result_strides", "results"]
+__all__ = [
+    "Known", "backward", "backward_known", "forward", "forward_known", "gradient_strides", "gradients", "result_strides", "results",
+]  # fmt: skip
 
 _CAPACITY: Final = 1024
 Strides: TypeAlias = tuple[int, ...]
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """A call but for its tensors, and the strides that the operator's outputs are promised to have; None where they depend on how many
     tokens are packed.
     """
@@ -36,7 +39,7 @@ class _Known(NamedTuple):
     strides: list[Strides] | None
 
 
-_known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
+_known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 """By what determines a pass; backward passes besides by the gradients they want."""
 
 
@@ -46,31 +49,53 @@ def results(*args: Any) -> Flat:
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    # What nobody restricted while the graph was made, `use` around its run may.
-    allowed = allowed_backends() if args[-1] == "*" else _names(args[-1])
-    signature = _signature(args, allowed)
-    known = _known.get(signature)
-    if known is None:
-        known = _keep(signature, _forward_known(args, allowed))
-    strides = known.strides or _forward_strides(args)
-    out, *others = outputs_of(forward_now(known.outline, (*args[:3], *args[3]), args[4:11]))
-    return (_lying(out, strides[0]), *others)  # type: ignore[return-value]
+    return outputs_of(forward(forward_known(args), args))
 
 
-def gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, grad_columns: Tensor | None, grad_weights: Tensor | None, out: Tensor, lse: Tensor,
-    needs: str, *args: Any,
-) -> list[Tensor]:  # fmt: skip
-    """Those gradients of query, key, value and captured tensors whose letter in `needs` is 1.
+def gradients(*args: Any) -> list[Tensor]:
+    """Gradients, of the flat arguments of the operator's backward.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    allowed = None if args[-1] == "*" else _names(args[-1])
-    signature = (needs, *_signature(args, allowed))
-    known = _known.get(signature)
-    if known is None:
-        known = _keep(signature, _backward_known(args, allowed, needs))
+    return backward(backward_known(args), args)
+
+
+def forward_known(args: Sequence[Any]) -> Known:
+    """What is known of a call of `results`.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    # What nobody restricted while the graph was made, `use` around its run may.
+    allowed = allowed_backends() if args[-1] == "*" else _names(args[-1])
+    signature = _signature(args, allowed)
+    return _known.get(signature) or _keep(signature, _forward_known(args, allowed))
+
+
+def backward_known(args: Sequence[Any]) -> Known:
+    """What is known of a call of `gradients`.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    needs, *operands = args[6:]
+    allowed = None if operands[-1] == "*" else _names(operands[-1])
+    signature = (needs, *_signature(operands, allowed))
+    return _known.get(signature) or _keep(signature, _backward_known(operands, allowed, needs))
+
+
+def forward(known: Known, args: tuple[Any, ...]) -> Results:
+    """Attention of the flat arguments of the operator, with the strides that its output is promised to have."""
+    outline, strides = known
+    found = forward_now(outline, (*args[:3], *args[3]), args[4:11])
+    out = _lying(found.out, (strides or _forward_strides(args))[0])
+    return found if out is found.out else replace(found, out=out)
+
+
+def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Those gradients of query, key, value and captured tensors whose letter is 1, of the flat arguments of the operator's backward."""
+    (grad_out, grad_lse, grad_columns, grad_weights, out, lse, needs), args = arguments[:7], arguments[7:]
     outline, strides = known
     tensors = (*args[:3], *args[3])
     made: Sequence[Tensor | None] | None = None
@@ -125,22 +150,22 @@ def gradient_strides(shape: Sequence[int], *, heads_in_rows: bool) -> Strides:
     return (h * s * d, d, h * d, 1) if heads_in_rows else (h * s * d, s * d, d, 1)
 
 
-def _keep(signature: tuple[Any, ...], known: _Known) -> _Known:
+def _keep(signature: tuple[Any, ...], known: Known) -> Known:
     _known[signature] = known
     if len(_known) > _CAPACITY:
         _known.popitem(last=False)
     return known
 
 
-def _forward_known(args: Sequence[Any], allowed: Allowed) -> _Known:
+def _forward_known(args: Sequence[Any], allowed: Allowed) -> Known:
     outline = _outline(args, allowed, (*NO_NEEDS, (False,) * len(args[3])))
-    return _Known(outline, None if args[6] is not None else _forward_strides(args))
+    return Known(outline, None if args[6] is not None else _forward_strides(args))
 
 
-def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str) -> _Known:
+def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str) -> Known:
     wanted = [flag == "1" for flag in needs]
     outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])))
-    return _Known(outline, None if args[6] is not None else _backward_strides(args, needs))
+    return Known(outline, None if args[6] is not None else _backward_strides(args, needs))
 
 
 def _forward_strides(args: Sequence[Any]) -> list[Strides]:

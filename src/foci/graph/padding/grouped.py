@@ -10,7 +10,7 @@ a product of their own, with a few columns only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,16 +85,21 @@ def bytes_read_by_rows(m: int, k: int, n: int, itemsize: int) -> int:
 
 
 def bytes_written_by_rows(m: int, k: int, n: int, itemsize: int, *, biased: bool) -> int:
-    """Memory that `mm_into_rows` takes at most besides its result: the columns at the ends, and factors with the bias in them.
+    """Memory that `mm_into_rows` takes at most besides its result: the columns at the ends, or factors with the bias in them.
 
     Example:
         >>> bytes_written_by_rows(8192, 768, 30522, 2, biased=False)
         860160
     """
     groups = groups_of(m, n, itemsize)
-    width = _ends(groups, n, itemsize) if groups is not None else 0
-    inner = k + LOAD // itemsize if biased else k
-    return (2 * width * (m + inner) + ((m + n) * inner if biased else 0)) * itemsize
+    if groups is None:
+        return 0
+    width = 2 * _ends(groups, n, itemsize)
+    ends = width * (m + k + biased) * itemsize
+    if not biased:
+        return ends
+    rows = max(end - start for start, end in _pieces(groups, n, itemsize)) + groups.edge
+    return max(ends, (m + rows) * (k + LOAD // itemsize) * itemsize)
 
 
 def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -153,25 +158,48 @@ def mm_into_rows(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     groups = groups_of(m, n, a.dtype.itemsize)
     if groups is None:
         raise ValueError(f"the result must have rows that fall into groups of equal misalignment: {(m, n)}")
-    if bias is not None:
-        a, b = _with_bias(a, b, bias)
-    k, count, skip, width = a.shape[1], groups.count, groups.skip, groups.width
     out = a.new_empty((m, n))
     edge = _ends(groups, n, a.dtype.itemsize)
-    ends = a @ torch.cat((b[:, :edge], b[:, n - edge :]), 1)
-    out[:, :edge], out[:, n - edge :] = ends[:, :edge], ends[:, edge:]
-    left = a.as_strided((count, m // count, k), (a.stride(0), count * a.stride(0), a.stride(1)), a.storage_offset())
-    right = b.as_strided((count, k, width), (skip * b.stride(1), b.stride(0), b.stride(1)), b.storage_offset())
-    into = out.as_strided((count, m // count, width), (n + skip, count * n, 1))
-    torch.baddbmm(into, left, right, beta=0, out=into)
+    _write_ends(out, a, b, bias, edge)
+    if bias is None:
+        _write_groups(out, a, b, groups, 0)
+        return out
+    inner = a.shape[1] + LOAD // a.dtype.itemsize  # rows stay aligned
+    left = _beside(a.new_empty((m, inner)), a, 1)
+    pieces = _pieces(groups, n, a.dtype.itemsize)
+    right = b.new_empty((max(end - start for start, end in pieces) + groups.edge, inner))
+    for start, end in pieces:
+        columns = slice(start, end + groups.edge)
+        part = _beside(right[: end + groups.edge - start], b[:, columns].t(), bias[columns])
+        _write_groups(out, left, part.t(), replace(groups, width=end - start), start)
     return out
 
 
-def _with_bias(a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors whose product has the bias added; their rows stay aligned."""
-    load = LOAD // a.dtype.itemsize
-    ones = a.new_zeros((a.shape[0], load))
-    ones[:, 0] = 1
-    last = b.new_zeros((b.shape[1], load))
-    last[:, 0] = bias
-    return torch.cat((a, ones), 1), torch.cat((b.t(), last), 1).t()
+def _pieces(groups: Groups, n: int, itemsize: int) -> list[tuple[int, int]]:
+    """Columns that the batched product of factors with a bias takes in turn, in two, so that half of `b` is copied at a time."""
+    middle = int(round_up(groups.width // 2, LOAD // itemsize))
+    return [(0, middle), (middle, groups.width)]
+
+
+def _beside(out: Tensor, rows: Tensor, last: Tensor | int) -> Tensor:
+    """Rows with one more column, and zeros up to the length of `out`."""
+    k = rows.shape[1]
+    out[:, :k], out[:, k], out[:, k + 1 :] = rows, last, 0
+    return out
+
+
+def _write_ends(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, edge: int) -> None:
+    """The columns at either end, which are more than the batched product leaves off."""
+    n = b.shape[1]
+    columns = torch.cat((b[:, :edge], b[:, n - edge :]), 1)
+    ends = a @ columns if bias is None else torch.addmm(torch.cat((bias[:edge], bias[n - edge :])), a, columns)
+    out[:, :edge], out[:, n - edge :] = ends[:, :edge], ends[:, edge:]
+
+
+def _write_groups(out: Tensor, a: Tensor, b: Tensor, groups: Groups, start: int) -> None:
+    """The batched product, from a column of each group's on."""
+    (m, n), k, count, skip, width = out.shape, a.shape[1], groups.count, groups.skip, groups.width
+    left = a.as_strided((count, m // count, k), (a.stride(0), count * a.stride(0), a.stride(1)), a.storage_offset())
+    right = b.as_strided((count, k, width), (skip * b.stride(1), b.stride(0), b.stride(1)), b.storage_offset())
+    into = out.as_strided((count, m // count, width), (n + skip, count * n, 1), start)
+    torch.baddbmm(into, left, right, beta=0, out=into)
