@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import functools
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -73,11 +74,28 @@ def packed_attention(lengths: list[int], device: str):
     return attend
 
 
+class Form(torch.nn.Module):
+    """A form as a module of the batch's tensors, which `make_graphed_callables` takes."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.call(self.module, *tensors)
+
+
 class Forms(NamedTuple):
-    """Each way to compute the same encoder of the same batch: outputs [T, E], or padded, [B, S, E]; and the batch."""
+    """Each way to compute the same encoder of the same batch: outputs [T, E], or padded, [B, S, E]; and the batch.
+
+    `wholes` are those captured as one graph, and `graphed` those that torch makes callables of, with their arguments.
+    """
 
     calls: dict[str, Callable[[], Tensor]]
     modules: dict[str, torch.nn.Module]
+    wholes: dict[str, Callable[[], Tensor]]
+    graphed: dict[str, tuple[Form, tuple[Tensor, ...]]]
     lengths: list[int]
     rows: Tensor
 
@@ -101,7 +119,8 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
         warnings.simplefilter("ignore")
         theirs = encoder(torch.nn, device, dtype)
     ours = foci.nn.convert(copy.deepcopy(theirs))
-    sdpa, packed = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    sdpa, packed, flat = copy.deepcopy(theirs), copy.deepcopy(theirs), copy.deepcopy(theirs)
+    flat.enable_nested_tensor = False  # the way into nested tensors waits for the device, which a graph cannot
     on_padded, on_packed = padded_attention(hidden), packed_attention(lengths, device)
     nested = torch.nested.nested_tensor([x[n, :length] for n, length in enumerate(lengths)], layout=torch.jagged)
 
@@ -119,7 +138,13 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
         "packed by hand": lambda: by_hand(packed, tokens, on_packed),
     }
     modules = {name: replayed if "captured" in name else ours for name in calls if name.startswith("foci")}
-    return Forms(calls, {**modules, "torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}, lengths, rows)
+    modules |= {"torch.nn": theirs, "padded SDPA": sdpa, "packed by hand": packed}
+    wholes = {name: calls[name] for name in ("foci.nn, packed input", "packed by hand", "padded SDPA")}
+    graphed = {
+        "torch.nn": (Form(flat, lambda m, x, hidden: m(x, src_key_padding_mask=hidden)), (x, hidden)),
+        "packed by hand": (Form(copy.deepcopy(packed), lambda m, x: by_hand(m, x, on_packed)), (tokens,)),
+    }
+    return Forms(calls, modules, {**wholes, "torch.nn": lambda: flat(x, src_key_padding_mask=hidden)}, graphed, lengths, rows)
 
 
 def training_step(forward: Callable[[], Tensor], module: torch.nn.Module, weights: Tensor) -> Callable[[], None]:
@@ -163,6 +188,29 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def held_by_graphs(forms: Forms, mode: str, losses: dict[str, Tensor], steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Captures what there is to capture, and adds it to `steps`. Returns the megabytes that graphs hold for good."""
+    held: dict[str, float] = {}
+    for name in [name for name in steps if "captured" in name]:
+        before = reserved()
+        steps[name]()
+        held[name] = reserved() - before
+    for name, (form, given) in forms.graphed.items() if mode == "training" else ():
+        before, called = reserved(), f"{name}, as graphed callable"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graphed = torch.cuda.make_graphed_callables(form, given)
+        steps[called] = waited(training_step(functools.partial(graphed, *given), form, losses[name]), "cuda")
+        held[called] = reserved() - before
+    for name, call in forms.wholes.items():
+        module = forms.graphed["torch.nn"][0] if name == "torch.nn" else forms.modules[name]
+        step = training_step(call, module, losses[name]) if mode == "training" else inference(call)
+        before, called = reserved(), f"{name}, as a CUDA graph"
+        steps[called] = waited(captured(step), "cuda")
+        held[called] = reserved() - before
+    return held
+
+
 def reserved() -> float:
     """Megabytes that the allocator cannot give back."""
     torch.cuda.synchronize()
@@ -185,10 +233,10 @@ def peak(step: Callable[[], None], device: str) -> float:
 
 def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: int, with_graphs: bool) -> list[dict[str, object]]:
     forms = forwards(batch, device, dtype)
-    calls, modules, lengths, _ = forms
+    calls, modules, lengths = forms.calls, forms.modules, forms.lengths
     if not with_graphs:
         calls = {name: call for name, call in calls.items() if "captured" not in name}
-    for module in modules.values():
+    for module in (*modules.values(), *(form for form, _ in forms.graphed.values())):
         module.train(mode == "training")
     with torch.no_grad():
         given = {name: call() for name, call in calls.items()}
@@ -202,17 +250,7 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
         for name, call in calls.items()
     }
     del given, outs
-    graphs: dict[str, float] = {}  # what they hold for good
-    if with_graphs:
-        for name in [name for name in steps if "captured" in name]:
-            before = reserved()
-            steps[name]()
-            graphs[name] = reserved() - before
-        for name in ("foci.nn, packed input", "packed by hand", "padded SDPA"):
-            step = training_step(calls[name], modules[name], losses[name]) if mode == "training" else inference(calls[name])
-            before = reserved()
-            steps[f"{name}, as a CUDA graph"] = waited(captured(step), device)
-            graphs[f"{name}, as a CUDA graph"] = reserved() - before
+    graphs = held_by_graphs(forms, mode, losses, steps) if with_graphs else {}
     times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
     medians = measure.medians(times)
     with foci.observe() as log:
