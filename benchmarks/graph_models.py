@@ -18,7 +18,8 @@ On a small machine, in a few minutes, two processes side by side:
             --lock /tmp/lock --name graph_models-$model &
     done
 
-The variants of a row of the table are timed in turns, in one process. Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
+The variants of a row of the table are timed in turns, in one process, and written then; first steps are printed when they are done.
+Processes that share a `--lock` compile side by side, which makes first steps longer than alone, and time one at a time. `--profile`
 adds, for a GPU, how long it was busy in a step, and lists its kernels: a step that is longer waits for the host.
 """
 
@@ -121,12 +122,15 @@ def wait(device: str) -> None:
 
 @contextlib.contextmanager
 def held(lock: str | None, how: int) -> Iterator[None]:
-    """A lock of processes: many compile at once, one times."""
+    """A lock of processes: many compile at once, one times. Who waits keeps others from beginning: else one that is to time would wait
+    until nobody compiles by chance."""
     if lock is None:
         yield
         return
     with open(lock, "w") as file:
-        fcntl.flock(file, how)
+        with open(f"{lock}.turn", "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(file, how)
         yield
 
 
@@ -218,6 +222,7 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
         **measure.facts(device),
         "transformers": transformers.__version__,
     }
+    print({name: found[name] for name in ("model", "variant", "mode", "batch", "length", "first step s", "peak GB")}, flush=True)
     return Compiled(step, found)
 
 
@@ -257,7 +262,7 @@ def main() -> None:
         torch.set_num_threads(1)
         torch._inductor.config.compile_threads = 1  # compilers are this process's own children, whose time is counted
     sizes = [tuple(map(int, size.split("x"))) for size in options.size or (("4x2048", "16x512") if on_gpu else ("1x512",))]
-    variants, models, modes = options.variant or VARIANTS, options.model or ("gpt2", "bert"), options.mode or ("training", "inference")
+    variants, models, modes = options.variant or VARIANTS, options.model or ("gpt2", "bert"), options.mode or ("inference", "training")
     layers = options.layers or (12 if on_gpu else 2)
     rows: list[dict[str, object]] = []
     os.environ.setdefault("FOCI_CACHE_DIR", tempfile.mkdtemp())
