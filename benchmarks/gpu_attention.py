@@ -49,7 +49,8 @@ OURS = ("triton", "hopper")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `flex` gives (score_mod, mask_mod) for FlexAttention, `sdpa` the keywords for SDPA."""
+    """One row of the table. `flex` gives (score_mod, mask_mod) for FlexAttention, `sdpa` the keywords for SDPA.
+    `value_dim`: of values, where it is not that of keys."""
 
     name: str
     shape: tuple[int, int, int, int]
@@ -59,6 +60,7 @@ class Row:
     sdpa: Callable[[], dict[str, Any]] | None = None
     peers: tuple[str, ...] = ()
     kv_heads: int = 0
+    value_dim: int = 0
     dropout: float = 0.0
     learned: bool = False
 
@@ -129,6 +131,7 @@ def rows() -> list[Row]:
         Row("learned bias", shape, score=lambda: scores.bias(_bias(16, 4096)), learned=True),
         Row("GQA 4 causal", (2, 32, 8192, 128), kv_heads=8, mask=masks.causal, sdpa=lambda: {"is_causal": True, "enable_gqa": True}, peers=("flash", "cudnn", "fa4")),
         Row("causal D 96", (2, 16, 8192, 96), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
+        Row("causal D 192, Dv 128", (2, 16, 8192, 192), value_dim=128, mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn", "fa4")),
         Row("causal D 192", (2, 16, 8192, 192), mask=masks.causal, sdpa=lambda: {"is_causal": True}, peers=("flash", "cudnn")),
         *(Row("decode", (b, 32, n, 128), kv_heads=8, sdpa=lambda: {"enable_gqa": True}, peers=("flash", "cudnn")) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
         *(Row("decode ALiBi", (b, 32, n, 128), kv_heads=8, score=lambda: foci.Score(_alibi(32))) for b, n in ((64, 8192), (4, 65536), (1, 131072))),
@@ -152,7 +155,9 @@ def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
         b, s = 1, sum(jagged_lengths())
     kv = row.kv_heads or h
     rows = 1 if row.name.startswith("decode") else s
-    made = [torch.randn(b, n, m, d, device=DEVICE, dtype=torch.bfloat16) for n, m in ((h, rows), (kv, s), (kv, s), (h, rows))]
+    dv = row.value_dim or d
+    shapes = ((h, rows, d), (kv, s, d), (kv, s, dv), (h, rows, dv))
+    made = [torch.randn(b, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     return [t.requires_grad_(grad) for t in made[:3]], made[3]
 
 
@@ -190,7 +195,7 @@ def planned(row: Row, *, is_tuned: bool = False) -> tuple[Problem, Operands, Ten
     b, h, s, d = row.shape
     grads = tuple(row.learned and t.is_floating_point() for t in bound.captures)
     wanted = (layout is not Layout.PAGED,) * 3
-    problem = Problem(formula, torch.bfloat16, d, d, h, k.shape[1], bucket(b), bucket(s), bucket(s), *wanted, grads)
+    problem = Problem(formula, torch.bfloat16, d, row.value_dim or d, h, k.shape[1], bucket(b), bucket(s), bucket(s), *wanted, grads)
     return dataclasses.replace(problem, tuned=is_tuned), operands, dout.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -277,9 +282,10 @@ def _flash_attention_4(row: Row, tensors: list[Tensor], dout: Tensor) -> tuple[C
 def flops(row: Row) -> float:
     """Of the forward, over the attended area."""
     b, h, s, d = row.shape
+    widths = d + (row.value_dim or d)
     if row.name.startswith("jagged"):
         area = float(sum(n * n for n in jagged_lengths())) * (0.5 if "causal" in row.name else 1.0)
-        return 4.0 * h * d * area
+        return 2.0 * h * widths * area
     area = float(s) * s
     if row.name.startswith("window"):
         area = 1024.0 * s - 1024.0 * 1023 / 2
@@ -287,7 +293,7 @@ def flops(row: Row) -> float:
         area = float((torch.bincount(_ids()).double() ** 2).sum())
     elif "causal" in row.name:
         area /= 2
-    return 4.0 * b * h * d * area
+    return 2.0 * b * h * widths * area
 
 
 @contextlib.contextmanager

@@ -46,22 +46,24 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `kind`: "dense", "jagged", or the name of a variant."""
+    """One row of the table. `kind`: "dense", "jagged", or the name of a variant. `value_dim`: of values, where
+    it is not that of keys."""
 
     name: str
     shape: Shape
     kind: str = "dense"
     causal: bool = False
     kv_heads: int = 0
+    value_dim: int = 0
 
 
 OURS = ("hopper", "triton", "foci")
 VARIANTS = ("window 1024", "document", "ALiBi causal", "softcap causal")
 
 
-def _dense(*shapes: Shape, name: str = "dense", kv_heads: int = 0) -> tuple[Row, ...]:
+def _dense(*shapes: Shape, name: str = "dense", kv_heads: int = 0, value_dim: int = 0) -> tuple[Row, ...]:
     return tuple(
-        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, kv_heads)
+        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, kv_heads, value_dim)
         for shape in shapes
         for causal in (False, True)
     )
@@ -72,6 +74,8 @@ GROUPS = {
     "dense_64": _dense((2, 32, 8192, 64)),
     "jagged": (Row("jagged", (64, 16, 8192, 128), "jagged"), Row("jagged causal", (64, 16, 8192, 128), "jagged", causal=True)),
     "dense_256": _dense((2, 8, 8192, 256)),
+    "dense_192": (*_dense((2, 16, 8192, 192), name="dense Dv 128", value_dim=128), *_dense((2, 16, 8192, 192))),
+    "dense_96": _dense((2, 16, 8192, 96)),
     "short_and_long": _dense((8, 16, 2048, 128), (1, 16, 16384, 128)),
     "grouped": _dense((2, 32, 8192, 128), name="dense GQA 4", kv_heads=8),
     "variants_128": tuple(Row(name, (2, 16, 8192, 128), name) for name in VARIANTS),
@@ -91,12 +95,12 @@ def passed(function: Callable[..., Any], tensors: list[Tensor], *, backward: boo
 
 
 def asked_of(tensors: list[Tensor], bound: Bound, jagged: dict[str, Any], *, backward: bool) -> Problem:
-    query, key, _ = tensors
+    query, key, value = tensors
     batch, heads, rows, dim = query.shape
     sizes = (len(jagged["cu_q"]) - 1, jagged["max_q"], jagged["max_q"]) if jagged else (batch, rows, key.shape[2])
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True))
     wanted = (backward, backward, backward, tuple(False for _ in bound.captures))
-    return Problem(formula, query.dtype, dim, dim, heads, key.shape[1], *map(bucket, sizes), *wanted)
+    return Problem(formula, query.dtype, dim, value.shape[3], heads, key.shape[1], *map(bucket, sizes), *wanted)
 
 
 def planned(name: str, asked: Problem) -> Any:
@@ -132,7 +136,8 @@ def tensors_of(row: Row, lengths: list[int], device: torch.device = DEVICE) -> l
     batch, heads, length, dim = row.shape
     batch, length = (1, sum(lengths)) if lengths else (batch, length)
     kv_heads = row.kv_heads or heads
-    return [torch.randn(batch, n, length, dim, device=device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, row.value_dim or dim))
+    return [torch.randn(batch, n, length, width, device=device, dtype=torch.bfloat16) for n, width in shapes]
 
 
 def lengths_of(row: Row) -> list[int]:
@@ -182,7 +187,7 @@ def area(row: Row) -> float:
 
 
 def flops(row: Row, *, backward: bool) -> float:
-    return (10.0 if backward else 4.0) * row.shape[1] * row.shape[3] * area(row)
+    return (5.0 if backward else 2.0) * row.shape[1] * (row.shape[3] + (row.value_dim or row.shape[3])) * area(row)
 
 
 def given_of(row: Row) -> tuple[Any, Any, dict[str, Any]]:
@@ -274,7 +279,7 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6) -> dict[str, fl
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:
     """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
     # lengths and batches change no kernel; nor do gradients, if asked for, change ours of the forward
-    distinct = {(row.kind, row.causal, row.shape[3], row.kv_heads): row for row in rows}.values()
+    distinct = {(row.kind, row.causal, row.shape[3], row.kv_heads, row.value_dim): row for row in rows}.values()
     found = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
     waiting = [(*pair, True) for pair in found] + [(*pair, False) for pair in found if pair[1] not in OURS]
     alive = 0
