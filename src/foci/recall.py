@@ -47,9 +47,9 @@ class Site(NamedTuple):
         if known.spots:
             tensors += tuple([self.closed[n] for n in known.spots])
         draws = known.outline.dropout_p > 0
-        if draws or extras.cu_q is not None:
+        if draws or extras.cu_q is not None or extras.page_table is not None:
             seed, e = draw_seed(tensors[0].device) if draws else None, extras
-            optional = (seed, None, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, None)
+            optional = (seed, None, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
         return known.outline, tensors, optional
 
 
@@ -67,13 +67,13 @@ _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 def find_site(
     tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, extras: Extras, allowed: Allowed, *, learns: bool = False
 ) -> Site | None:
-    """What a call is known by; None for one that cannot be: casts by autocast, block masks, pages, modes, functions that read more.
+    """What a call is known by; None for one that cannot be: casts by autocast, block masks, modes, functions that read more.
 
     `learns`: gradients of query, key and value, and of these alone, are wanted whatever the tensors say.
     """
     query, key, value = tensors
     e, scale, dropout_p = extras, extras.scale, extras.dropout_p
-    if e.blocks is not None or e.page_table is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
+    if e.blocks is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
         return None
     if query.is_neg() or key.is_neg() or value.is_neg():
         return None  # in memory lies the opposite
@@ -102,6 +102,10 @@ def find_site(
         if query.dim() == key.dim() == value.dim() == 3:  # [T, H, D]: however many tokens, but for one, whose strides say nothing
             counts = query.shape[0], key.shape[0], value.shape[0]
             shapes = (min(counts) > 1 or counts, counts[1] == counts[2], query.shape[1:], key.shape[1:], value.shape[1:])
+    pages = None
+    if e.page_table is not None and e.kv_lengths is not None:
+        pages = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (e.page_table, e.kv_lengths)])
+        address |= e.page_table.data_ptr() | e.kv_lengths.data_ptr()
     o = e.outputs
     wanted = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     if learns:
@@ -110,7 +114,7 @@ def find_site(
         shapes, query.stride(), dtype, device, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device, address & 15,
         query is key, key is value, query is value,
         wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
-        o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, e.max_q, e.max_kv, e.exact_lengths, allowed,
+        o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, pages, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
     return Site(signature, tensors, closed, (scored, masked), _known.get(signature))

@@ -1,6 +1,6 @@
 """The kernels that each module of the backend launches."""
 
-from foci.backends.triton import auxiliary, capture_gradients, kernel, paged, sparsity
+from foci.backends.triton import auxiliary, capture_gradients, kernel, sparsity
 
 LAUNCHED = {
     kernel: (
@@ -13,6 +13,5 @@ LAUNCHED = {
     ),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
     capture_gradients: ("attention_bias_gradient", "capture_gradient"),
-    paged: ("attention_decode", "combine_splits"),
     auxiliary: ("weigh_columns", "weigh_rows"),
 }

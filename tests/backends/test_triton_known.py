@@ -291,3 +291,51 @@ def test_offsets_without_versions_are_read_at_each_call(logs, calls):
                 packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
             assert [found for _, found in calls][1:] == [True, True]
             assert [name for name, *_ in logs[1]].count("place_sequences") == looked
+
+
+PAGED = {
+    "plain": {},
+    "mask by lengths": {"mask": masks.causal_lower_right()},
+    "alibi": {"score": scores.alibi(SLOPES)},
+    "row max": {"return_aux": foci.AuxRequest(row_max=True)},
+    "bound": {"max_kv": 100},
+}
+
+
+def pages(count=8, dtype=torch.int32):
+    pool = [torch.zeros(3 * count, 2, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
+    return [torch.zeros(3, 4, 1, 64, dtype=torch.bfloat16), *pool, torch.zeros(3, count, dtype=dtype), torch.ones(3, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtype):
+    worked_out, launched = logs
+    inputs = [pages(dtype=dtype) for _ in range(3)]
+    foci.paged_attention(*inputs[0], **PAGED[name])
+    assert not any(found for _, found in calls)
+    sought = worked_out.copy()
+    assert [entry[0] for entry in sought if "decode" in entry[0]] == ["attention_decode"]
+    worked_out.clear()
+    for again in inputs[1:]:
+        calls.clear()
+        launched.clear()
+        foci.paged_attention(*again, **PAGED[name])
+        assert calls == [("forward_again", True)]
+        assert not worked_out
+        assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
+        before, after = addressed(sought, inputs[0]), addressed(launched, again)
+        for given in (f"tensor {n}" for n in range(5)):  # all that was given is read anew, of this call
+            assert str(before).count(given) == str(after).count(given) > 0
+        assert not [t for t in inputs[0] if str(t.data_ptr()) in str(launched)]
+
+
+def test_another_page_table_is_another_call(logs, calls):
+    for given in (pages(), pages(count=9), pages(dtype=torch.int64), [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]):
+        calls.clear()
+        foci.paged_attention(*given, max_kv=100)
+        assert calls == [("forward_again", False)]
+    calls.clear()
+    apart = [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]
+    foci.paged_attention(*apart, max_kv=100)
+    assert calls == [("forward_again", False)]  # lengths with gaps are laid out first

@@ -76,7 +76,8 @@ class Repeating(Protocol):
     """
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """out and lse, and row_max where it is asked for."""
+        """out and lse, and row_max where it is asked for. `inputs` are query, key, value, captured tensors and seed; of a paged call its
+        lengths and page table besides."""
         ...
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:

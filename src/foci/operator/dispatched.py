@@ -130,9 +130,13 @@ def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
         shapes = (min(counts) > 1 or counts, counts[1] == counts[2], *[(t.shape[1], t.shape[3]) for t in (query, key, value)])
         strides = strides[0][1:], strides[1][1:], strides[2][1:]
         spans = tuple([None if t is None else (t.shape, t.dtype) for t in lengths])
+    pages = None
+    if page_table is not None:
+        pages = tuple([(t.shape, t.stride(), t.dtype) for t in (lengths[3], page_table)])
+        address |= lengths[3].data_ptr() | page_table.data_ptr()
     return (
         line, allowed, shapes, strides, query.dtype, query.device, key.dtype, value.dtype, address & 15, query is key, key is value,
-        query is value, captured, seed is None, blocks is None, spans, page_table is None, (*ints,), (*floats,), scale, dropout_p, max_q,
+        query is value, captured, seed is None, blocks is None, spans, pages, (*ints,), (*floats,), scale, dropout_p, max_q,
         max_kv, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
     )  # fmt: skip
 

@@ -64,7 +64,8 @@ def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional)
     """Attention of query, key, value and captured tensors."""
     geometry = outline.geometry
     if geometry is not None:
-        made = forward_again(outline.chosen, geometry, (*tensors, optional[0]), _offsets(optional))
+        others = optional[:1] if optional[6] is None else (optional[0], *optional[5:])
+        made = forward_again(outline.chosen, geometry, (*tensors, *others), _offsets(optional))
         if made is not None:
             return Results(*made)
     r = forward_of(outline.chosen, outline.operands(tensors, optional))

@@ -26,12 +26,13 @@ from foci.backends.triton.tiles import (
 
 
 class Pages(NamedTuple):
-    """Where paged keys lie: int32 `lengths` [B] and `table` [B, pages of a row] with its row's encoded stride. `SIZE`: tokens
-    of a page, a `tl.constexpr`."""
+    """Where paged keys lie: integers `lengths` [B], bounded by `Size.columns`, and `table` [B, pages of a row] with encoded strides of its
+    rows and of what is in them. `SIZE`: tokens of a page, a `tl.constexpr`."""
 
     lengths: Any
     table: Any
     stride: int
+    step: int
     SIZE: Any
 
 
@@ -43,10 +44,10 @@ def key_tile(source, strides, pages, b, h, first, length, c, DIM: tl.constexpr, 
     else:
         row = pages.table + b.to(tl.int64) * number(pages.stride)
         if pages.SIZE % c.TILE_KV == 0:
-            page = tl.load(row + first // pages.SIZE)
+            page = tl.load(row + (first // pages.SIZE) * number(pages.step)).to(tl.int32)
             return page_tile(source, strides, page, h, first % pages.SIZE, length - first, c, DIM, COLS)
         else:
-            return scattered_tile(source, strides, row, h, first, length, pages.SIZE, c, DIM, COLS)
+            return scattered_tile(source, strides, row, h, first, length, pages, c, DIM, COLS)
 
 
 @triton.jit
@@ -61,11 +62,11 @@ def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS
 
 
 @triton.jit
-def scattered_tile(source, strides, row, h, first, length, SIZE: tl.constexpr, c, DIM: tl.constexpr, COLS: tl.constexpr):
+def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.constexpr, COLS: tl.constexpr):
     """A tile of several pages, or of a page and a piece: each row is looked up. `row` points to the page table's row."""
     n = first + tl.arange(0, c.TILE_KV)
-    page = tl.load(row + n // SIZE, mask=n < length, other=0)
-    at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
+    page = tl.load(row + (n // pages.SIZE) * number(pages.step), mask=n < length, other=0)
+    at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
     d = tl.arange(0, COLS)[None, :]
     step = 1 if c.UNIT == 8 else number(strides.d)
     pointer = source + h.to(tl.int64) * (number(strides.h) * c.UNIT) + at[:, None] + d * step
@@ -105,7 +106,7 @@ def attention_decode(
     q_len = number(size.rows)
     kv_len = number(size.columns)
     if pages is not None:
-        kv_len = tl.load(pages.lengths + b)
+        kv_len = tl.minimum(tl.load(pages.lengths + b), kv_len).to(tl.int32)
     r = tl.arange(0, c.TILE_Q)
     used = r < number(size.group) * q_len
     inside = tl.where(used, r, 0)

@@ -23,7 +23,7 @@ from foci.backends.triton.capture_gradients import bias_gradient, capture_gradie
 from foci.backends.triton.compiling import side_by_side
 from foci.backends.triton.convexity import begins_late, is_convex
 from foci.backends.triton.counts import tokens_of
-from foci.backends.triton.decode import attention_decode, combine_splits
+from foci.backends.triton.decode import Pages, attention_decode, combine_splits
 from foci.backends.triton.foresight import foresee
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
@@ -139,11 +139,11 @@ class TritonKernel:
         sequences, asked = sequences_of(operands), self.problem.formula.outputs
         if asked.column_sums or asked.weights:
             return weighed(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
-        key = self._key(operands, inputs[:3], inputs[3:])
+        key = self.pass_key(operands, inputs[:3], inputs[3:])
         tokens = tokens_of(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
-            self._know(operands, sequences, found)
+            self.know(operands, sequences, found)
             return Results(*found.run(inputs)[: self.results])
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         with side_by_side():
@@ -152,22 +152,22 @@ class TritonKernel:
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), made)
-            self._know(operands, sequences, made)
+            self.know(operands, sequences, made)
         return results
 
-    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """`forward` of a call whose geometry is known, None where that is not enough."""
+    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
+        """`forward` of a call whose geometry is known, None where that is not enough; so many `others` of the inputs follow captures."""
         query, key = inputs[0], inputs[1]
         assert query is not None
         assert key is not None
         stream = free_stream(query)
         if stream is None:
             return None
-        sequences = sequences_at(query, offsets, stream)
-        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
+        sequences, captures = sequences_at(query, offsets, stream), inputs[3:-others]
+        read = self._versions(captures) if self.mask_slots else ()
         if read is None:
             return None
-        found = find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), inputs[3:-1])
+        found = find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), captures)
         return None if found is None else found.run(inputs)[: self.results]
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
@@ -190,7 +190,7 @@ class TritonKernel:
         found = find_pass(known, sequences_at(query, offsets, stream), tokens_at(geometry, query, key), inputs[3:-1])
         return None if found is None else found.run(tensors, places)[: self.gradients]
 
-    def _know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
+    def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
         """Keeps a pass by the geometry of its operands, where it is known."""
         geometry = operands.geometry
         if geometry is None:
@@ -242,7 +242,7 @@ class TritonKernel:
         read = self._read(captures)
         return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
 
-    def _key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
+    def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
         """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
         it must be worked out each time."""
         query, key, value = operands.query, operands.key, operands.value
@@ -280,14 +280,22 @@ class TritonKernel:
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
         taken = shared_bytes("decode", schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
         splits = splits_for(groups, tiles, self.plan.target.arch, taken)
-        programs, width = groups * splits, self.dims[1]
+        self.split(call, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+
+    def split(
+        self, call: Pass, schedule: Schedule, visits: Visits, config: Config, splits: int, streams: tuple[Any, Any],
+        outputs: tuple[Tensor, Tensor, Tensor | None], pages: Pages | None,
+    ) -> None:  # fmt: skip
+        """Decodes with the keys of a group of heads split over programs; `streams` are what keys and values are read from."""
+        query, rows, width = call.operands.query, schedule.tile_q, self.dims[1]
+        programs = query.shape[0] * call.operands.key.shape[1] * splits
         partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
         size = self.size(call, query.shape[1], visits.tasks)
         call.recorder.launch(
             attention_decode, (programs,),
-            query, stream(key), stream(call.operands.value), partial, most, total, call.strides, size, visits.table,
-            call.numbers, call.environment, config, encode(splits), call.functions.score, call.functions.mask, num_warps=schedule.warps,
+            query, *streams, partial, most, total, call.strides, size, visits.table, call.numbers, call.environment, config,
+            encode(splits), call.functions.score, call.functions.mask, pages, num_warps=schedule.warps,
         )  # fmt: skip
         columns = min(32, self.dims[1])
         call.recorder.launch(
@@ -309,11 +317,11 @@ class TritonKernel:
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), laid_out(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        key = None if self.learns or flow is not None else self._key(operands, (*inputs[:3], *given), inputs[3:-4])
+        key = None if self.learns or flow is not None else self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4])
         tokens = tokens_of(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
-            self._know(operands, sequences, found, given)
+            self.know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
         # what gradients of captured tensors are made of is looked at between launches
@@ -322,7 +330,7 @@ class TritonKernel:
         if key is not None and (template := recorder.template()) is not None:
             noted = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), noted)
-            self._know(operands, sequences, noted, given)
+            self.know(operands, sequences, noted, given)
         return self._gradients(operands, made, captures)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:

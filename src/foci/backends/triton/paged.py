@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from foci.backends.contract import Plan
+from foci.backends.contract import Given, Inputs, Offsets, Plan
 from foci.backends.paging import Gathered, jagged_plan
 from foci.backends.triton.arguments import encode
-from foci.backends.triton.decode import Pages, attention_decode, combine_splits
+from foci.backends.triton.compiling import side_by_side
+from foci.backends.triton.counts import tokens_of
+from foci.backends.triton.decode import Pages
 from foci.backends.triton.kernel import TritonKernel, is_elsewhere
-from foci.backends.triton.recording import Recorder
+from foci.backends.triton.known import find_pass, keep_pass
+from foci.backends.triton.recording import Recorder, stream_of
 from foci.backends.triton.schedules import Schedule, padded
-from foci.backends.triton.sparsity import Sequences
+from foci.backends.triton.sparsity import Sequences, sequences_of, visits_of
 from foci.backends.triton.streams import streamed
-from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
+from foci.backends.triton.tensors import result_tensors
+from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 
 __all__ = ["PagedKernel"]
 
 _PROGRAMS: Final = 1056
 """Programs that a decode is split into: several for each multiprocessor, so that the last ones cost little."""
+
+
+class _Joined(Recorder):
+    """Of a pass with what comes before it: lengths differ from call to call, and tiles are looked at in each."""
+
+    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
+        """This one."""
+        return self
 
 
 class PagedKernel:
@@ -38,7 +52,36 @@ class PagedKernel:
         if is_elsewhere(operands.query):
             with torch.cuda.device(operands.query.device):
                 return self.forward(operands)
-        return self._decode(operands) if self.is_decode(operands) else self.gathered.forward(operands)
+        if not self.is_decode(operands):
+            return self.gathered.forward(operands)
+        kernel, (lengths, table) = self.native, _pages_of(operands)
+        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, lengths, table)
+        whole, tokens = sequences_of(operands), tokens_of(operands)
+        known = kernel.pass_key(operands, inputs[:3], inputs[3:])
+        key = None if known is None else (known, lengths.dtype, table.dtype)
+        found = None if key is None else find_pass(key, whole, tokens, operands.captures)
+        stays = lengths is operands.kv_lengths
+        if found is not None:
+            if stays:
+                kernel.know(operands, whole, found)
+            return Results(*found.run(inputs)[: kernel.results])
+        recorder = _Joined(inputs, None if key is None else stream_of(operands.query))
+        with side_by_side():
+            results = self._decode(operands, recorder)
+        if key is not None and (template := recorder.template()) is not None:
+            made = template.as_recorded(tokens)
+            keep_pass(key, whole, (), made)
+            if stays:
+                kernel.know(operands, whole, made)
+        return results
+
+    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
+        """`forward` of a call whose geometry is known; `inputs` end with lengths and page table."""
+        return self.native.forward_again(geometry, inputs, offsets, 3)
+
+    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
+        """Of gathered pages no pass is known."""
+        return None
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
@@ -51,51 +94,21 @@ class PagedKernel:
             return False
         return length <= 16 and heads // kv_heads * length <= 64 and operands.max_kv > 0
 
-    def _decode(self, operands: Operands) -> Results:
-        kernel, query, key, value, table = self.native, operands.query, operands.key, operands.value, operands.page_table
-        assert table is not None
-        assert operands.kv_lengths is not None
-        lengths = operands.kv_lengths.clamp(max=operands.max_kv).to(torch.int32)
-        batch, heads, length, _ = query.shape
-        out = empty_out(query, value)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        row_max = torch.empty_like(lse) if kernel.problem.formula.outputs.row_max else None
-        call = kernel.begin(operands, {"out": out}, Sequences(kv_length=lengths, stays=False), Recorder((), None))
-        strides = call.strides
+    def _decode(self, operands: Operands, recorder: Recorder) -> Results:
+        kernel, query, key = self.native, operands.query, operands.key
+        lengths, table = _pages_of(operands)
+        outputs = result_tensors(recorder, operands, kernel.problem)
+        call = kernel.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
+        call = replace(call, columns=operands.max_kv)
         schedule = self._schedule(operands)
-        visits = kernel.visits(call, schedule, "queries")
+        visits = visits_of(kernel, call, schedule, "queries")
         config = kernel.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, key.shape[2])
-        groups, tiles = batch * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
+        groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
-        rows, width = schedule.tile_q, kernel.dims[1]
-        partial = query.new_empty((groups * splits, rows, width), dtype=torch.float32)
-        most, total = (query.new_empty((groups * splits, rows), dtype=torch.float32) for _ in range(2))
-        table = table.to(torch.int32).contiguous()
-        pages = Pages(lengths, table, encode(table.stride(0)), tl.constexpr(key.shape[2]))
-        size = kernel.size(call, heads, visits.tasks)
-        attention_decode[(groups * splits,)](
-            query, stream(key), stream(value), partial, most, total, strides, size, visits.table, call.numbers, call.environment,
-            config, encode(splits), call.functions.score, call.functions.mask, pages, num_warps=schedule.warps,
-        )  # fmt: skip
-        columns = min(32, width)
-        combine_splits[(batch * heads * length, width // columns)](
-            partial,
-            most,
-            total,
-            out,
-            lse,
-            row_max,
-            call.strides,
-            size,
-            call.numbers,
-            config,
-            encode(splits),
-            64,
-            columns,
-            num_warps=4,
-        )
-        return Results(out, lse, row_max)
+        pages = Pages(lengths, table, encode(table.stride(0)), encode(table.stride(1)), tl.constexpr(key.shape[2]))
+        kernel.split(call, schedule, visits, config, splits, (stream(key), stream(operands.value)), outputs, pages)
+        return Results(*outputs)
 
     def _schedule(self, operands: Operands) -> Schedule:
         """That of decoding, its tiles no longer than a page where that is long enough: a tile in one page needs one look-up."""
@@ -106,3 +119,10 @@ class PagedKernel:
         is_one = page % tile == 0
         rows = padded(operands.query.shape[1] // operands.key.shape[1] * operands.query.shape[2])
         return Schedule(rows, tile, found.warps, found.stages, found.descriptors and is_one)
+
+
+def _pages_of(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Lengths, without gaps, and page table."""
+    assert operands.kv_lengths is not None
+    assert operands.page_table is not None
+    return operands.kv_lengths.contiguous(), operands.page_table

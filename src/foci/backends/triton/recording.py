@@ -363,15 +363,20 @@ class Recorder:
             if type(arg) in _NUMBERS_ALONE:
                 continue
             if isinstance(arg, Tensor):
-                number = next((n for n, own in enumerate(self._kept) if own is arg), None)
-                if number is None:
-                    noted.places.append((at, self._role(arg)))
-                else:
+                role, number = self._role(arg), next((n for n, own in enumerate(self._kept) if own is arg), None)
+                if role is not None:
+                    noted.places.append((at, role))
+                elif number is not None:
                     noted.late.append((at, functools.partial(_address, number)))
+                else:
+                    raise _UnknownTensor
                 noted.values[at] = None  # kept alive by nobody
             elif _is_descriptor(arg):
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
-                noted.tiles.append((at, self._role(arg.base), Tiles(type(arg), rest)))
+                role = self._role(arg.base)
+                if role is None:
+                    raise _UnknownTensor
+                noted.tiles.append((at, role, Tiles(type(arg), rest)))
                 noted.values[at] = None
             elif isinstance(arg, tuple):
                 inner = self._noted(arg)
@@ -382,11 +387,8 @@ class Recorder:
                     noted.late.append((at, functools.partial(_part, inner)))
         return noted
 
-    def _role(self, tensor: Tensor) -> int:
-        for role, own in enumerate(self._tensors):
-            if own is tensor:
-                return role
-        raise _UnknownTensor
+    def _role(self, tensor: Tensor) -> int | None:
+        return next((role for role, own in enumerate(self._tensors) if own is tensor), None)
 
 
 def _is_descriptor(arg: Any) -> bool:

@@ -165,7 +165,7 @@ def sequence(spans, size, b, c):
     if c.JAGGED:
         return tl.load(spans.q_start + b), tl.load(spans.q_length + b), tl.load(spans.kv_start + b), tl.load(spans.kv_length + b)
     elif spans.kv_length is not None:
-        return b * 0, number(size.rows), b * 0, tl.load(spans.kv_length + b)
+        return b * 0, number(size.rows), b * 0, tl.minimum(tl.load(spans.kv_length + b), number(size.columns)).to(tl.int32)
     else:
         return b * 0, number(size.rows), b * 0, number(size.columns)
 
