@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -56,13 +57,12 @@ def interleaved(functions: Mapping[str, Callable[[], object]], *, seconds: float
 
 def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each: int = 3) -> dict[str, float]:
     """Milliseconds of each call on a GPU, medians of events: each several times in a row, all in turns, so that a warm card is slow
-    for all alike. Each round begins with the next call, for the first after a wait finds a card with power to spare. The first time
-    of each row is not counted."""
+    for all alike. Each round has an order of its own, drawn as in every run: what the card did before leaves it more or less power,
+    up to 8 % of a rate. The first time of each row is not counted."""
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    orders = random.Random(0)
+    for _ in range(rounds):
+        for name in orders.sample(list(calls), len(calls)):
             call = calls[name]
             call()
             for _ in range(each):
