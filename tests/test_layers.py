@@ -33,7 +33,7 @@ LAYERS = (
     ("foci.jagged",),
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
-    ("foci.paged",),
+    ("foci.distributed", "foci.paged"),
     ("foci.integrations.patch", "foci.graph"),
     ("foci.torch_compile",),
     ("foci",),

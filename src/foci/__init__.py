@@ -71,6 +71,7 @@ _LATER = {
     "compile": "foci.graph.compiler",
     "create_block_mask": "foci.mask_mods",
     "create_mask": "foci.mask_mods",
+    "distributed": "foci.distributed",
     "graph": "foci.graph",
     "integrations": "foci.integrations",
     "nn": "foci.nn",

@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator
 
 from foci.core import run_now
 from foci.execution import Allowed
-from foci.prepare import Extras
+from foci.prepare import Extras, Part
 from foci.problem import Outputs, Results
 
 __all__ = ["run_captured"]
@@ -54,6 +54,9 @@ class _Attention(HigherOrderOperator):
             max_q=options["max_q"],
             max_kv=options["max_kv"],
             exact_lengths=options["exact_lengths"],
+            part=Part(options["first_head"], options["first_query"], options["queries"] if options["longer"] else None)
+            if options["parted"]
+            else None,
             **dict(zip((name for name in _TENSORS if options[name]), tensors, strict=True)),
         )
         score_function = (lambda *symbols: score(*symbols, *score_inputs)) if options["score"] else None
@@ -94,12 +97,14 @@ def run_captured(
     given = [t for t in optional if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
     outputs = extras.outputs
+    part = extras.part or Part()
     options = {
         "score": score is not None, "mask": mask is not None, "scaled": extras.scale is not None,
         "dropout_p": 0.0 if extras.dropout_p == 0.0 else extras.dropout_p,
         "lse": outputs.lse, "row_max": outputs.row_max, "column_sums": outputs.column_sums, "weights": outputs.weights,
         "block_q": block_q, "block_kv": block_kv, "max_q": extras.max_q, "max_kv": extras.max_kv,
-        "exact_lengths": extras.exact_lengths,
+        "exact_lengths": extras.exact_lengths, "parted": extras.part is not None, "longer": part.queries is not None,
+        "first_head": part.first_head, "first_query": part.first_query, "queries": part.queries or 0,
         "restricted": allowed is not None, "allowed": ",".join(allowed or ()),
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,

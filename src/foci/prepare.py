@@ -6,20 +6,45 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foci.binding import Bound, bind
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.ops import apply
+from foci.ir.rewrite import substitute
 from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.variant import Variant
 
-__all__ = ["Extras", "check_integers", "check_is_flag", "check_is_tensor", "check_offsets", "describe", "draw_seed", "prepare"]
+__all__ = [
+    "Extras",
+    "Part",
+    "check_integers",
+    "check_is_flag",
+    "check_is_tensor",
+    "check_offsets",
+    "check_tensors",
+    "describe",
+    "draw_seed",
+    "prepare",
+]
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
+_ROWS: Final = 2  # of the three numbers in `Part`
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Part(NamedTuple):
+    """Where the query's heads and rows lie in a whole that several devices share; `queries` counts its rows, None for those here."""
+
+    first_head: int = 0
+    first_query: int = 0
+    queries: int | None = None
 
 
 @record
@@ -27,7 +52,8 @@ class Extras:
     """The arguments of a call besides query, key, value and the functions.
 
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit
-    per head without a value. `exact_lengths`: max_q and max_kv are lengths, not bounds on them.
+    per head without a value. `exact_lengths`: max_q and max_kv are lengths, not bounds on them. `part`: functions are told indices
+    in a whole.
     """
 
     outputs: Outputs
@@ -45,6 +71,7 @@ class Extras:
     honour_sdp_flags: bool = False
     sink: Tensor | None = None
     exact_lengths: bool = True
+    part: Part | None = None
 
 
 def prepare(
@@ -63,11 +90,13 @@ def prepare(
         ValueError: for arguments of a wrong shape, device or value.
     """
     query, key, value = (t.resolve_neg() for t in _autocast(*tensors))
-    _check_tensors(query, key, value)
+    check_tensors(query, key, value)
     if extras.page_table is None:
         query, key, value = _broadcast_batch(query, key, value)
     dropout_p = _checked_dropout(extras.dropout_p)
     bound = bind(score, mask, query.device)
+    if extras.part is not None:
+        bound = _in_whole(bound, extras.part)
     _check_captures(bound, query, key, extras)
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
@@ -79,6 +108,29 @@ def prepare(
         q_lengths=extras.q_lengths, kv_lengths=extras.kv_lengths, page_table=extras.page_table, max_q=extras.max_q, max_kv=extras.max_kv,
     )  # fmt: skip
     return formula, operands
+
+
+def _in_whole(bound: Bound, part: Part) -> Bound:
+    """What was bound, told heads, rows and their number in a whole instead of here."""
+    variant, spots = _variant_in_whole(bound.variant, len(bound.ints), is_longer=part.queries is not None)
+    numbers: tuple[Any, ...] = part
+    return replace(bound, variant=variant, ints=(*bound.ints, *(numbers[n] for n in spots)))
+
+
+@functools.lru_cache(maxsize=256)
+def _variant_in_whole(variant: Variant, count: int, *, is_longer: bool) -> tuple[Variant, tuple[int, ...]]:
+    """The variant in terms of numbers from slot `count` on, and which ones these are: first head, first row, number of rows."""
+    read = variant.score.variables() | variant.mask.variables()
+    spots = tuple(n for n, name in enumerate(("h", "q_idx", "q_len")) if name in read and (is_longer or name == "h"))
+    names: dict[Expr, Expr] = {}
+    for slot, n in enumerate(spots, count):
+        number = ir.param(slot, DType.INT32)
+        if n == _ROWS:
+            names[ir.variable("q_len")] = number
+        else:
+            variable = ir.variable(("h", "q_idx")[n])
+            names[variable] = apply("add", variable, number)
+    return replace(variant, score=substitute(variant.score, names), mask=substitute(variant.mask, names)), spots
 
 
 def _layout(extras: Extras) -> Layout:
@@ -107,7 +159,7 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in eligible else t for t in (query, key, value))  # type: ignore[return-value]
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v) == 4:
         named = {"query": query, "key": key, "value": value}

@@ -67,13 +67,13 @@ _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 def find_site(
     tensors: tuple[Tensor, Tensor, Tensor], score: Any, mask: Any, extras: Extras, allowed: Allowed, *, learns: bool = False
 ) -> Site | None:
-    """What a call is known by; None for one that cannot be: casts by autocast, block masks, modes, functions that read more.
+    """What a call is known by; None for one that cannot be: casts by autocast, block masks, parts, modes, functions that read more.
 
     `learns`: gradients of query, key and value, and of these alone, are wanted whatever the tensors say.
     """
     query, key, value = tensors
     e, scale, dropout_p = extras, extras.scale, extras.dropout_p
-    if e.blocks is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
+    if e.blocks is not None or e.part is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
         return None
     if query.is_neg() or key.is_neg() or value.is_neg():
         return None  # in memory lies the opposite

@@ -1,0 +1,175 @@
+"""Sequences and heads spread over processes, beside one process that holds all of it."""
+
+import copy
+import datetime as dt
+import functools
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import foci
+import foci.distributed
+import foci.nn
+
+RANKS = 2
+TABLE = torch.randn(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+DOCUMENTS = torch.arange(24) // 5
+
+MASKS = {
+    "none": None,
+    "causal": foci.masks.causal(),
+    "causal from the last": foci.masks.causal_lower_right(),
+    "window": foci.masks.window(5, 2),
+    "document": foci.masks.document(DOCUMENTS, torch.arange(48) // 5),
+    "heads": lambda b, h, q_idx, kv_idx: (q_idx + h) % 3 != kv_idx % 3,
+    "lengths": lambda b, h, q_idx, kv_idx: (q_idx < foci.q_len() - 3) & (kv_idx < foci.kv_len() - 2),
+}
+SCORES = {
+    "none": lambda table: None,
+    "alibi": lambda table: foci.scores.alibi(4),
+    "learned": lambda table: lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx % 40],
+    "row": lambda table: lambda score, b, h, q_idx, kv_idx: score * (1 + 0.1 * table[h].sum(-1)) - 0.01 * q_idx * kv_idx,
+}
+CASES = {
+    **{f"{mask} mask": (mask, "learned", 24, {}) for mask in MASKS},
+    **{f"{score} score": ("causal", score, 24, {}) for score in SCORES},
+    "longer keys": ("causal from the last", "row", 48, {}),
+    "sink": ("window", "alibi", 24, {"sink": True}),
+    "auxiliary": ("causal", "none", 24, {"aux": foci.AuxRequest(lse=True, row_max=True, weights=True)}),
+    "scale": ("causal", "none", 24, {"scale": 0.3}),
+}
+
+
+def cut(tensor, shards, rank):
+    return tensor.chunk(RANKS, 2 if shards == "sequence" else 1)[rank]
+
+
+def attended(attention, tensors, mask, score, sink, aux, **options):
+    """Results of an attention, and gradients of its query, key, value, table and sink."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    query, key, value, table = leaves[:4]
+    found = attention(query, key, value, mask=mask, score=score(table), sink=leaves[4] if sink else None, return_aux=aux, **options)
+    out, more = (found, ()) if aux is None else (found[0], [t for t in found[1] if t is not None])
+    loss = sum((t - 0.3).square().sum() for t in (out, *more) if t.requires_grad)
+    return [out, *more], torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+def check(name, shards, rank, compiled):
+    mask, score, keys, options = CASES[name]
+    generator = torch.Generator().manual_seed(1)
+    rand = functools.partial(torch.randn, dtype=torch.float64, generator=generator)
+    whole = [rand(2, 4, 24, 8), rand(2, 2, keys, 8), rand(2, 2, keys, 6), TABLE, rand(4)]
+    scale, aux, has_sink = options.get("scale"), options.get("aux"), "sink" in options
+    wanted, gradients = attended(foci.attention, whole, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
+
+    mine = [*(cut(t, shards, rank) for t in whole[:3]), TABLE, whole[4].chunk(RANKS)[rank] if shards == "heads" else whole[4]]
+    here = functools.partial(foci.distributed.attention, shards=shards)
+    if compiled:
+        torch._dynamo.reset()
+        here = torch.compile(here, backend="aot_eager", fullgraph=True)
+    found, parts = attended(here, mine, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, cut(want, shards, rank))
+    for got, want in zip(parts[:3], gradients[:3], strict=True):
+        torch.testing.assert_close(got, cut(want, shards, rank))
+    dist.all_reduce(parts[3])
+    torch.testing.assert_close(parts[3], gradients[3])
+    if has_sink and shards == "heads":
+        torch.testing.assert_close(parts[4], gradients[4].chunk(RANKS)[rank])
+    elif has_sink:
+        dist.all_reduce(parts[4])
+        torch.testing.assert_close(parts[4], gradients[4])
+
+
+def check_modules(wrap, rank):
+    """An encoder whose ranks have half of the batch each, its parameters' gradients summed."""
+    torch.manual_seed(0)
+    layer = foci.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, mask=foci.masks.window(5, 5))
+    whole = foci.nn.TransformerEncoder(layer, 2)
+    model = wrap(copy.deepcopy(whole))
+    tokens, padding = torch.randn(4, 12, 16), torch.arange(12) >= torch.tensor([[12], [7], [3], [10]])
+    whole(tokens, src_key_padding_mask=padding).square().sum().backward()
+    mine = slice(2 * rank, 2 * rank + 2)
+    (model(tokens[mine], src_key_padding_mask=padding[mine]).square().sum() * RANKS).backward()
+    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, other.grad, atol=1e-4, rtol=1e-4)
+
+
+def fully_sharded(model):
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAPPERS = {"DistributedDataParallel": torch.nn.parallel.DistributedDataParallel, "FSDP": fully_sharded}
+
+
+def work(rank, file, results):
+    torch.set_num_threads(1)
+    timeout = dt.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timeout)
+    for shards, name, compiled in TRIED:
+        try:
+            if shards == "modules":
+                check_modules(WRAPPERS[name], rank)
+            else:
+                check(name, shards, rank, compiled)
+            results[shards, name, compiled, rank] = None
+        except Exception:
+            results[shards, name, compiled, rank] = traceback.format_exc()
+            break  # the other rank may wait for this one
+    dist.destroy_process_group()
+
+
+TRIED = [
+    *((shards, name, False) for shards in ("sequence", "heads") for name in CASES),
+    *((shards, name, True) for shards in ("sequence", "heads") for name in ("lengths mask", "sink")),
+    *(("modules", name, False) for name in WRAPPERS),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank found of every case."""
+    with torch.multiprocessing.Manager() as manager:
+        found = manager.dict()
+        file = tmp_path_factory.mktemp("group") / "store"
+        torch.multiprocessing.spawn(work, (str(file), found), nprocs=RANKS)
+        yield dict(found)
+
+
+@pytest.mark.parametrize("shards, name, compiled", TRIED)
+def test_each_rank_finds_its_part(results, shards, name, compiled):
+    for rank in range(RANKS):
+        assert results.get((shards, name, compiled, rank), "not reached") is None
+
+
+PART = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, kind, message",
+    [
+        ([PART] * 3, {"shards": "batch"}, ValueError, r"^shards must be 'sequence' or 'heads'; got 'batch'"),
+        ([PART[0], PART, PART], {"shards": "heads"}, ValueError, r"^query must have 4 dimensions"),
+        ([PART, PART, PART[:, :, :2]], {"shards": "sequence"}, ValueError, r"key and value must have one length; got 4 and 2"),
+        ([PART, None, PART], {"shards": "heads"}, TypeError, r"^key must be a tensor; got NoneType"),
+        (
+            [PART] * 3,
+            {"shards": "heads", "mask": torch.ones(4, 4, dtype=torch.bool)},
+            TypeError,
+            r"^mask must be a foci.Mask or a function, of indices in the whole",
+        ),
+        ([PART] * 3, {"shards": "sequence", "return_aux": foci.AuxRequest(column_sums=True)}, ValueError, r"^column_sums of shards"),
+        ([PART] * 3, {"shards": "heads", "scale": float("nan")}, (ValueError, RuntimeError), r"scale must be finite|needs a process group"),
+        ([PART] * 3, {"shards": "heads"}, RuntimeError, r"needs a process group: call torch.distributed.init_process_group first"),
+    ],
+)
+def test_wrong_arguments(arguments, options, kind, message):
+    with pytest.raises(kind, match=message):
+        foci.distributed.attention(*arguments, **options)
