@@ -153,6 +153,6 @@ def explain(
 
 
 def _attend(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    if tensors[0].is_nested or tensors[1].is_nested or tensors[2].is_nested:
+    if is_nested(*tensors):
         return attend_nested(tensors, score, mask, extras)
     return run(tensors, score, mask, extras)

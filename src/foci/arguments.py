@@ -59,7 +59,7 @@ def mask_parts(
     if mask is None:
         return None, None, None
     if isinstance(mask, Mask):
-        if not holds_many and query.dim() == key.dim() == 4 and not is_nested(query, key):
+        if not holds_many and not is_nested(query, key) and query.dim() == key.dim() == 4:
             check_length(mask, query.shape[2], key.shape[2], "query and key have")
         return mask.function, None, None
     if isinstance(mask, Tensor):

@@ -305,6 +305,8 @@ def _flex_returns(results: Results, return_aux: Any, *, return_lse: bool) -> Any
     return (results.out, results.lse) if return_lse else results.out
 
 
+_OUT: Final = Outputs()
+_WITH_LSE: Final = Outputs(lse=True)
 _UNLIMITED: Final = (-1, -1)
 """The window that is none; the same object where nobody names one."""
 
@@ -383,7 +385,7 @@ def varlen_attn(
         raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
-    outputs = Outputs(lse=bool(return_aux is not None and return_aux.lse))
+    outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),

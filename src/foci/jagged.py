@@ -21,7 +21,10 @@ __all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "is_
 
 def is_nested(*tensors: Tensor) -> bool:
     """Whether any of the tensors is nested."""
-    return any(type(t) is NestedTensor or (isinstance(t, Tensor) and t.is_nested) for t in tensors)
+    for t in tensors:  # by type first: a NestedTensor answers questions in Python
+        if type(t) is NestedTensor or (isinstance(t, Tensor) and t.is_nested):
+            return True
+    return False
 
 
 @dataclass(frozen=True, eq=False)

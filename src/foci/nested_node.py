@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -23,16 +22,20 @@ _OUT: Final = Outputs()
 _RAGGED: Final = 2
 
 
-def attend_nested_now(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Tensor | None:
+def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Function, extras: Extras) -> Tensor | None:
     """Attention of NestedTensors [B, H, ragged, D], eagerly; None where there is more to it than their values and offsets."""
-    query, key = tensors[:2]
-    if torch.compiler.is_compiling() or not all(type(t) is NestedTensor and _is_plain(t) for t in tensors):
+    query, key, value = tensors
+    if torch.compiler.is_compiling() or not _are_plain(tensors):
         return None
-    if extras.outputs != _OUT or extras.sink is not None or extras.blocks is not None or not _fit(*tensors):
+    e = extras
+    if e.outputs != _OUT or e.sink is not None or e.blocks is not None or not _fit(*tensors):
         return None
-    q, k = _spans(query), _spans(key)
-    where = replace(extras, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1])
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    q = _spans(query)
+    k = q if key._offsets is q[0] else _spans(key)
+    where = Extras(
+        _OUT, scale=e.scale, dropout_p=e.dropout_p, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1], honour_sdp_flags=e.honour_sdp_flags
+    )
+    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
         return _nested(run_packed(_rows(tensors), score, mask, where).out, query)
     if not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
         return None
@@ -42,11 +45,17 @@ def attend_nested_now(tensors: Tensors, score: Function, mask: Function, extras:
     return out
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Whether its values, all of them, are [H, tokens, D], and neither a transform nor a mode looks on."""
-    values: Tensor = tensor._values
-    whole = tensor._ragged_idx == _RAGGED and tensor._lengths is None and values.dim() == 3 and values.numel() > 0
-    return whole and is_plain_eager((values,)) and forward_ad._current_level < 0
+def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
+    """Whether each is nested and its values, all of them, are [H, tokens, D], and neither a transform nor a mode looks on."""
+    inside = []
+    for tensor in tensors:
+        if type(tensor) is not NestedTensor:
+            return False
+        values: Tensor = tensor._values
+        if tensor._ragged_idx != _RAGGED or tensor._lengths is not None or values.dim() != 3 or values.numel() == 0:
+            return False
+        inside.append(values)
+    return is_plain_eager(inside) and forward_ad._current_level < 0
 
 
 def _fit(query: Any, key: Any, value: Any) -> bool:
@@ -74,7 +83,9 @@ def _rows(tensors: tuple[Any, ...]) -> Tensors:
 
 def _nested(rows: Tensor, like: Any) -> Tensor:
     """[tokens, H, D] as a NestedTensor [B, H, ragged, D] with the sequences of another."""
-    return NestedTensor(rows.transpose(0, 1), like._offsets, _ragged_idx=_RAGGED, _metadata_cache=dict(like._metadata_cache))
+    made: Any = NestedTensor(rows.transpose(0, 1), like._offsets, _ragged_idx=_RAGGED)
+    made._metadata_cache = dict(like._metadata_cache)  # not given above, where its tensors would be marked again
+    return made  # type: ignore[no-any-return]
 
 
 class _NestedAttention(torch.autograd.Function):

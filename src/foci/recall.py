@@ -98,10 +98,7 @@ def find_site(
     shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     lengths = None
     if e.cu_q is not None:
-        lengths = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)])
-        if query.dim() == key.dim() == value.dim() == 3:  # [T, H, D]: however many tokens, but for one, whose strides say nothing
-            counts = query.shape[0], key.shape[0], value.shape[0]
-            shapes = (min(counts) > 1 or counts, counts[1] == counts[2], query.shape[1:], key.shape[1:], value.shape[1:])
+        shapes, lengths = _of_tokens(query.shape, key.shape, value.shape), _of_sequences(e)
     pages = None
     if e.page_table is not None and e.kv_lengths is not None:
         pages = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (e.page_table, e.kv_lengths)])
@@ -118,6 +115,28 @@ def find_site(
         backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
     return Site(signature, tensors, closed, (scored, masked), _known.get(signature))
+
+
+def _of_tokens(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[object, ...]:
+    """What of packed shapes is part of a call's key: [T, H, D] however many tokens, but for one, whose strides say nothing."""
+    if not len(query) == len(key) == len(value) == 3:
+        return query, key, value
+    (queries, q_heads, q_dim), (keys, k_heads, k_dim), (values, v_heads, v_dim) = query, key, value
+    counts = (queries > 1 and keys > 1 and values > 1) or (queries, keys, values)
+    return counts, keys == values, q_heads, q_dim, k_heads, k_dim, v_heads, v_dim
+
+
+def _of_sequences(extras: Extras) -> tuple[object, ...]:
+    """Likewise of tensors that say where sequences lie; keys that lie as queries do, in the same tensor, have None."""
+    e = extras
+    own = None if e.cu_kv is e.cu_q else _kind(e.cu_kv)
+    if e.q_lengths is None and e.kv_lengths is None:
+        return _kind(e.cu_q), own
+    return _kind(e.cu_q), own, _kind(e.q_lengths), _kind(e.kv_lengths)
+
+
+def _kind(tensor: Tensor | None) -> object:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def remember(
