@@ -21,7 +21,7 @@ __all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "is_
 
 def is_nested(*tensors: Tensor) -> bool:
     """Whether any of the tensors is nested."""
-    for t in tensors:  # by type first: a NestedTensor answers questions in Python
+    for t in tensors:  # noqa: SIM110  a loop, as each call asks; by type first, as a NestedTensor answers in Python
         if type(t) is NestedTensor or (isinstance(t, Tensor) and t.is_nested):
             return True
     return False
