@@ -64,6 +64,9 @@ class NoViableBackend(RuntimeError):
         super().__init__(f"no viable backend for this attention:\n{decision.table()}")
         self.decision = decision
 
+    def __reduce__(self) -> tuple[type[NoViableBackend], tuple[Decision]]:
+        return NoViableBackend, (self.decision,)  # an exception is pickled by its message otherwise, for other processes
+
 
 def choose(problem: Problem, target: Target, allowed: Iterable[str] | None = None) -> Decision:
     """Asks every backend and takes the cheapest that accepts; the registry's order decides ties.

@@ -146,6 +146,14 @@ def test_modules_of_every_layer_variant():
         assert torch.equal(road(layer)(x), layer(x))
 
 
+def test_an_error_reaches_another_process():
+    q = torch.randn(1, 2, 8, 4)
+    with foci.use("aten"), pytest.raises(foci.NoViableBackend) as caught:
+        foci.attention(q, q, q, score=foci.scores.softcap(3.0))
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value) and copied.decision.table() == caught.value.decision.table()
+
+
 def test_a_factory_keeps_its_name_and_arguments():
     assert masks.window.__module__ == "foci.masks.positional"
     assert scores.t5_bias.__qualname__ == "t5_bias"

@@ -288,7 +288,7 @@ def _held(number: Any, dtype: torch.dtype) -> Expr:
 
 def _as_held(number: bool | int | float, dtype: torch.dtype) -> Any:
     with unset_fake_temporarily():
-        return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None).to(dtype).item()
+        return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None, device="cpu").to(dtype).item()
 
 
 def _tensor(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:

@@ -182,7 +182,7 @@ def _true_for_positions(e: Expr) -> bool:
     if any(x.op in ("param", "load", "size", "axis") for x in e.walk()):
         return False
     with unset_fake_temporarily():
-        first, last = torch.zeros((), dtype=torch.float64), torch.full((), float(1 << 24), dtype=torch.float64)
+        first, last = torch.zeros((), dtype=torch.float64, device="cpu"), torch.full((), float(1 << 24), dtype=torch.float64, device="cpu")
         grid = Grid({name: Range(first, last) for name in e.variables()})
         return bool(bounds(e, grid).lo >= 1)
 

@@ -111,7 +111,7 @@ def _results(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, wid
         flowing = [t for t in outputs if t.requires_grad]
         if leaves and flowing:
             generator = torch.Generator().manual_seed(0)
-            cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in flowing]
+            cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t) for t in flowing]
             gradients = torch.autograd.grad(flowing, list(leaves.values()), cotangents, allow_unused=True)
             results.update({name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), gradients)})
     return results

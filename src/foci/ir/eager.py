@@ -123,7 +123,7 @@ def _is_number(e: Expr) -> bool:
 
 
 def _tensor(e: Expr, text: str) -> str:
-    return f"torch.full((), {text}, dtype={_DTYPES[e.dtype]})"
+    return f"torch.full((), {text}, dtype={_DTYPES[e.dtype]}, device='cpu')"
 
 
 def _infix(sign: str) -> OpSpelling:

@@ -171,7 +171,7 @@ class _Analysis:
             value = self.grid.captures[int(value[0])].shape[int(value[1])]
         assert isinstance(value, (bool, int, float))
         point = self._point(float(value))
-        exact = e.dtype is not DType.FLOAT or float(torch.tensor(value, dtype=torch.float32)) == value or value != value
+        exact = e.dtype is not DType.FLOAT or float(torch.tensor(value, dtype=torch.float32, device="cpu")) == value or value != value
         if value != value:
             return self._point(-torch.inf).hull(self._point(torch.inf))
         return point if exact else _widened(point)

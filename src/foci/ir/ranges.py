@@ -25,7 +25,7 @@ class Range:
 
     @staticmethod
     def point(value: float) -> Range:
-        at = torch.tensor(float(value), dtype=torch.float64)
+        at = torch.tensor(float(value), dtype=torch.float64, device="cpu")
         return Range(at, at)
 
     def where(self, keep: Tensor, other: Range) -> Range:

@@ -151,7 +151,7 @@ def block_classes(operands: Operands, formula: Formula, of: Items[Sequence]) -> 
 
 def _edges(length: int, tile: int, block: int) -> tuple[Tensor, Tensor]:
     """The first and one past the last block that each tile touches."""
-    starts = torch.arange(0, length, tile)
+    starts = torch.arange(0, length, tile, device="cpu")
     return starts // block, (starts.add(tile).clamp(max=length) - 1) // block + 1
 
 

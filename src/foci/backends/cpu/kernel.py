@@ -128,7 +128,7 @@ class CpuKernel:
             return without_keys(operands, outputs)
         arguments = Arguments(operands)
         out = empty_out(query, operands.value)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         row_max = torch.empty_like(lse) if outputs.row_max else None
         if arguments.has_gaps(of_keys=False):
             out.zero_()
@@ -138,7 +138,7 @@ class CpuKernel:
         _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), (lse, row_max, None, None, None))))
         column_sums = None
         if self._columns is not None:
-            column_sums = torch.zeros((*query.shape[:2], operands.key.shape[2]), dtype=torch.float32)
+            column_sums = query.new_zeros((*query.shape[:2], operands.key.shape[2]), dtype=torch.float32)
             _check(self._columns(arguments.packed((out, *_NO_GRADIENTS), (lse, None, column_sums, None, None))))
         return Results(out, lse, row_max, column_sums)
 
@@ -203,7 +203,7 @@ class CaptureSums:
         self.sites, self.captures = sites, captures
         self.partition = partition(sites, captures, sizes)
         copies = {slot: 1 if self.partition.shared[slot] else self.partition.count for slot in {site.slot for site in sites}}
-        self.sums = {slot: torch.zeros(n, *captures[slot].shape, dtype=torch.float32) for slot, n in copies.items()}
+        self.sums = {slot: captures[slot].new_zeros((n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
 
     def described(self) -> bytes:
         """For each site, where it adds to and how far the groups' copies are apart."""

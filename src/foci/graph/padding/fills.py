@@ -188,7 +188,7 @@ def _evaluated(made: fx.Node, fills: Fills) -> Fill | None:
     if not pointwise or not operands or value_of(made) is None:
         return None
     with _disable_current_modes():
-        scalars = {operand: torch.tensor(value, dtype=operand.meta["val"].dtype) for operand, value in values.items()}
+        scalars = {operand: torch.tensor(value, dtype=operand.meta["val"].dtype, device="cpu") for operand, value in values.items()}
         arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: scalars[n])
         result = float(target(*arguments, **keywords))  # type: ignore[operator]
     return None if result != result else Fill(result)
