@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foci.backends.triton import kernel, known, recording, sparsity
+from foci.backends.triton import keeping, kernel, known, sparsity
 
 MODULES = {module: LAUNCHED[module] for module in (kernel, sparsity)}
 
@@ -81,9 +81,9 @@ def put_stand_ins(monkeypatch):
             monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
-    monkeypatch.setattr(sparsity, "_ways", recording.Kept(256))
-    monkeypatch.setattr(sparsity, "_runs", recording.Kept(256))
-    monkeypatch.setattr(known, "_templates", recording.Kept(1024))
+    monkeypatch.setattr(sparsity, "_ways", keeping.Kept(256))
+    monkeypatch.setattr(sparsity, "_runs", keeping.Kept(256))
+    monkeypatch.setattr(known, "_templates", keeping.Kept(1024))
     return worked_out, launched
 
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.triton import kernel, recording, sparsity
+from foci.backends.triton import kernel, recording, sparsity, surroundings, templates
 from foci.backends.triton.counts import Count
 from foci.binding import bind
 from foci.problem import Cotangents, Layout, Operands, Outputs
@@ -163,11 +163,11 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     compiled = Compiled("kernel", [], 4)
     compiled.run = Launcher(given, [{"swizzle": 3}])
     x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
-    noted = recording._Arguments(
-        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, recording.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
+    noted = templates.Arguments(
+        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, templates.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
     )
     launch = recording.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
-    again = recording.Template([launch], [], [], []).as_recorded((0, 0))
+    again = templates.Template([launch], [], [], []).as_recorded((0, 0))
     for _ in range(3):
         for pair in ((x, y), (y, x)):
             again.run(pair)
@@ -186,20 +186,20 @@ def test_maps_are_made_once_for_so_many_tokens():
         made.append((tiles.base.data_ptr(), list(tiles.shape)))
         return [len(made)]
 
-    tiles = recording.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
-    maps = recording._Maps(tiles, make, {})
+    tiles = templates.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
+    maps = templates.Maps(tiles, make, {})
     x, y = torch.zeros(8, 64), torch.zeros(8, 64)
 
     def of(tensor, tokens):
-        bound = maps.bound(recording._Binding((tokens, tokens), ()))
+        bound = maps.bound(templates.Binding((tokens, tokens), ()))
         found = bound.known.get(tensor.data_ptr())
         return bound(tensor, tensor.data_ptr()) if found is None else found
 
     assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
     assert made == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
-    for tokens in range(100, 100 + 2 * recording._SHAPES):
+    for tokens in range(100, 100 + 2 * templates._SHAPES):
         of(x, tokens)
-    assert len(maps._of_others) == recording._SHAPES
+    assert len(maps._of_others) == templates._SHAPES
     assert of(x, 8) == len(made)  # forgotten, and made again
 
 
@@ -209,11 +209,11 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
     cpu = torch.device("cpu")
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
-    news = [recording._New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
+    news = [templates.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
     places = [(at, at) for at in range(6)]
-    launch = recording._Launch(lambda *args: given.append(args), recording._Arguments([None] * 6, places, [], [], []))
+    launch = templates.Launch(lambda *args: given.append(args), templates.Arguments([None] * 6, places, [], [], []))
     x = torch.zeros(3)
-    pass_ = recording.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
+    pass_ = templates.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
         made = bound.run((x,))
@@ -269,6 +269,6 @@ def test_the_stream_of_inductors_graphs(monkeypatch, stream, of_graphs):
     manager = types.SimpleNamespace(stream=types.SimpleNamespace(cuda_stream=7))
     trees = types.SimpleNamespace(get_manager=lambda device, create_if_none_exists: manager)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
-    assert recording._is_of_graphs(0, stream) == of_graphs
+    assert surroundings._is_of_graphs(0, stream) == of_graphs
     trees.get_manager = lambda device, create_if_none_exists: None
-    assert not recording._is_of_graphs(0, stream)
+    assert not surroundings._is_of_graphs(0, stream)

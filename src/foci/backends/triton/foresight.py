@@ -11,7 +11,8 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
 from foci.backends.triton.compiling import is_new, launch_ahead
-from foci.backends.triton.recording import Recorder, free_stream, plain_arguments
+from foci.backends.triton.recording import Recorder, plain_arguments
+from foci.backends.triton.surroundings import free_stream
 from foci.problem import Operands, Results
 
 if TYPE_CHECKING:

@@ -39,10 +39,12 @@ from foci.backends.triton.known import (
     strides_of,
     tokens_at,
 )
-from foci.backends.triton.recording import Recorder, Recording, free_stream, places_of, stream_of
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
+from foci.backends.triton.surroundings import free_stream, places_of, stream_of
+from foci.backends.triton.templates import Recording
 from foci.backends.triton.tensors import gradient_tensors, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
 from foci.backends.triton.counts import Tokens
-from foci.backends.triton.recording import Kept, Recording, Template
+from foci.backends.triton.keeping import Kept
 from foci.backends.triton.sparsity import Sequences
+from foci.backends.triton.templates import Recording, Template
 from foci.problem import Geometry
 
 __all__ = ["Key", "are_aligned", "find_pass", "is_ready", "keep_pass", "lie", "lie_packed", "source_of_places", "strides_of", "tokens_at"]

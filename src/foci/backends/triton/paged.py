@@ -19,10 +19,11 @@ from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.decode import Pages
 from foci.backends.triton.kernel import TritonKernel, is_elsewhere
 from foci.backends.triton.known import find_pass, keep_pass
-from foci.backends.triton.recording import Recorder, stream_of
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule, padded
 from foci.backends.triton.sparsity import Sequences, sequences_of, visits_of
 from foci.backends.triton.streams import streamed
+from foci.backends.triton.surroundings import stream_of
 from foci.backends.triton.tensors import result_tensors
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 

@@ -19,8 +19,11 @@ from foci.backends.triton.arguments import Size, Spans, Table, encode, table_con
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.convexity import is_convex
 from foci.backends.triton.counts import Count, Tokens
-from foci.backends.triton.recording import Kept, Recorder, Recording, Source, Template, free_stream, is_for_graphs, places_of, stream_of
+from foci.backends.triton.keeping import Kept
+from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.surroundings import free_stream, is_for_graphs, places_of, stream_of
+from foci.backends.triton.templates import Recording, Source, Template
 from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.problem import Operands
 

@@ -1,0 +1,57 @@
+"""Where launches go, and whether they may go around Triton's Python."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.contract import Inputs
+
+__all__ = ["free_stream", "is_for_graphs", "places_of", "stream_of"]
+
+
+def places_of(tensors: Inputs) -> list[int | None]:
+    """Addresses."""
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The stream that work on the tensor's device goes to."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
+def free_stream(tensor: Tensor) -> int | None:
+    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
+    outlives what is kept. Else None.
+    """
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, in older releases one or None
+        return None
+    if not tensor.is_cuda:
+        return 0
+    device = tensor.get_device()
+    if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return None if _is_of_graphs(device, stream) else stream
+
+
+def is_for_graphs(tensor: Tensor) -> bool:
+    """Whether what is allocated now belongs to CUDA graphs: one is captured, or about to be."""
+    if not tensor.is_cuda:
+        return False
+    device = tensor.get_device()
+    return torch._C._cuda_isCurrentStreamCapturing() or _is_of_graphs(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+def _is_of_graphs(device: int, stream: int) -> bool:
+    """Whether Inductor captures on this stream. It first runs there what it will capture, in the memory of its graphs, and lets nothing
+    stay in that but results.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees") if stream else None  # the default stream is not its own
+    manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and manager.stream.cuda_stream == stream
