@@ -8,6 +8,7 @@ from spelled_forms import FORMS
 from spelled_images import IMAGES
 from spelled_masks import MASKS
 from spelled_models import MODELS
+from spelled_papers import PAPERS
 from spelled_people import PEOPLE
 from spelled_rows import ROWS
 from spelled_tricks import TRICKS
@@ -15,7 +16,7 @@ from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled, fuse
 
 import foci
 
-SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *MASKS, *ROWS)
+SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *PAPERS, *MASKS, *ROWS)
 LENGTH, LONGER = 20, 27
 
 
@@ -26,8 +27,9 @@ def prepared(spelling, dtype, device="cpu"):
 
 def check_sites(log, spelling):
     if spelling.reason is not None:
-        assert [site.fused for site in log.fusions] == [False], log.fusions
-        assert spelling.reason in log.fusions[0].reason
+        assert log.fusions
+        assert not any(site.fused for site in log.fusions), log.fusions
+        assert all(spelling.reason in site.reason for site in log.fusions)
         return
     assert [site.reason for site in log.fusions if not site.fused] == []
     assert len(log.fusions) == spelling.fused
