@@ -11,6 +11,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
+from foci.backends.hopper.backward_schedules import fused_schedule
 from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.triton import BACKEND as TRITON
@@ -23,8 +24,12 @@ VERSIONS: Final = ("3.6",)
 
 _TRITON: Final = 4.5e14
 """The rate that the backend triton estimates its cost by; ours is estimated from it, by how the measured ones compare."""
-_LAUNCH: Final = 2e-5
+_LAUNCH: Final = 3.2e-5
 _BACKWARD: Final = 5e-5
+"""What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
+_SUMS: Final = 3.2e-12
+"""Seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys: float32 sums
+of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64, in sequences of 256 and of 1024."""
 _PROCESSORS: Final = 132
 
 
@@ -75,15 +80,19 @@ class HopperBackend:
         return f"{said}; {_compared('backward', rates.backward)}{taken}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so."""
-        rows, rates = forward_schedule(problem).tile_q, rates_of(problem)
+        """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
+        Programs that take task after task have been seen to lose nothing by rows that are not there, but those of a warpgroup."""
+        schedule, rates = forward_schedule(problem), rates_of(problem)
+        rows = 64 if schedule.persistent else schedule.tile_q
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
         flops = 2.0 * max(_PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
         part = 0.5 if is_causal(problem.variant) else 1.0
         forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
         if not problem.needs_backward:
             return forward
-        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
+        is_whole = rates.backward.is_ahead and fused_schedule(problem) is not None
+        sums = _SUMS * problem.batch * problem.q_heads * problem.q_len * problem.head_dim if is_whole else 0.0
+        return forward + _BACKWARD + sums + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""

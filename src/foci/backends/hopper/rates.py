@@ -59,8 +59,8 @@ class Rates:
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
     # (the wider head dim, padded; kind)
-    (64, "full"): Measured(Pair(491, 444), Backward(527, 445, 354)),
-    (64, "causal"): Measured(Pair(468, 465), Backward(480, 426, 368)),
+    (64, "full"): Measured(Pair(489, 450), Backward(478, 445, 401)),
+    (64, "causal"): Measured(Pair(473, 428), Backward(458, 426, 390)),
     (64, "window"): Measured(Pair(390, 352), Backward(334, 285, 327)),
     (64, "document"): Measured(Pair(366, 350), Backward(325, 290, 312)),
     (64, "added"): Measured(Pair(456, 381), Backward(460, 237, 331)),
