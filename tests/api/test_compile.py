@@ -235,6 +235,16 @@ def test_autocast():
     same(out, want, atol=1e-2, rtol=1e-2)
 
 
+def test_an_inverted_mask():
+    q, k, v = qkv()
+    mask = foci.masks.window(3)
+    # Dynamo has no word for ~ of an object (torch 2.13): its method is traced.
+    compiled = torch.compile(
+        lambda: foci.attention(q, k, v, mask=mask.__invert__() | foci.masks.causal()), fullgraph=True, backend="aot_eager"
+    )
+    same(compiled(), foci.attention(q, k, v, mask=~mask | foci.masks.causal()))
+
+
 # Export ------------------------------------------------------------------------------------------------------------
 
 
