@@ -230,15 +230,15 @@ class Captured:
         return device
 
     def _entered(self, given: dict[str, Any]) -> _Call:
-        tokens, packings, lengths = [], [], []
+        tokens, packings, lengths, batch_first = [], [], [], self._batch_first
         for name, mask in self._stack.inputs:
             x, padding = given[name], given[mask]
             if x.dim() == 2 and not isinstance(padding, Packing):
                 raise ValueError(f"{name} must be batched in a captured module, or tokens with a Packing; got {list(x.shape)}")
-            lengths.append(None if is_nested(x) or isinstance(padding, Packing) else x.shape[1 if self._batch_first else 0])
-            x, packing = entered(x, padding, batch_first=self._batch_first)
+            lengths.append(None if is_nested(x) or isinstance(padding, Packing) else x.shape[1 if batch_first else 0])
+            x, packing = entered(x, padding, batch_first=batch_first)
             if packing is None:
-                packing = pack_whole(x, batch_first=self._batch_first)
+                packing = pack_whole(x, batch_first=batch_first)
                 x = packing.pack(x)
             tokens.append(x)
             packings.append(packing)
@@ -266,12 +266,13 @@ class Captured:
         exact = watch.is_exact or bool(call.masks)
         rooms = [room_for(p, t.shape[0], self._sizes, exact=exact) for t, p in zip(call.tokens, call.packings, strict=True)]
         seats = tuple(map(Seat.of, call.packings, rooms))
-        learns = torch.is_grad_enabled() and (watch.learns or any(t.requires_grad for t in call.tokens))
+        learning = watch.learning() if torch.is_grad_enabled() else ()
+        learns = bool(learning) or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tokens))
         tensors = (*call.tokens, *(p.offsets for p in call.packings), *(p.bias for p in call.packings if p.bias is not None))
         key = (
             seats, call.settings, tuple((t.dtype, t.shape[1:], learns and t.requires_grad) for t in tensors),
-            tuple((t.dtype, t.shape) for t in call.masks), watch.mode(), autocast, learns, allowed_backends(),
-            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), autocast, learns,
+            allowed_backends(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         )  # fmt: skip
 
         def compute(tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor]) -> Tensor:
@@ -279,7 +280,7 @@ class Captured:
                 return self._compute(tokens, packings, masks, call.settings)
 
         batch = Batch(call.tokens, call.packings, seats, call.masks)
-        return self._recordings.run((device, _stream(device)), key, compute, batch, watch.places, learns=learns)
+        return self._recordings.run((device, _stream(device)), key, compute, batch, watch.places, learning, learns=learns)
 
     def _compute(self, tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor], settings: Any) -> Tensor:
         module, given = self.module, dict[str, Any]()

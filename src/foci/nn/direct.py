@@ -15,10 +15,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from foci.nn.products import linear, linear_relu
 from foci.operator import is_plain_eager
 
-__all__ = ["Call", "activated", "caller", "is_alone", "is_silent", "parameter"]
+__all__ = ["HOOKS", "Call", "activated", "caller", "is_alone", "is_silent", "parameter"]
 
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps those that `is_silent` looks for."""
 _CALL: Final = torch.nn.Module.__call__
 
 

@@ -300,5 +300,5 @@ def warn_padded(module: torch.nn.Module, reason: str) -> None:
 
 def is_batch_first(layers: Any) -> bool:
     """Whether a padded batch of these layers is [B, S, E]."""
-    attention = getattr(layers[0], "self_attn", None) if len(layers) else None
+    attention = getattr(next(iter(layers), None), "self_attn", None)
     return bool(getattr(attention, "batch_first", False))

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -178,7 +178,10 @@ class Recordings:
         """What is recorded."""
         return [key for lanes in self._lanes.values() for lane in lanes for key in lane.graphs]
 
-    def run(self, where: object, key: object, compute: Compute, batch: Batch, places: Sequence[Place], *, learns: bool) -> Tensor:
+    def run(
+        self, where: object, key: object, compute: Compute, batch: Batch, places: Sequence[Place], learning: Sequence[Tensor], *,
+        learns: bool,
+    ) -> Tensor:  # fmt: skip
         """The function of a batch, recorded if it is not known by the key.
 
         Args:
@@ -187,6 +190,7 @@ class Recordings:
             compute: the function.
             batch: what it is computed of.
             places: the parameters that it reads.
+            learning: those that require grad, each once, in that order; none where no gradients are wanted.
             learns: whether gradients are wanted, of tokens and parameters that require them.
         """
         lanes = self._lanes.setdefault((where, learns), [])
@@ -204,9 +208,7 @@ class Recordings:
             return graphed.forward(batch)
         lease = _Lease()
         lane.lease = weakref.ref(lease)
-        parameters = {id(p.parameter): p.parameter for p in places if p.parameter.requires_grad}
-        tensors = (*batch.tokens, *parameters.values())
-        found: Tensor = _Replayed.apply(graphed, lease, batch.packings, batch.seats, batch.others, *tensors)  # type: ignore[no-untyped-call]
+        found: Tensor = _apply(graphed, lease, batch.packings, batch.seats, batch.others, *batch.tokens, *learning)
         return found
 
 
@@ -230,3 +232,7 @@ class _Replayed(torch.autograd.Function):
             )
         ctx.lease = None
         return (None, None, None, None, None, *ctx.graphed.backward(gradient, ctx.counts))
+
+
+_apply: Final[Any] = super(torch.autograd.Function, _Replayed).apply
+"""`_Replayed.apply` less what serves torch.func alone, under which nothing is captured."""

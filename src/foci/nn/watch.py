@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from foci.ir.memo import fingerprint
 from foci.nn.attention import MultiheadAttention
-from foci.nn.direct import is_alone, is_silent
+from foci.nn.direct import HOOKS, is_alone, is_silent
 from foci.nn.replay import Place
 
 __all__ = ["Watch"]
@@ -29,12 +30,16 @@ class Watch:
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
-        self._top = module
         self._below = modules[1:]
         self._states = [vars(m) for m in modules]
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules]
-        self._tensors = list(_tensors(modules))
+        self._lower = self._states[1:]
+        self._hooks = [state[name] for state in self._lower for name in HOOKS]
+        self._children = [m._modules for m in modules]
+        self._were = [tuple(children.values()) for children in self._children]
+        found = list(_tensors(modules))
+        self._named, self._tensors = [(tensors, name) for tensors, name, _ in found], [t for _, _, t in found]
         self.places = [Place(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+        self._parameters = tuple({id(p.parameter): p.parameter for p in self.places}.values())
         self._settings = [(state, name) for state in self._states for name in _SETTINGS if name in state]
         self._values = self._read()
         self._memory = self._addresses()
@@ -47,37 +52,37 @@ class Watch:
         return [state[name] for state, name in self._settings]
 
     def _addresses(self) -> list[int]:
-        return [t.data_ptr() for _, _, t in self._tensors]
+        return [t.data_ptr() for t in self._tensors]
 
     def has_changed(self) -> bool:
         """Whether it has other parameters, buffers, submodules or settings now, or they lie elsewhere."""
         return (
-            any(tuple(now.values()) != then for now, then in self._children)
-            or any(tensors.get(name) is not t for tensors, name, t in self._tensors)
+            [tuple(children.values()) for children in self._children] != self._were
+            or not all(map(operator.is_, [tensors.get(name) for tensors, name in self._named], self._tensors))
             or self._addresses() != self._memory
             or self._read() != self._values
             or [_closed(function) for function in self._functions] != self._closed
         )
 
-    @property
-    def learns(self) -> bool:
-        """Whether a parameter requires grad."""
-        return any(place.parameter.requires_grad for place in self.places)
+    def in_training(self) -> tuple[bool, ...]:
+        """Which modules are; each way has captures of its own."""
+        return tuple([state["training"] for state in self._states])
 
-    def mode(self) -> tuple[object, ...]:
-        """What has captures of its own: modules in training, and parameters that require grad."""
-        return tuple([s["training"] for s in self._states]), tuple([p.parameter.requires_grad for p in self.places])
+    def learning(self) -> tuple[Tensor, ...]:
+        """The parameters that require grad, each once, in the order of `places`."""
+        return tuple([t for t in self._parameters if t.requires_grad])
 
     def check(self) -> None:
         """Raises ValueError where a replay would pass over somebody's hook."""
         if not is_alone():
             raise ValueError("a captured module cannot be computed while hooks are set for all modules, or modules are traced")
-        for module in self._below:
-            if not is_silent(module):
-                raise ValueError(
-                    f"{type(module).__name__} within a captured module must have no hooks, forward of its own or compiled form: a CUDA "
-                    "graph calls no module; foci.nn.release(module) computes it as it was"
-                )
+        if not (any(self._hooks) or [s for s in self._lower if "forward" in s or s.get("_compiled_call_impl") is not None]):
+            return
+        module = next(module for module in self._below if not is_silent(module))
+        raise ValueError(
+            f"{type(module).__name__} within a captured module must have no hooks, forward of its own or compiled form: a CUDA "
+            "graph calls no module; foci.nn.release(module) computes it as it was"
+        )
 
 
 def _tensors(modules: list[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
