@@ -115,10 +115,20 @@ def test_every_width(dim, value_dim):
 
 # head dims that are sums of powers of two, and problems to solve with them
 PIECES = {
-    (192, 128): ("other lengths, grouped, float16", "causal, more keys", "jagged causal", "window", "causal alibi", "softcap", "document"),
+    (192, 128): (
+        "plain",
+        "other lengths, grouped, float16",
+        "causal, more keys",
+        "jagged causal",
+        "window",
+        "causal alibi",
+        "softcap",
+        "document",
+    ),
     (192, 192): ("other lengths, grouped, float16", "causal", "jagged window", "causal alibi", "dropout"),
     (96, 96): ("other lengths, grouped, float16", "causal", "jagged causal", "window", "softcap", "document", "jagged alibi"),
     (80, 80): ("other lengths, grouped, float16", "jagged", "causal, more queries"),
+    (192, 80): ("document",),
     (160, 96): ("other lengths, grouped, float16", "causal"),
     (72, 168): ("causal",),
     (192, 64): ("jagged causal",),

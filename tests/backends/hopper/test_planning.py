@@ -88,6 +88,33 @@ def test_explain_says_which_kernel_and_why(given, name):
     assert "warpgroups" in line
 
 
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ((128, 128), ()),
+        ((192, 128), ("D = 192 as 128 + 64",)),
+        ((72, 96), ("D = 72 padded to 80 = 64 + 16", "Dv = 96 as 64 + 32", "D = 72 padded to 128", "Dv = 96 padded to 128")),
+        ((200, 64), ("D = 200 padded to 256",)),
+    ],
+)
+def test_explain_says_what_head_dims_are_padded_to(dims, said):
+    asked = problem(head_dim=dims[0], value_dim=dims[1], query_grad=True, key_grad=True, value_grad=True)
+    note = BACKEND.note(asked, H200)
+    assert all(words in note for words in said)
+    assert ("padded" in note or " as " in note) == bool(said)
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_head_dims_are_padded_to_what_products_take(dim):
+    width = schedules.width_of(dim)
+    pieces = schedules.pieces_of(width)
+    assert width >= dim
+    assert sum(pieces) == width
+    assert len(pieces) <= 2
+    assert min(pieces) >= 16  # the step of a product over the width
+    assert width < max(17, 2 * dim)
+
+
 NARROW = {"head_dim": 64, "value_dim": 64}
 OWNERS = torch.zeros(8192)
 DOCUMENT = foci.Mask(lambda b, h, q, k: OWNERS[q] == OWNERS[k])

@@ -11,10 +11,11 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import fused_schedule
+from foci.backends.hopper.backward_schedules import fused_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
-from foci.backends.hopper.schedules import forward_schedule
+from foci.backends.hopper.schedules import forward_schedule, in_words, width_of
 from foci.backends.triton import BACKEND as TRITON
+from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
@@ -73,11 +74,14 @@ class HopperBackend:
     def note(self, problem: Problem, target: Target, /) -> str:
         """Which kernels, and why."""
         schedule, rates = forward_schedule(problem), rates_of(problem)
-        said = f"{schedule.name}, {schedule.why}; {_compared('forward', rates.forward)}"
+        widths = width_of(problem.head_dim), width_of(problem.value_dim)
+        said = f"{schedule.name}, {schedule.why}{_taken(problem, widths)}; {_compared('forward', rates.forward)}"
         if not problem.needs_backward:
             return said
-        taken = "" if rates.backward.is_ahead else ", so taken from triton"
-        return f"{said}; {_compared('backward', rates.backward)}{taken}"
+        is_own = rates.backward.is_ahead
+        widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
+        taken = "" if is_own else ", so taken from triton"
+        return f"{said}; {_compared('backward', rates.backward)}{taken}{_taken(problem, widths)}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
@@ -99,6 +103,11 @@ class HopperBackend:
         from foci.backends.hopper.kernel import HopperKernel
 
         return HopperKernel(plan)
+
+
+def _taken(problem: Problem, widths: tuple[int, int]) -> str:
+    dims = ("D", problem.head_dim, widths[0]), ("Dv", problem.value_dim, widths[1])
+    return "".join(f", {words}" for words in (in_words(*one) for one in dims) if words)
 
 
 def _compared(which: str, pair: Pair) -> str:

@@ -9,14 +9,12 @@ pieces: products over the width sum over them, products that have it as columns 
 """
 
 from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.schedules import pieces_of
 
 __all__ = ["operand", "piece", "pieces", "product", "shared", "unit"]
 
 
-@gluon.constexpr_function
-def pieces(width):
-    """The powers of two whose sum a width is, from the largest."""
-    return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
+pieces = gluon.constexpr_function(pieces_of)
 
 
 @gluon.constexpr_function

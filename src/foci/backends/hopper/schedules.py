@@ -10,7 +10,22 @@ from foci.backends.triton.schedules import padded, tile_bytes
 from foci.ir.expr import const
 from foci.problem import Layout, Problem
 
-__all__ = ["ALIKE", "C2", "LOOPED", "N3", "RUNS", "SHORT", "WIDE", "Schedule", "forward_schedule", "width_of"]
+__all__ = [
+    "ALIKE",
+    "C2",
+    "LOOPED",
+    "N3",
+    "RUNS",
+    "SHORT",
+    "STEADY",
+    "WIDE",
+    "WIDER",
+    "Schedule",
+    "forward_schedule",
+    "in_words",
+    "pieces_of",
+    "width_of",
+]
 
 
 @dataclass(frozen=True)
@@ -36,15 +51,16 @@ class Schedule:
 
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
-RUNS: Final = replace(C2, why=C2.why + _NEXT, persistent=True, joined=True)
+STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
+RUNS: Final = replace(STEADY, joined=True)
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
 ALIKE: Final = replace(N3, why=N3.why + _NEXT, persistent=True)
 SHORT: Final = replace(ALIKE, strided=True)
 LOOPED: Final = replace(ALIKE, joined=True)
 WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
+WIDER: Final = replace(WIDE, stages=3)
 
-
-PIECES: Final[tuple[int, ...]] = ()
+PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
 
 
@@ -53,19 +69,35 @@ def width_of(dim: int) -> int:
     return min([padded(dim), *(width for width in PIECES if width >= dim)])
 
 
+def pieces_of(width: int) -> tuple[int, ...]:
+    """The powers of two whose sum a width is, from the largest."""
+    return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
+
+
+def in_words(name: str, dim: int, width: int) -> str:
+    """What a head dim is padded to and taken as; nothing where that is a power of two as it is."""
+    pieces = " + ".join(map(str, pieces_of(width)))
+    if dim == width:
+        return f"{name} = {dim} as {pieces}" if pieces != str(dim) else ""
+    return f"{name} = {dim} padded to {width}" + (f" = {pieces}" if pieces != str(width) else "")
+
+
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
     Persistent programs gain where tasks are alike or short: not under a causal mask, whose long tasks come first anyway.
     """
-    formula, width = problem.formula, max(width_of(problem.head_dim), width_of(problem.value_dim))
-    if width > 128:
-        return WIDE
+    formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
+    if width > 192 or value_width > 128:
+        return WIDE if max(width, value_width) == 256 else WIDER
     if formula.block_size is not None or formula.dropout:
         return C2
     bounds = bounds_of(problem.variant.mask)
     is_plain, is_dense = problem.variant.score.op == "var", formula.layout is Layout.DENSE
-    is_short = bounds is None or bounds.is_low
+    is_short, is_full = bounds is None or bounds.is_low, problem.variant.mask == const(True)
+    if width > 128:
+        return (STEADY if is_full else RUNS) if is_plain else C2
+    width = max(width, value_width)
     if width <= 64:
         if is_plain and not (is_dense and bounds is not None and bounds.is_low):
             return LOOPED
@@ -74,4 +106,4 @@ def forward_schedule(problem: Problem) -> Schedule:
         return RUNS if is_plain else C2
     if is_plain and not is_dense:
         return LOOPED
-    return ALIKE if is_plain and problem.variant.mask == const(True) else N3
+    return ALIKE if is_plain and is_full else N3
