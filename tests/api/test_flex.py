@@ -364,3 +364,31 @@ def test_half_types(dtype):
         out = foci.flex_attention(*tensors, score_mod=SCORES["alibi"])
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), want, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str)
+def test_captured_integers(dtype, backend):
+    q = torch.randn(1, 2, 6, 8)
+    table = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 0]]).to(dtype)
+    at = table.to(torch.int64)
+    with foci.use(backend):
+        out = foci.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + table[h, i] - 2 * table[h, j] * (table[h, j] == 1))
+    want = (q @ q.mT / 8**0.5 + at[:, :, None] - 2 * at[:, None]).softmax(-1) @ q
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_captured_floats(dtype, backend):
+    q = torch.randn(1, 2, 6, 8)
+    table = torch.randn(2, 6).to(dtype).requires_grad_()
+    with foci.use(backend):
+        out = foci.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + table[h, j])
+        (grad,) = torch.autograd.grad(out.square().sum(), table)
+    leaf = table.detach().float().requires_grad_()
+    want = (q @ q.mT / 8**0.5 + leaf[:, None]).softmax(-1) @ q
+    (want_grad,) = torch.autograd.grad(want.square().sum(), leaf)
+    torch.testing.assert_close(out, want)
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad.float(), want_grad.to(dtype).float(), atol=2e-2 if dtype.itemsize == 2 else 1e-4, rtol=2e-2)
