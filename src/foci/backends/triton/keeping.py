@@ -23,7 +23,9 @@ class Kept(Generic[_Value]):
     def find(self, key: tuple[object, ...]) -> _Value | None:
         """What has that key. Keys hold the identity and version of what was read, which are those of a live tensor only."""
         found = self._found.get(key)
-        return found[1] if found is not None and all(ref() is not None for ref in found[0]) else None
+        if found is None or (found[0] and any(ref() is None for ref in found[0])):
+            return None
+        return found[1]
 
     def add(self, key: tuple[object, ...], read: tuple[Tensor, ...], value: _Value | None) -> None:
         """Keeps a value found from `read`; what was found from tensors that are gone, goes, and the oldest where there are many."""

@@ -99,13 +99,17 @@ def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None
     """
     if offsets is None:
         return _WHOLE
-    read = [t for t in offsets if t is not None]
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    assert cu_q is not None
+    is_one = cu_kv is cu_q and q_lengths is None and kv_lengths is None  # most often, and each call asks
+    read = (cu_q,) if is_one else tuple([t for t in offsets if t is not None])
     changes = _changes_unseen(query, read) if free is None else True in [t.is_inference() for t in read]
     if changes:
         return _sequences(offsets, stays=False)
-    key = (stream_of(query) if free is None else free, *[None if t is None else (id(t), t._version) for t in offsets])
+    stream = stream_of(query) if free is None else free
+    key = (stream, id(cu_q), cu_q._version) if is_one else (stream, *[None if t is None else (id(t), t._version) for t in offsets])
     found = _sets.get(key)
-    if found is not None and all(ref() is t for ref, t in zip(found[0], read, strict=True)):
+    if found is not None and (found[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(found[0], read, strict=True))):
         return found[1]
     made = _sequences(offsets, stays=True)
     _sets[key] = tuple(map(weakref.ref, read)), made
