@@ -46,7 +46,7 @@ def _is_by_foci() -> bool:
 
 
 def _for_lowering(x: Any) -> Any:
-    return x.wrap_for_lowering() if isinstance(x, ir.IRNode) else x
+    return ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x
 
 
 class DirectCall(ir.FallbackKernel):
