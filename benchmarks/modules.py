@@ -3,7 +3,8 @@
 6 layers, d_model 768, 12 heads, feedforward 2048, no dropout, log-normal lengths from 16 to 512. On a GPU bfloat16 and a
 batch of 32; on the CPU float32 and a batch of 6, or 32 with `--full`, which takes minutes. A training step is forward and
 backward of a weighted sum of the tokens' outputs, in the layout in which each form has them; inference runs under
-inference_mode. Ratios are medians over interleaved rounds.
+inference_mode. Ratios are medians over interleaved rounds. With `--threads 1` on the CPU, times are the processor's, so that they are
+those of a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 import ctypes
 import functools
+import time
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -251,7 +253,8 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
     }
     del given, outs
     graphs = held_by_graphs(forms, mode, losses, steps) if with_graphs else {}
-    times = measure.interleaved(steps, seconds=2.0, rounds=rounds)
+    is_alone = device == "cpu" and torch.get_num_threads() == 1
+    times = measure.interleaved(steps, seconds=2.0, rounds=rounds, clock=time.thread_time if is_alone else time.perf_counter)
     medians = measure.medians(times)
     with foci.observe() as log:
         steps["foci.nn"]()
@@ -280,16 +283,21 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="a batch of 32 on the CPU too")
     parser.add_argument("--eager", action="store_true", help="on a GPU, without CUDA graphs")
     parser.add_argument("--mode", choices=("training", "inference"), action="append")
+    parser.add_argument("--threads", type=int, help="on the CPU; torch's own number if not given")
+    parser.add_argument("--rounds", type=int, help="20 on a GPU, 3 on the CPU, if not given")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     batch, rounds = (32, 20) if on_gpu else (32, 1) if options.full else (6, 3)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rows = [
         row
         for mode in options.mode or ("training", "inference")
-        for row in compare(mode, batch, options.device, dtype, rounds=rounds, with_graphs=on_gpu and not options.eager)
+        for row in compare(mode, batch, options.device, dtype, rounds=options.rounds or rounds, with_graphs=on_gpu and not options.eager)
     ]
-    measure.write(f"modules-{options.device}" + ("-full" if options.full and not on_gpu else ""), rows)
+    kind = "" if on_gpu else "-full" * options.full + "-one-thread" * (options.threads == 1)
+    measure.write(f"modules-{options.device}{kind}", rows)
 
 
 if __name__ == "__main__":
