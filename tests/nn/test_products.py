@@ -32,7 +32,7 @@ def by_onednn(function):
 
 
 @needs_operator
-@pytest.mark.parametrize("shape", [(ROWS, WIDE), (3, ROWS, WIDE)], ids=["tokens", "batch"])
+@pytest.mark.parametrize("shape", [(ROWS, WIDE), (ROWS + 1, WIDE), (3, ROWS, WIDE), (3, ROWS + 1, WIDE)])
 @pytest.mark.parametrize("bias", [None, rand(OUT)], ids=["without bias", "with bias"])
 def test_product(chosen, shape, bias):
     x, weight = rand(*shape), rand(OUT, WIDE)
@@ -44,12 +44,13 @@ def test_product(chosen, shape, bias):
 
 
 @needs_operator
-def test_relu_keeps_nan(chosen):
-    x, weight, bias = rand(ROWS, WIDE), rand(OUT, WIDE), rand(OUT)
-    x[3, 5] = torch.nan
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 1])
+def test_relu_keeps_nan(chosen, rows):
+    x, weight, bias = rand(rows, WIDE), rand(OUT, WIDE), rand(OUT)
+    x[3, 5] = x[-1, 2] = torch.nan
     with torch.no_grad():
         out, called = by_onednn(lambda: products.linear_relu(x, weight, bias))
-    assert called and out[3].isnan().all() and not out[4].isnan().any()
+    assert called and out[[3, -1]].isnan().all() and not out[4:-1].isnan().any()
     torch.testing.assert_close(out, F.linear(x, weight, bias).relu(), equal_nan=True)
 
 
@@ -109,6 +110,12 @@ def test_errors_are_torchs(chosen):
         with torch.no_grad(), pytest.raises(RuntimeError) as got:
             products.linear(x, weight, bias)
         assert str(got.value) == str(want.value)
+
+
+def test_few_numbers_of_rows():
+    found = {products._rounded_down(rows) for rows in range(256, 4096)}
+    assert len(found) == 4 * products._STEPS
+    assert all(7 * rows < 8 * products._rounded_down(rows) <= 8 * rows for rows in range(1, 5000))
 
 
 @needs_operator

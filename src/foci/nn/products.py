@@ -16,25 +16,52 @@ __all__ = ["linear", "linear_relu"]
 
 _ENDS_WITH_RELU: Final = frozenset(("cpu", "cuda"))
 _WORTH: Final = 1 << 27
-"""Multiplications for each thread at which oneDNN gains, in two layers, what it takes to make a kernel of a shape it has not seen:
-almost every batch has another number of tokens. It is 1 ms, and at this size a sixth of 3 ms for each product."""
+"""Multiplications for each thread from which on oneDNN was the faster; smaller ones gain less than their copy takes."""
+_STEPS: Final = 8
+"""Numbers of rows between a power of two and the next for which oneDNN is asked: it keeps half a megabyte for each number that it has
+met, and almost every batch has another one."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias: `F.linear`, but for large products where nobody learns or looks on, whose library is chosen here."""
     if not torch.compiler.is_compiling() and x.is_cpu and _suits_onednn(x, weight, bias):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], None)
-        return product
+        return _by_onednn(x, weight, bias, relu=False)
     return F.linear(x, weight, bias)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """relu(x weight^T + bias) of [T, E] outside of autograd: on a GPU the product itself ends with it, on the CPU it writes in place."""
     if x.is_cpu and _suits_onednn(x, weight, bias):
-        return linear(x, weight, bias).relu_()  # oneDNN's own makes zeros of NaN
+        return _by_onednn(x, weight, bias, relu=True)
     if bias is None or x.device.type not in _ENDS_WITH_RELU:
         return torch.relu(F.linear(x, weight, bias))
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+    """Most rows by oneDNN, the last few by torch's own product. oneDNN's own relu makes zeros of NaN, so that it is not used."""
+    rows = x.view(-1, x.shape[-1])
+    total, most = rows.shape[0], _rounded_down(rows.shape[0])
+    first: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows[:most], weight, bias, "none", [], None)
+    if most == total:
+        return (first.relu_() if relu else first).view(*x.shape[:-1], -1)
+    out = x.new_empty((total, weight.shape[0]))
+    begun, rest = out[:most], out[most:]
+    if bias is None:
+        torch.mm(rows[most:], weight.t(), out=rest)
+    else:
+        torch.addmm(bias, rows[most:], weight.t(), out=rest)
+    if relu:
+        torch.clamp_min(first, 0.0, out=begun)
+        rest.relu_()
+    else:
+        begun.copy_(first)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _rounded_down(rows: int) -> int:
+    step = max(1, (1 << rows.bit_length() - 1) // _STEPS)
+    return rows // step * step
 
 
 def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -66,7 +93,7 @@ def _is_seen() -> bool:
 
 @functools.cache
 def _is_onednn_faster() -> bool:
-    """Whether products in float32 are slower by MKL, which `F.linear` calls: they are on processors of AMD with AVX-512, where MKL
+    """Whether products in float32 are slower by MKL, which `F.linear` calls: so it is on processors of AMD with AVX-512, where MKL
     has the kernels of smaller ones."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() == "AuthenticAMD" and _has_operator()
