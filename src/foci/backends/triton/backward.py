@@ -118,26 +118,12 @@ def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
 
 @triton.jit
 def fold_query_gradient(
-    dq,
-    q,
-    do,
-    lse2,
-    delta,
-    k,
-    v,
-    strides,
-    at,
-    run,
-    table,
-    numbers,
-    env,
-    c,
-    both: tl.constexpr,
-    mask: tl.constexpr,
-    MASKED: tl.constexpr,
-    EDGE: tl.constexpr,
+    dq, queries, k, v, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Adds the tiles of keys `run` to the gradient of a tile of queries."""
+    """Adds the tiles of keys `run` to the gradient of a tile of `queries`: these, their gradients of out, logsumexp in base 2 and delta.
+    `given`: strides, table, numbers, environment."""
+    q, do, lse2, delta = queries
+    strides, table, numbers, env = given
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
@@ -214,22 +200,18 @@ def attention_query_gradient(
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    acc = fold_query_gradient(
-        acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, False, False
-    )
+    own = (queries, douts, row_lse, row_delta)
+    given = (strides, table, numbers, env)
+    acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, False, False)
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc = fold_query_gradient(
-        acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE
-    )
+    acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, MASKED, EDGE)
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc = fold_query_gradient(
-            acc, queries, douts, row_lse, row_delta, k, v, strides, at, run, table, numbers, env, c, both, mask, True, True
-        )
+        acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, True, True)
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
     store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
@@ -304,29 +286,15 @@ def turned(x, c):
 
 @triton.jit
 def fold_key_gradient(
-    dk,
-    dv,
-    k,
-    v,
-    q,
-    do,
-    lse2,
-    delta,
-    strides,
-    at,
-    run,
-    table,
-    numbers,
-    env,
-    c,
-    both: tl.constexpr,
-    mask: tl.constexpr,
-    MASKED: tl.constexpr,
-    EDGE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-):
-    """Adds the tiles of queries `run` of one head to the gradients of a tile of keys."""
+    sums, keys, stream, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles of queries `run` of one head to `sums`, the gradients of a tile of keys and values. `stream`: queries, gradients of
+    out, logsumexp in base 2 and delta, which stream by. `given`: strides, table, numbers, environment."""
+    dk, dv = sums
+    k, v = keys
+    q, do, lse2, delta = stream
+    strides, table, numbers, env = given
     b, h, memory_b, head, kv_first, q_start, q_len, kv_len, line = at
     row, first, before, gap, low, high = run
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
@@ -402,6 +370,8 @@ def attention_key_gradient(
         dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
+    own = (keys, values)
+    given = (strides, table, numbers, env)
     for shared in range(0, number(size.group)):
         h = kv_h * number(size.group) + shared
         head = (memory_b * number(size.heads) * number(size.group) + h).to(tl.int64) * number(size.rows) + q_start
@@ -420,7 +390,7 @@ def attention_key_gradient(
         at = (b, h, memory_b, head, first, q_start, q_len, kv_len, line_of_head)
         run = (line, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = fold_key_gradient(
-            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, False, False, KEY, VALUE
+            (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, False, False, KEY, VALUE
         )
         whole = part
         if not EDGE:
@@ -430,32 +400,12 @@ def attention_key_gradient(
                 whole = whole * 0
         run = (line, part_first, before, gap, whole * 0, whole)
         dk_acc, dv_acc = fold_key_gradient(
-            dk_acc, dv_acc, keys, values, q, do, lse2, delta, strides, at, run, table, numbers, env, c, both, mask, MASKED, EDGE, KEY, VALUE
+            (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, MASKED, EDGE, KEY, VALUE
         )
         if not EDGE:
             run = (line, part_first, before, gap, whole, part)
             dk_acc, dv_acc = fold_key_gradient(
-                dk_acc,
-                dv_acc,
-                keys,
-                values,
-                q,
-                do,
-                lse2,
-                delta,
-                strides,
-                at,
-                run,
-                table,
-                numbers,
-                env,
-                c,
-                both,
-                mask,
-                True,
-                True,
-                KEY,
-                VALUE,
+                (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, True, True, KEY, VALUE
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0

@@ -139,7 +139,7 @@ def attention_decode(
         keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, c.D, c.D_PAD)
         qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, tile, numbers, env, c, score, mask, MASKED, True)
+        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, tile), numbers, env, c, score, mask, MASKED, True)
         higher = tl.maximum(most, tl.max(x, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2((x - shift[:, None]) * factor)

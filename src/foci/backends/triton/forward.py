@@ -35,24 +35,9 @@ the factor's place, whose products are exact. Keys whose scores differ at all ar
 
 
 @triton.jit
-def scores_of(
-    qk,
-    b,
-    h,
-    q_idx,
-    kv_idx,
-    q_len,
-    kv_len,
-    tile,
-    numbers,
-    env,
-    c,
-    score: tl.constexpr,
-    mask: tl.constexpr,
-    MASKED: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def scores_of(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     x = qk
     column = kv_idx
     if EDGE:
@@ -73,28 +58,11 @@ def scores_of(
 
 
 @triton.jit
-def fold_tiles(
-    acc,
-    total,
-    most,
-    base,
-    q,
-    k,
-    v,
-    strides,
-    at,
-    run,
-    table,
-    numbers,
-    env,
-    c,
-    score: tl.constexpr,
-    mask: tl.constexpr,
-    MASKED: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Folds tiles `run` = (row, first, before, gap, low, high) into accumulator, weight total, maximum, and the maximum in base 2,
-    which accumulator and total are relative to."""
+def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total, maximum, and the maximum in
+    base 2, which accumulator and total are relative to. `given`: strides, table, numbers, environment."""
+    acc, total, most, base = state
+    strides, table, numbers, env = given
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
@@ -109,7 +77,7 @@ def fold_tiles(
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, BOUND, c.TILE_KV, c.D, c.D_PAD)
         qk = product(q, keys, here - q_first, line, c)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, b, h, q_idx, kv_idx, q_len, kv_len, current, numbers, env, c, score, mask, MASKED, EDGE)
+        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
         steep = tl.where(tl.abs(higher) * factor < HUGE, factor, round_factor)
         relative = higher * steep
@@ -164,34 +132,30 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
     total = tl.zeros([c.TILE_Q], tl.float32)
     most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
-    base = most
+    state = (acc, total, most, most)
+    given = (strides, table, numbers, env)
     line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    acc, total, most, base = fold_tiles(
-        acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, False, False
-    )
+    state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, False, False)
     whole = part
     if not EDGE:
         last = visited(table, line, part - 1, part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc, total, most, base = fold_tiles(
-        acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, MASKED, EDGE
-    )
+    state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, MASKED, EDGE)
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc, total, most, base = fold_tiles(
-            acc, total, most, base, queries, k, v, strides, at, run, table, numbers, env, c, score, mask, True, True
-        )
-    store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c)
+        state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, True, True)
+    store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c)
 
 
 @triton.jit
-def store_rows(acc, total, most, base, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c):
+def store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c):
     """Writes a finished tile: out, natural logsumexp and largest score, which lack what all scores of a row lean by; a row without keys is
     zeros and -inf."""
+    acc, total, most, base = state
     weight = tl.where(total == 0.0, 0.0, 1.0 / total)
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
