@@ -39,7 +39,7 @@ LAYERS = (
     ("foci",),
     ("foci.integrations", "foci.nn", "foci.plots"),
     ("foci.demo", "foci.bench"),
-    ("foci.cli", "foci.__main__"),
+    ("foci.cli",),
 )
 
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -13,7 +13,7 @@ from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
 from foci.prepare import Extras, check_is_tensor
-from foci.problem import Outputs, Results
+from foci.problem import Outputs
 
 __all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain"]
 
@@ -85,11 +85,8 @@ def attention(
         torch.Size([2, 8, 128, 64])
         >>> out.sum().backward()
     """
-    check_is_tensor(query=query, key=key, value=value)
-    mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
-    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
-    results = _attend((query, key, value), score_function, mask_function, extras)
+    call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
+    results = attend_nested(*call) if is_nested(query, key, value) else run(*call)
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)
@@ -143,16 +140,24 @@ def explain(
         >>> explanation.backend is not None
         True
     """
+    call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
+    return Explanation(decision_nested(*call) if is_nested(query, key, value) else decision(*call))
+
+
+def _checked(
+    tensors: Tensors,
+    mask: MaskLike,
+    score: ScoreLike,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    return_aux: AuxRequest | None,
+) -> tuple[Tensors, Function, Function, Extras]:
+    """The arguments of `attention` as the road behind it takes them: tensors, score and mask as functions, and the rest."""
+    query, key, value = tensors
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
     extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
-    if is_nested(query, key, value):
-        return Explanation(decision_nested((query, key, value), score_function, mask_function, extras))
-    return Explanation(decision((query, key, value), score_function, mask_function, extras))
-
-
-def _attend(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    if is_nested(*tensors):
-        return attend_nested(tensors, score, mask, extras)
-    return run(tensors, score, mask, extras)
+    return tensors, score_function, mask_function, extras

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from foci.blocks import EMPTY, FULL, PARTIAL, from_lists, to_lists, transpose_lists
 
-__all__ = ["BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
+__all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
 
 MaskMod = Callable[..., Any]
 Index = int | slice | Tensor
 
-_DEFAULT_BLOCK: Final = 128
+DEFAULT_BLOCK: Final = 128
 
 
 def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
@@ -68,7 +68,7 @@ class BlockMask:
         q_indices: Tensor | None,
         full_q_num_blocks: Tensor | None,
         full_q_indices: Tensor | None,
-        BLOCK_SIZE: tuple[int, int] = (_DEFAULT_BLOCK, _DEFAULT_BLOCK),
+        BLOCK_SIZE: tuple[int, int] = (DEFAULT_BLOCK, DEFAULT_BLOCK),
         mask_mod: MaskMod = noop_mask,
     ) -> None:
         _check_lists("kv", kv_num_blocks, kv_indices)
@@ -94,7 +94,7 @@ class BlockMask:
         kv_indices: Tensor,
         full_kv_num_blocks: Tensor | None = None,
         full_kv_indices: Tensor | None = None,
-        BLOCK_SIZE: int | tuple[int, int] = _DEFAULT_BLOCK,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
         mask_mod: MaskMod | None = None,
         seq_lengths: tuple[int, int] | None = None,
         compute_q_blocks: bool = True,
@@ -179,7 +179,7 @@ class BlockMask:
 
         Example:
             >>> from foci.mask_mods import create_block_mask
-        >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, 4, 2, 512, 512, device="cpu")
+            >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, 4, 2, 512, 512, device="cpu")
             >>> mask[1, :, 0:2].kv_indices.shape
             torch.Size([1, 2, 2, 4])
         """
@@ -204,7 +204,7 @@ class BlockMask:
 
         Example:
             >>> from foci.mask_mods import create_block_mask
-        >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512, device="cpu")
+            >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512, device="cpu")
             >>> mask.adjust(256, 384).shape
             (1, 1, 256, 384)
         """
@@ -230,7 +230,7 @@ class BlockMask:
 
         Example:
             >>> from foci.mask_mods import create_block_mask
-        >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 384, 384, device="cpu")
+            >>> mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 384, 384, device="cpu")
             >>> print(mask.to_string().replace(" ", "."))
             (0,.0)
             ██....
@@ -337,10 +337,10 @@ def block_classes(block_mask: BlockMask) -> Tensor:
     """int8 [B, Hq, rows, columns]: the class of each block (`foci.blocks.EMPTY`, `PARTIAL`, `FULL`).
 
     Example:
-    >>> from foci.mask_mods import create_block_mask
-    >>> block_classes(create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu"))
-    tensor([[[[1, 0],
-              [2, 1]]]], dtype=torch.int8)
+        >>> from foci.mask_mods import create_block_mask
+        >>> block_classes(create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu"))
+        tensor([[[[1, 0],
+                  [2, 1]]]], dtype=torch.int8)
     """
     columns = block_mask.kv_indices.shape[-1]
     classes = from_lists(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.int8) * PARTIAL

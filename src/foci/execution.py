@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci import backends
 from foci.backends.contract import Backend, Given, Inputs, Kernel, Offsets, Repeating
-from foci.backends.sequences import check_pages, check_spans
+from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.problem import (
@@ -23,9 +23,7 @@ from foci.problem import (
     Operands,
     Problem,
     Results,
-    accumulation_dtype,
     bucket,
-    empty_out,
     is_aligned,
 )
 
@@ -39,8 +37,6 @@ __all__ = [
     "forward_again",
     "forward_of",
     "problem_of",
-    "run_backward",
-    "run_forward",
 ]
 
 Allowed = tuple[str, ...] | None
@@ -172,8 +168,8 @@ def forward_of(call: Chosen, operands: Operands) -> Results:
         check_spans(operands)
     if operands.page_table is not None and operands.page_table.device.type == "cpu":
         check_pages(operands)
-    if _is_empty(operands):
-        return _empty_results(call.formula, operands)
+    if is_empty(operands):
+        return without_keys(operands, call.formula.outputs)
     with as_written(operands.query):
         return call.kernel.forward(operands)
 
@@ -182,7 +178,7 @@ def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: 
     """Gradients of the operands that the call needs."""
     if observers():
         _tell(call.decision, backward=True)
-    if _is_empty(operands):
+    if is_empty(operands):
         return _empty_gradients(operands, call.needs)
     with as_written(operands.query):
         return call.kernel.backward(operands, results, cotangents)
@@ -202,46 +198,6 @@ def backward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Of
     if made is not None and observers():
         _tell(call.decision, backward=True)
     return made
-
-
-def run_forward(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Results:
-    """Attention of the operands, by the backend the planner chooses.
-
-    Raises:
-        NoViableBackend: if none accepts.
-    """
-    return forward_of(choose_kernel(formula, operands, needs, allowed), operands)
-
-
-def run_backward(
-    formula: Formula, operands: Operands, results: Results, cotangents: Cotangents, needs: Needs, allowed: Allowed
-) -> Gradients:
-    """Gradients of the operands that `needs` asks for.
-
-    Raises:
-        NoViableBackend: if no backend accepts.
-    """
-    return backward_of(choose_kernel(formula, operands, needs, allowed), operands, results, cotangents)
-
-
-def _is_empty(operands: Operands) -> bool:
-    return 0 in operands.query.shape or 0 in operands.key.shape or 0 in operands.value.shape
-
-
-def _empty_results(formula: Formula, operands: Operands) -> Results:
-    """Nothing to attend to, or nobody to attend: zeros, and -inf for the logarithm of an empty sum."""
-    query, key = operands.query, operands.key
-    rows = query.shape[:3]
-    kv_len = key.shape[2] if operands.page_table is None else operands.max_kv
-    acc = accumulation_dtype(query.dtype)
-    lse = query.new_full(rows, -torch.inf, dtype=acc)
-    return Results(
-        out=empty_out(query, operands.value).zero_(),
-        lse=lse,
-        row_max=torch.full_like(lse, -torch.inf) if formula.outputs.row_max else None,
-        column_sums=query.new_zeros((query.shape[0], query.shape[1], kv_len), dtype=acc) if formula.outputs.column_sums else None,
-        weights=query.new_zeros((*rows, key.shape[2])) if formula.outputs.weights else None,
-    )
 
 
 def _empty_gradients(operands: Operands, needs: Needs) -> Gradients:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from foci.binding import bind
-from foci.block_mask import BlockMask, MaskMod, as_block, from_classes, noop_mask
+from foci.block_mask import DEFAULT_BLOCK, BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
 from foci.ir.eager import Env, evaluate
 from foci.variant import check_length
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
-_DEFAULT_BLOCK: Final = 128
 _PAIRS_AT_ONCE: Final = 1 << 22
 _NOT_IN_GRAPHS: Final = "which blocks a mask needs is found from values of tensors: make block masks outside, or pass the mask itself"
 
@@ -76,7 +75,7 @@ def create_block_mask(
     Q_LEN: int,
     KV_LEN: int,
     device: torch.device | str | int | None = None,
-    BLOCK_SIZE: int | tuple[int, int] = _DEFAULT_BLOCK,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,

@@ -35,7 +35,6 @@ __all__ = [
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat)
 _NUMBERS: Final = (numbers.Real, *_SYMBOLIC)
-_ROWS: Final = 2  # of the three numbers in `Part`
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -95,9 +94,9 @@ def prepare(
         query, key, value = _broadcast_batch(query, key, value)
     dropout_p = _checked_dropout(extras.dropout_p)
     bound = bind(score, mask, query.device)
+    _check_captures(bound, query, key, extras)
     if extras.part is not None:
         bound = _in_whole(bound, extras.part)
-    _check_captures(bound, query, key, extras)
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
     formula = _formula(bound.variant, _layout(extras), extras.outputs, extras.block_size, dropout=dropout_p > 0)
@@ -112,25 +111,21 @@ def prepare(
 
 def _in_whole(bound: Bound, part: Part) -> Bound:
     """What was bound, told heads, rows and their number in a whole instead of here."""
-    variant, spots = _variant_in_whole(bound.variant, len(bound.ints), is_longer=part.queries is not None)
-    numbers: tuple[Any, ...] = part
-    return replace(bound, variant=variant, ints=(*bound.ints, *(numbers[n] for n in spots)))
+    variant, names = _variant_in_whole(bound.variant, len(bound.ints), has_more_rows=part.queries is not None)
+    numbers: dict[str, Any] = {"h": part.first_head, "q_idx": part.first_query, "q_len": part.queries}
+    return replace(bound, variant=variant, ints=(*bound.ints, *(numbers[name] for name in names)))
 
 
 @functools.lru_cache(maxsize=256)
-def _variant_in_whole(variant: Variant, count: int, *, is_longer: bool) -> tuple[Variant, tuple[int, ...]]:
-    """The variant in terms of numbers from slot `count` on, and which ones these are: first head, first row, number of rows."""
+def _variant_in_whole(variant: Variant, count: int, *, has_more_rows: bool) -> tuple[Variant, tuple[str, ...]]:
+    """The variant with run-time numbers, from slot `count` on, added to h and q_idx and in place of q_len; which of these it reads."""
     read = variant.score.variables() | variant.mask.variables()
-    spots = tuple(n for n, name in enumerate(("h", "q_idx", "q_len")) if name in read and (is_longer or name == "h"))
-    names: dict[Expr, Expr] = {}
-    for slot, n in enumerate(spots, count):
-        number = ir.param(slot, DType.INT32)
-        if n == _ROWS:
-            names[ir.variable("q_len")] = number
-        else:
-            variable = ir.variable(("h", "q_idx")[n])
-            names[variable] = apply("add", variable, number)
-    return replace(variant, score=substitute(variant.score, names), mask=substitute(variant.mask, names)), spots
+    names = tuple(name for name in (("h", "q_idx", "q_len") if has_more_rows else ("h",)) if name in read)
+    told: dict[Expr, Expr] = {}
+    for slot, name in enumerate(names, count):
+        variable, number = ir.variable(name), ir.param(slot, DType.INT32)
+        told[variable] = number if name == "q_len" else apply("add", variable, number)
+    return replace(variant, score=substitute(variant.score, told), mask=substitute(variant.mask, told)), names
 
 
 def _layout(extras: Extras) -> Layout:
@@ -160,6 +155,12 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Checks dims, dtypes, devices and sizes of query [B, Hq, Sq, D], key [B, Hkv, Skv, D] and value [B, Hkv, Skv, Dv].
+
+    Raises:
+        TypeError: for a dtype that is not taken.
+        ValueError: for anything else.
+    """
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v) == 4:
         named = {"query": query, "key": key, "value": value}
@@ -239,7 +240,8 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
         if tensor.device != query.device:
             raise ValueError(f"captured tensor {slot}, {describe(tensor)}, must be on the query's device, {query.device}")
     if extras.cu_q is None:
-        lengths = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2]}
+        part = extras.part or Part()
+        lengths = {"b": query.shape[0], "h": part.first_head + query.shape[1], "q_idx": part.first_query + query.shape[2]}
         if extras.page_table is None:
             lengths["kv_idx"] = key.shape[2]
     else:

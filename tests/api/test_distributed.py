@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 import foci
 import foci.distributed
 import foci.nn
+from foci.prepare import Extras, Part, prepare
+from foci.problem import Outputs
 
 RANKS = 2
 TABLE = torch.randn(4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -150,6 +152,13 @@ def test_each_rank_finds_its_part(results, shards, name, compiled):
 
 
 PART = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("part", [Part(first_head=2), Part(first_query=4, queries=8)])
+def test_captured_tensors_are_those_of_the_whole(part):
+    table = torch.zeros(3, 7)
+    with pytest.raises(ValueError, match=r"captured tensor 0, float32\[3, 7\] on cpu, is indexed by (h|q_idx) .* runs to (4|8)"):
+        prepare((PART, PART, PART), lambda s, b, h, i, j: s + table[h, i], None, Extras(Outputs(), part=part))
 
 
 @pytest.mark.parametrize(

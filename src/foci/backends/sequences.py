@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.ir.expr import LENGTHS
 from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
 
-__all__ = ["Sequence", "check_pages", "check_spans", "coordinate", "coordinates", "narrow", "pack", "sequences", "without_keys"]
+__all__ = ["Sequence", "check_pages", "check_spans", "coordinate", "coordinates", "is_empty", "narrow", "pack", "sequences", "without_keys"]
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,16 @@ _SHAPES: Final = {
 }
 
 
+def is_empty(operands: Operands) -> bool:
+    """Whether there is nothing to compute: no entry, head, row, key or width."""
+    return 0 in operands.query.shape or 0 in operands.key.shape or 0 in operands.value.shape
+
+
 def without_keys(operands: Operands, outputs: Outputs) -> Results:
     """What queries get that have nothing to attend to: zeros, and -inf for the logarithm of an empty sum."""
     query = operands.query
-    acc, rows, kv_len = accumulation_dtype(query.dtype), query.shape[:3], operands.key.shape[2]
+    acc, rows = accumulation_dtype(query.dtype), query.shape[:3]
+    kv_len = operands.key.shape[2] if operands.page_table is None else operands.max_kv
     lse = query.new_full(rows, -torch.inf, dtype=acc)
     return Results(
         out=empty_out(query, operands.value).zero_(),

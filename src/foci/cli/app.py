@@ -171,7 +171,7 @@ def bench(
     with _explained_errors():
         from foci.cli.measuring import Measuring, run_bench
 
-        where = ("cuda" if torch_has_gpu() else "cpu") if device is None else device
+        where = ("cuda" if _has_gpu() else "cpu") if device is None else device
         chosen = None if peers is None else tuple(name.strip() for name in peers.split(","))
         question = Measuring(
             cases=tuple(cases or ()), device=where, dtype=dtype.value, batch=batch, heads=heads,
@@ -181,7 +181,7 @@ def bench(
         run_bench(question, Console())
 
 
-def torch_has_gpu() -> bool:
+def _has_gpu() -> bool:
     """Whether torch sees a GPU."""
     import torch
 
@@ -199,7 +199,7 @@ def tune(
     with _explained_errors():
         from foci.cli.tuning import run_tune
 
-        run_tune(("cuda" if torch_has_gpu() else "cpu") if device is None else device, kinds, repeats, out, Console())
+        run_tune(("cuda" if _has_gpu() else "cpu") if device is None else device, kinds, repeats, out, Console())
 
 
 @app.command()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from foci import functional, mask_mods
+from foci.block_mask import DEFAULT_BLOCK
 from foci.variant import Mask
 
 __all__ = ["Patch", "patch"]
@@ -93,7 +94,7 @@ def _create_block_mask(
     Q_LEN: int,
     KV_LEN: int,
     device: torch.device | str | int | None = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,

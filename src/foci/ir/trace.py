@@ -28,7 +28,7 @@ from foci.ir.ops import apply, as_expr, cast
 __all__ = ["SYMBOLIC_BASE", "Axis", "Symbol", "TraceError", "Tracer", "dtype_of", "length_symbol"]
 
 SYMBOLIC_BASE: Final = 1_000_000
-"""Slots of `param` from here on stand for symbolic integers until `foci.variant.bind` numbers them."""
+"""Slots of `param` from here on stand for symbolic integers until `foci.binding` numbers them."""
 
 _DTYPES: Final = {
     torch.bool: DType.BOOL,

@@ -16,7 +16,7 @@ from foci.backends.contract import Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
-from foci.backends.sequences import without_keys
+from foci.backends.sequences import is_empty, without_keys
 from foci.ir.derivative import CaptureDerivative
 from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
 
@@ -124,7 +124,7 @@ class CpuKernel:
         """Computed by the compiled kernel; without keys, zeros and logsumexp of minus infinity."""
         outputs = self.problem.formula.outputs
         query = operands.query
-        if _is_empty(operands):
+        if is_empty(operands):
             return without_keys(operands, outputs)
         arguments = Arguments(operands)
         out = empty_out(query, operands.value)
@@ -147,7 +147,7 @@ class CpuKernel:
         problem = self.problem
         if self._backward is None:
             self._backward = build.load(backward_source(problem)).foci_backward
-        if _is_empty(operands):
+        if is_empty(operands):
             return self._zeros(operands)
         arguments = Arguments(operands)
         wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
@@ -219,10 +219,6 @@ class CaptureSums:
             None if not want else torch.zeros_like(t) if slot not in self.sums else self.sums[slot].sum(0).to(t.dtype)
             for slot, (t, want) in enumerate(zip(self.captures, wanted, strict=True))
         )
-
-
-def _is_empty(operands: Operands) -> bool:
-    return 0 in operands.query.shape or 0 in operands.key.shape or 0 in operands.value.shape
 
 
 def _check(status: int) -> None:
