@@ -1,7 +1,7 @@
 """Attention on the GPU at hand: foci's backends and their peers, in one run.
 
     python benchmarks/gpu_attention.py --compile 0/8     # one of eight processes that fill the caches
-    python benchmarks/gpu_attention.py [row ...]         # times; a line for each row
+    python benchmarks/gpu_attention.py [row ...]         # times; a line for each row, in the order of their names
     python benchmarks/gpu_attention.py --part 0/4 --lock /tmp/lock     # one of four that get ready side by side and time one at a time
 
 Peers: FlexAttention compiled, FlashAttention-4 where `flash_attn.cute` is found, torch's FLASH, cuDNN and EFFICIENT backends of
@@ -368,6 +368,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     todo = [(number, row) for number, row in enumerate(rows()) if not options.names or row.name in options.names]
+    if options.names:
+        todo.sort(key=lambda one: options.names.index(one[1].name))
     part, parts = map(int, (options.compile or options.part).split("/"))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
