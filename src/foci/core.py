@@ -16,10 +16,11 @@ from foci.prepare import Extras, prepare
 from foci.problem import Results
 from foci.recall import find_site, remember
 
-__all__ = ["Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
+__all__ = ["Check", "Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
 
 Function = Callable[..., Any] | None
 Tensors = tuple[Tensor, Tensor, Tensor]
+Check = Callable[[Tensors, Extras], None]
 
 
 def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
@@ -35,9 +36,11 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
     return attend_outlined(*remember(site, tensors, formula, operands, allowed))
 
 
-def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
+def run_packed_now(
+    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, check: Check | None = None
+) -> Results:  # fmt: skip
     """`run_now` of packed tensors [T, H, D]; out is [T, Hq, Dv], and lse, the only other output it may be asked for, [Hq, T]."""
-    found = packed_call(tensors, score, mask, extras, allowed)
+    found = packed_call(tensors, score, mask, extras, allowed, check)
     if found is None:
         results = run_now(_batches(tensors), score, mask, extras, allowed)
         return Results(packed_rows(results.out), results.lse.squeeze(0))
@@ -45,18 +48,21 @@ def run_packed_now(tensors: Tensors, score: Function, mask: Function, extras: Ex
 
 
 def packed_call(
-    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, *, learns: bool = False
+    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, check: Check | None = None, *, learns: bool = False
 ) -> tuple[Outline, tuple[Tensor, ...], Optional] | None:
     """A call of packed tensors as `foci.operator` takes it; None for one that must be prepared each time.
 
-    `learns`: it is asked for gradients of query, key and value, whatever they say.
+    `check` is called unless the call is known, of which it held. `learns`: it is asked for gradients of query, key and value, whatever
+    they say.
     """
     site = find_site(tensors, score, mask, extras, allowed, learns=learns)
-    if site is None:
-        return None
-    found = site.recalled(extras)
+    found = None if site is None else site.recalled(extras)
     if found is not None:
         return found
+    if check is not None:
+        check(tensors, extras)
+    if site is None:
+        return None
     with torch.no_grad():  # autograd takes the tensors as they are
         batches = _batches(tensors)
     formula, operands = prepare(batches, score, mask, extras)

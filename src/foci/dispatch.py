@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foci.core import Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
+from foci.core import Check, Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
 from foci.operator import Optional, Outline, attend_outlined, backward_now, forward_now
 from foci.prepare import Extras, prepare
 from foci.problem import Results
@@ -41,10 +41,15 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
     return results if extras.sink is None else _with_sink(results, extras.sink)
 
 
-def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
-    """`run` of packed tensors [T, H, D], without a sink; out is [T, Hq, Dv], and lse, the only other output to ask for, [Hq, T]."""
+def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras, check: Check | None = None) -> Results:
+    """`run` of packed tensors [T, H, D], without a sink; out is [T, Hq, Dv], and lse, the only other output to ask for, [Hq, T].
+
+    `check` looks at what `extras` says of sequences, unless the call is known, of which it held.
+    """
     if not torch.compiler.is_dynamo_compiling():
-        return run_packed_now(tensors, score, mask, extras, allowed_for(extras))
+        return run_packed_now(tensors, score, mask, extras, allowed_for(extras), check)
+    if check is not None:
+        check(tensors, extras)
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
     results = run((query, key, value), score, mask, extras)
     return Results(results.out.squeeze(0).transpose(0, 1), results.lse.squeeze(0))

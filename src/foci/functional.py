@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from foci import masks, scores
 from foci.arguments import broadcast, causal_bias, mask_parts, score_parts
-from foci.core import Function
+from foci.core import Function, Tensors
 from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.prepare import Extras, check_integers, check_is_flag, check_is_tensor, check_offsets, describe
@@ -371,16 +372,11 @@ def varlen_attn(
     check_is_flag(enable_gqa=enable_gqa)
     if block_table is not None:
         raise ValueError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
+    if not query.dim() == key.dim() == value.dim() == 3:
+        name, tensor = next((n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t.dim() != 3)
+        raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
     if cu_seq_k is None:
         cu_seq_k = cu_seq_q
-    if not query.device == key.device == value.device:
-        raise ValueError(
-            f"query, key and value must have one device; got query {describe(query)}, key {describe(key)}, value {describe(value)}"
-        )
-    _check_sequences(query, key, cu_seq_q, cu_seq_k, seqused_k)
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -390,14 +386,24 @@ def varlen_attn(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
-    results = run_packed((query, key, value), score_parts(score, None, query, key), _varlen_mask(window_size, mask, query, key), extras)
+    functions = score_parts(score, None, query, key), _varlen_mask(window_size, mask, query, key)
+    results = run_packed((query, key, value), *functions, extras, _check_sequences)
     return (results.out, results.lse) if outputs.lse else results.out
 
 
-def _check_sequences(query: Tensor, key: Tensor, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any) -> None:
+def _check_sequences(tensors: Tensors, extras: Extras) -> None:
+    """Checks where packed sequences lie."""
+    query, key, value = tensors
+    cu_seq_q, cu_seq_k, seqused_k = extras.cu_q, extras.cu_kv, extras.kv_lengths
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            f"query, key and value must have one device; got query {describe(query)}, key {describe(key)}, value {describe(value)}"
+        )
     check_offsets("cu_seq_q", cu_seq_q, query)
     if cu_seq_k is not cu_seq_q:
         check_offsets("cu_seq_k", cu_seq_k, key)
+    assert cu_seq_q is not None
+    assert cu_seq_k is not None
     if cu_seq_q.shape != cu_seq_k.shape:
         raise ValueError(
             f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
@@ -420,5 +426,12 @@ def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Te
     function = mask_parts(mask, query, key, holds_many=True)[0]
     if (left, right) == (-1, -1):
         return function
-    window = masks.window(None if left == -1 else left, None if right == -1 else right, align="lower_right")
+    window = _window(left, right) if torch.compiler.is_compiling() else _known_window(left, right)
     return window.function if function is None else (window & function).function
+
+
+def _window(left: int, right: int) -> Mask:
+    return masks.window(None if left == -1 else left, None if right == -1 else right, align="lower_right")
+
+
+_known_window: Final = functools.lru_cache(maxsize=64)(_window)

@@ -27,6 +27,7 @@ __all__ = ["Known", "Site", "find_site", "remember"]
 
 _CAPACITY: Final = 512
 _REAL: Final = (float, int)
+_TENSORS: Final = frozenset((Tensor, type(None)))
 
 
 class Site(NamedTuple):
@@ -98,6 +99,8 @@ def find_site(
     shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     lengths = None
     if e.cu_q is not None:
+        if not _TENSORS.issuperset(map(type, (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths))):
+            return None
         shapes, lengths = _of_tokens(query.shape, key.shape, value.shape), _of_sequences(e)
     pages = None
     if e.page_table is not None and e.kv_lengths is not None:

@@ -127,3 +127,29 @@ def test_sequences_longer_than_the_call_says(name):
     q, cu = rand(9, 2, 8, dtype=torch.float32), torch.tensor([0, 4, 9])
     with pytest.raises(ValueError, match=f"{name} must be the length of the longest sequence of .*; got 4, one has 5"):
         foci.varlen_attn(q, q, q, cu, cu, **{"max_q": 5, "max_k": 5, name: 4})
+
+
+def test_wrong_arguments_are_refused_after_right_ones():
+    q, k = torch.randn(10, 4, 16), torch.randn(10, 2, 16)
+    offsets = torch.tensor([0, 3, 10])
+    for _ in range(3):  # known from then on
+        foci.varlen_attn(q, q, q, offsets, offsets, 7, 7)
+        foci.varlen_attn(q, k, k, offsets, offsets, 7, 7, enable_gqa=True)
+    with pytest.raises(TypeError, match="cu_seq_q"):
+        foci.varlen_attn(q, q, q, offsets.float(), offsets, 7, 7)
+    with pytest.raises(TypeError, match="cu_seq_k"):
+        foci.varlen_attn(q, q, q, offsets, offsets.tolist(), 7, 7)
+    with pytest.raises(TypeError, match="cu_seq_q"):
+        foci.varlen_attn(q, q, q, None, None, 7, 7)
+    with pytest.raises(ValueError, match="cu_seq_q"):
+        foci.varlen_attn(q, q, q, offsets[None], offsets, 7, 7)
+    with pytest.raises(ValueError, match="same sequences"):
+        foci.varlen_attn(q, q, q, offsets, offsets[:2], 7, 7)
+    with pytest.raises(ValueError, match="max_q"):
+        foci.varlen_attn(q, q, q, offsets, offsets, -1, 7)
+    with pytest.raises(ValueError, match="seqused_k"):
+        foci.varlen_attn(q, q, q, offsets, offsets, 7, 7, seqused_k=torch.tensor([1]))
+    with pytest.raises(ValueError, match="enable_gqa"):
+        foci.varlen_attn(q, k, k, offsets, offsets, 7, 7)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        foci.varlen_attn(q[None], q, q, offsets, offsets, 7, 7)
