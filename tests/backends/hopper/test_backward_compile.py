@@ -54,6 +54,8 @@ CASES = {
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True},
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "fused": True},
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
+    "dropout": {"dropout": 0.1, "fused": True},
+    "dropout, jagged, causal, D 64": {"dropout": 0.1, "mask": masks.causal(), "jagged": True, "fused": True, "dim": 64},
     "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64},
 }
 
@@ -66,7 +68,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
     keys = "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient"
-    wanted = {keys, "attention_query_gradient", "begin_gradients"}
+    wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
@@ -117,8 +119,10 @@ def posed(case):
     cu = torch.tensor([0, 200, 512])
     jagged = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if case.get("jagged") else {}
     bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
-    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, **jagged)
-    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE)
+    dropout = case.get("dropout", 0.0)
+    seed = torch.tensor([1]) if dropout else None
+    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, seed, **jagged)
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
     problem = Problem(
         formula, dtype, dim, value.shape[-1], 4, key.shape[1], 2, 512, 512, True, True, True, tuple(False for _ in bound.captures)
     )
@@ -133,5 +137,7 @@ def launch(case):
     if case.get("fused"):
         assert gradients.fused is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
+    if case.get("dropout"):
+        return
     gradients.fused = None
     gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

@@ -148,21 +148,22 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     assert decision.plan.backend == min(times, key=times.__getitem__), decision.table()
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "added"])
-def test_dropouts_backward_is_left_to_triton(kind):
-    asked = problem(**KINDS[kind], **TRAINED)
+@pytest.mark.parametrize(("kind", "width"), [("full", 128), ("causal", 64), ("added", 128)])
+def test_dropouts_backward_is_the_single_kernels(kind, width):
+    asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
+    asked = replace(asked, formula=replace(asked.formula, dropout=True))
+    assert rates_of(asked).backward.is_ahead
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    assert kernel.HopperKernel(Plan("hopper", asked, H200)).takes_own
+
+
+@pytest.mark.parametrize(("kind", "width"), [("full", 16), ("full", 256), ("score", 128), ("pair", 128)])
+def test_dropouts_backward_is_tritons_where_several_kernels_take_it(kind, width):
+    asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert not rates_of(asked).backward.is_ahead
     assert BACKEND.note(asked, H200).endswith("so taken from triton")
-    assert rates_of(problem(**KINDS[kind], **TRAINED)).backward.is_ahead
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [16, 64, 128, 256])
-def test_no_kernel_of_its_own_takes_dropouts_backward(kind, width):
     kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
-    asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
-    asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert not kernel.HopperKernel(Plan("hopper", asked, H200)).takes_own
 
 

@@ -106,8 +106,10 @@ class HopperGradients(host.TritonKernel):
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        assert not p.formula.dropout, "the backward pass of dropout is Triton's"
         if not (query.numel() and key.numel() and value.numel()) or (self.learns and learned_with_queries(self, operands)):
+            return super()._backward(operands, given, sequences, recorder, flow)
+        if p.formula.dropout and (self.fused is None or not all(self.wanted)):
+            # the other kernels here know no dropout
             return super()._backward(operands, given, sequences, recorder, flow)
         tensors = (query, key, value, given.dout)
         if not all(map(takes_descriptor, tensors)):
@@ -227,7 +229,8 @@ class HopperGradients(host.TritonKernel):
             *streams.rows_of(cut.tile_q), TensorDescriptor(added, [total * 32, 256], [256, 1], [32, 256], _SHARE),
             *(None if t is None else of(t, 64) for t in grads[1:]),
             order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
-            operands.scale, call.environment, config, functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
+            operands.scale, call.numbers, call.environment, config,
+            functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4,
         )  # fmt: skip
         recorder.launch(
@@ -287,7 +290,7 @@ class HopperGradients(host.TritonKernel):
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
-                call.operands.cu_q is not None, call.is_plain, None, p.formula.block_size is not None,
+                call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
                 None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line,
             )
         )  # fmt: skip

@@ -11,9 +11,11 @@ A score is the product and what is added to it: what other functions need would 
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
+from foci.backends.hopper.dropping import dropped, drops_by_key, odds_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, viewed, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
+from foci.backends.hopper.softmax import rounded
 from foci.backends.hopper.tiles import barriers, copy_in, copy_out
 from foci.backends.triton.tiles import number, sequence
 
@@ -68,7 +70,7 @@ def begin_share(ds_tiles, k_tiles, two, c, half: gl.constexpr):
 
 @gluon.jit
 def fold_fused(
-    sums, held, buffers, bars, at, run, n, table, group, scale, env, aux, c,
+    sums, held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c,
     half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys, and their share to dq. MASKED tiles may also overhang."""
@@ -77,7 +79,7 @@ def fold_fused(
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, h, kv_idx, q_len, kv_len, ends = at
+    b, h, kv_idx, q_len, kv_len, first, ends = at
     line, last, count = run
     BARE: gl.constexpr = c.BOUNDED or c.WORDS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -95,6 +97,8 @@ def fold_fused(
         dp = warpgroup_mma(v_tiles.index(half), douts.permute((1, 0)), zero, use_acc=False, is_async=True)
         if MASKED and c.WORDS:
             words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
+        if c.DROPOUT:
+            drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, odds, c.TILE_Q)
         s = warpgroup_mma_wait(1, deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
@@ -109,10 +113,16 @@ def fold_fused(
             p = kept(p, ends[0] - tile * c.TILE_Q, ends[1] - tile * c.TILE_Q)
         elif MASKED and c.WORDS:
             p = marked(p, words.to(gl.int32), 0.0)
-        dv = warpgroup_mma(gl.convert_layout(p.to(douts.dtype), operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
+        if c.DROPOUT:
+            p = dropped(p, drops, c)
+        weights = rounded(p, douts.dtype, c)
+        dv = warpgroup_mma(gl.convert_layout(weights, operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-        ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
+        if c.DROPOUT:
+            ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries.dtype)
+        else:
+            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
         fence_async_shared()
@@ -141,7 +151,7 @@ def fused_consumer(
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     S: gl.constexpr = product(c.TILE_Q)
-    spans, size, table, ranks, scale, env = told
+    spans, size, table, ranks, scale, numbers, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
@@ -164,19 +174,22 @@ def fused_consumer(
         keys = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         low, high = bounds(b, h, gl.minimum(keys, kv_len - 1), q_len, kv_len, env)
         ends = (low, gl.where(keys < kv_len, high, -1))
-    at = (b, h, kv_idx, q_len, kv_len, ends)
+    at = (b, h, kv_idx, q_len, kv_len, own, ends)
+    odds = odds_of(numbers, c)
     line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, b, h, tile, q_len, kv_len, c)
     # masked tiles, whole ones, masked ones
     for part in range(0, 2):
         run = (line, gl.where(part == 0, last, before_last), gl.where(part == 0, ending, before))
-        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, True)
+        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, True)
         run = (line, whole_last, gl.where(part == 0, whole, 0))
-        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, env, aux, c, half, both, mask, False)
+        dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, False)
     if c.DEFERS:
         fence_async_shared()
         mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = v_tiles.index(half)
+    if c.DROPOUT:
+        dv = dv * numbers.keep_factor
     copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
     copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, dk * scale, c.JAGGED)
@@ -185,7 +198,7 @@ def fused_consumer(
 
 @gluon.jit
 def attention_gradients(
-    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, numbers, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * 32, 256],
@@ -209,7 +222,7 @@ def attention_gradients(
     fence_async_shared()
     held = (k_tiles, v_tiles)
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
-    told = (spans, size, table, order.ranks, scale, env)
+    told = (spans, size, table, order.ranks, scale, numbers, env)
     gl.warp_specialize(
         [
             (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),

@@ -12,6 +12,7 @@ or every so-manieth: stages of keys and of values go on from one task to the nex
 while consumers finish the one before; its producer posts where it is (`foci.backends.hopper.posts`).
 """
 
+from foci.backends.hopper.dropping import dropped, drops_of, odds_of
 from foci.backends.hopper.interface import (
     fence_async_shared,
     gl,
@@ -25,7 +26,7 @@ from foci.backends.hopper.layouts import pieces, product, unit
 from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, masked, scored, scores_of
 from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
-from foci.backends.hopper.softmax import by_row, by_thread, dropped, fold_softmax, packed, unpacked
+from foci.backends.hopper.softmax import by_row, by_thread, fold_softmax, packed, rounded, unpacked
 from foci.backends.hopper.tasks import plan
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, step
 from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
@@ -67,7 +68,7 @@ def release_queries(q_free, now, c):
 
 @gluon.jit
 def fold_in_turn(
-    acc, most, total, q, bars, at, run, low, high, q_free, last, table, numbers, env, c,
+    acc, most, total, q, bars, at, run, low, high, q_free, last, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high, one step after the other."""
@@ -79,22 +80,23 @@ def fold_in_turn(
         marks = marks_of(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), phase)
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
+        drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         release_queries(q_free, i == last, c)
-        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
+        x = scores_of(raw, tile, marks, at, env, c, score, mask, MASKED)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = rescaled(acc, alpha)
-        p = dropped(p, tile, at, numbers, c)
+        p = dropped(p, drops, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = finish_sums(begin_sums(p.to(keys[0].dtype), nth(values, stage), acc))
+        acc = finish_sums(begin_sums(rounded(p, keys[0].dtype, c), nth(values, stage), acc))
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
 
 
 @gluon.jit
 def fold_joined(
-    acc, most, total, q, bars, at, run, cuts, q_free, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr
+    acc, most, total, q, bars, at, run, cuts, q_free, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr
 ):  # fmt: skip
     """Folds all tiles of a consumer in one loop, which asks of each whether it is partial: half the instructions, which caches hold."""
     keys, values, k_full, k_free, v_full, v_free, base = bars
@@ -106,6 +108,7 @@ def fold_joined(
         marks = marks_of(table, run, i, at, c, BOTH)
         mbarrier.wait(k_full.index(stage), phase)
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
+        drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         release_queries(q_free, i == end - 1, c)
@@ -116,16 +119,16 @@ def fold_joined(
             x = masked(x, tile, marks, at, env, c, mask)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
         acc = rescaled(acc, alpha)
-        p = dropped(p, tile, at, numbers, c)
+        p = dropped(p, drops, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = finish_sums(begin_sums(p.to(keys[0].dtype), nth(values, stage), acc))
+        acc = finish_sums(begin_sums(rounded(p, keys[0].dtype, c), nth(values, stage), acc))
         mbarrier.arrive(v_free.index(stage), count=1)
     return acc, most, total
 
 
 @gluon.jit
 def fold_overlapped(
-    acc, p, most, total, q, bars, at, run, low, high, first, second, q_free, last, table, numbers, env, c,
+    acc, p, most, total, q, bars, at, run, low, high, first, second, q_free, last, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
@@ -141,6 +144,7 @@ def fold_overlapped(
         mbarrier.wait(k_full.index(stage), ((base + i) // c.STAGES) & 1)
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
         acc = begin_sums(unpacked(p, keys[0].dtype), nth(values, before), acc)
+        drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
         mbarrier.arrive(k_free.index(stage), count=1)
         release_queries(q_free, i == last, c)
@@ -150,15 +154,15 @@ def fold_overlapped(
                 thread_barrier()
                 x = masked(x, tile, marks, at, env, c, mask)
         else:
-            x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, MASKED)
+            x = scores_of(raw, tile, marks, at, env, c, score, mask, MASKED)
         weights, alpha, most, total = fold_softmax(x, most, total, at[7])
-        weights = dropped(weights, tile, at, numbers, c)
+        weights = dropped(weights, drops, c)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
         acc = finish_sums(acc)
         mbarrier.arrive(v_free.index(before), count=1)
         acc = rescaled(acc, alpha)
-        p = packed(weights, keys[0].dtype)
+        p = packed(weights, keys[0].dtype, c)
     return acc, p, most, total
 
 
@@ -176,23 +180,23 @@ def pass_over(bars, low, high, c):
 
 
 @gluon.jit
-def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, numbers, env, c, score: gl.constexpr, mask: gl.constexpr):
+def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
     last = end - 1
     if c.JOINED and not c.OVERLAPPED:
-        acc, most, total = fold_joined(acc, most, total, q, bars, at, run, cuts, q_free, table, numbers, env, c, score, mask)
+        acc, most, total = fold_joined(acc, most, total, q, bars, at, run, cuts, q_free, table, odds, env, c, score, mask)
     elif not c.OVERLAPPED:
         acc, most, total = fold_in_turn(
-            acc, most, total, q, bars, at, run, start, first, q_free, last, table, numbers, env, c, score, mask, UPPER
+            acc, most, total, q, bars, at, run, start, first, q_free, last, table, odds, env, c, score, mask, UPPER
         )
         acc, most, total = fold_in_turn(
-            acc, most, total, q, bars, at, run, first, second, q_free, last, table, numbers, env, c, score, mask, WHOLE
+            acc, most, total, q, bars, at, run, first, second, q_free, last, table, odds, env, c, score, mask, WHOLE
         )
         if c.LOW:
             acc, most, total = fold_in_turn(
-                acc, most, total, q, bars, at, run, second, end, q_free, last, table, numbers, env, c, score, mask, LOWER
+                acc, most, total, q, bars, at, run, second, end, q_free, last, table, odds, env, c, score, mask, LOWER
             )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
@@ -204,27 +208,27 @@ def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, numbers, env, 
         mbarrier.arrive(k_free.index(stage), count=1)
         release_queries(q_free, start == last, c)
         # a full tile may be treated as a partial one
-        x = scores_of(raw, tile, marks, at, numbers, env, c, score, mask, BOTH)
+        x = scores_of(raw, tile, marks, at, env, c, score, mask, BOTH)
         p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        p = packed(dropped(p, tile, at, numbers, c), keys[0].dtype)
+        p = packed(dropped(p, drops_of(tile, at, odds, c), c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         if c.JOINED:
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, next, end, first, second, q_free, last, table, numbers, env, c, score, mask, BOTH
+                acc, p, most, total, q, bars, at, run, next, end, first, second, q_free, last, table, odds, env, c, score, mask, BOTH
             )
         else:
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, next, first, first, second, q_free, last, table, numbers, env, c, score, mask, UPPER
+                acc, p, most, total, q, bars, at, run, next, first, first, second, q_free, last, table, odds, env, c, score, mask, UPPER
             )
             low = gl.maximum(first, next)
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, low, second, first, second, q_free, last, table, numbers, env, c, score, mask, WHOLE
+                acc, p, most, total, q, bars, at, run, low, second, first, second, q_free, last, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 low = gl.maximum(second, next)
                 acc, p, most, total = fold_overlapped(
-                    acc, p, most, total, q, bars, at, run, low, end, first, second, q_free, last, table, numbers, env, c, score, mask, LOWER
+                    acc, p, most, total, q, bars, at, run, low, end, first, second, q_free, last, table, odds, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
         acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
@@ -255,7 +259,8 @@ def consume(
     # without keys no queries come
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(ME), turn & 1)
-    acc, most, total = fold(acc, most, total, nth(q_tiles, ME), q_free.index(ME), bars, at, cuts, run, table, numbers, env, c, score, mask)
+    odds = odds_of(numbers, c)
+    acc, most, total = fold(acc, most, total, nth(q_tiles, ME), q_free.index(ME), bars, at, cuts, run, table, odds, env, c, score, mask)
     release_queries(q_free.index(ME), (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start

@@ -121,7 +121,7 @@ def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(raw, tile, marks, at, numbers, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+def scores_of(raw, tile, marks, at, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     x = raw

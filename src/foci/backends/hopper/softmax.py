@@ -4,14 +4,10 @@
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Exponentials are in base 2.
 """
 
-import triton.language as tl
-
 from foci.backends.hopper.interface import gl, gluon
-from foci.backends.hopper.layouts import product
 from foci.backends.hopper.masking import ROWS
-from foci.backends.triton.tiles import start_of
 
-__all__ = ["by_row", "by_thread", "dropped", "fold_softmax", "packed", "unpacked"]
+__all__ = ["by_row", "by_thread", "fold_softmax", "packed", "rounded", "unpacked"]
 
 
 @gluon.jit
@@ -36,28 +32,23 @@ def fold_softmax(x, most, total, factor):
 
 
 @gluon.jit
-def dropped(p, tile, at, numbers, c):
-    """Weights, zeros where dropout drops them: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
+def rounded(p, dtype: gl.constexpr, c):
+    """Weights as a product takes them."""
     if c.DROPOUT:
-        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-        row = (first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
-        column = (start_of(tile, c, c.TILE_KV) // 4 + gl.arange(0, c.TILE_KV // 4, gl.SliceLayout(0, layout)))[None, :]
-        column = column + row * 0
-        row = row + column * 0
-        w0, w1, w2, w3 = tl.philox(gl.load(numbers.seed), column, row, row * 0 + h, row * 0 + b, 7)
-        words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([ROWS, c.TILE_KV])
-        words = gl.convert_layout(words, product(c.TILE_KV))
-        threshold = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
-        p = gl.where(words.to(gl.uint32, bitcast=True) >= threshold, p, 0.0)
-    return p
+        # rounded two by two: else what is dropped is chosen among rounded weights, one by one
+        return unpacked(packed(p, dtype, c), dtype)
+    else:
+        return p.to(dtype)
 
 
 @gluon.jit
-def packed(p, dtype: gl.constexpr):
-    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves."""
+def packed(p, dtype: gl.constexpr, c):
+    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves.
+
+    With dropout a weight with a minus is dropped.
+    """
     low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
-    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    KIND: gl.constexpr = ("relu." if c.DROPOUT else "") + ("bf16" if dtype == gl.bfloat16 else "f16")
     return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 

@@ -319,17 +319,20 @@ def fold_key_gradient(
         p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
         douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
+            # a minus tells what is dropped until both uses are done: a tile of bits kept besides would spill
             keep = turned(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
+            p = tl.where(keep, p, -p)
         if VALUE:
             dropped = p
             if c.DROPOUT:
-                dropped = tl.where(keep, p * numbers.keep_factor, 0.0)
+                dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
             dropped = dropped.to(douts.dtype)
             dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
         if KEY:
             dp = value_product(douts if c.TURNED else v, v if c.TURNED else douts, row_delta, ROW_AXIS, c)
             if c.DROPOUT:
-                dp = tl.where(keep, dp * numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
+                dp = tl.where(p > 0.0, dp * numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
+                p = tl.abs(p)
             dp = with_flow(dp, numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
             ds = score_gradient(p, dp, slope, c, MASKED or EDGE).to(queries.dtype)
             dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
@@ -413,5 +416,7 @@ def attention_key_gradient(
         dk_at = rows_pointer(dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
         tl.store(dk_at, (dk_acc * (numbers.scale * sign)).to(dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
     if VALUE:
+        if c.DROPOUT:
+            dv_acc = dv_acc * numbers.keep_factor
         dv_at = rows_pointer(dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
         tl.store(dv_at, dv_acc.to(dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))

@@ -147,16 +147,41 @@ def product(q, keys, distance, line, c):
 
 
 @triton.jit
+def wide_product(a, factor: tl.constexpr):
+    """(upper word, lower word) of a product of words."""
+    product = a.to(tl.uint64) * factor
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def random_words(key, quad, row, h, b):
+    """The four words of Philox4x32-7 of (quad, row, h, b). Numbers are spread over a tile no sooner than they depend on both its sides."""
+    k0, k1 = key
+    c0 = quad.to(tl.uint32)
+    c1 = row.to(tl.uint32)
+    c2 = h.to(tl.uint32)
+    c3 = b.to(tl.uint32)
+    for _ in tl.static_range(7):
+        upper0, lower0 = wide_product(c0, 0xD2511F53)
+        upper1, lower1 = wide_product(c2, 0xCD9E8D57)
+        c0 = upper1 ^ c1 ^ k0
+        c1 = lower1
+        c2 = upper0 ^ c3 ^ k1
+        c3 = lower0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
     """Which weights of a [Q, KV] tile dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
     seed = tl.load(numbers.seed)
     quad = kv_first // 4 + tl.arange(0, KV // 4)[None, :]
-    column = q_idx * 0 + quad
-    row = q_idx + quad * 0
-    w0, w1, w2, w3 = tl.philox(seed, column, row, row * 0 + h, row * 0 + b, 7)
+    w0, w1, w2, w3 = random_words((seed.to(tl.uint32), (seed >> 32).to(tl.uint32)), quad, q_idx, h, b)
+    least = ((numbers.threshold - (1 << 40)) >> 5).to(tl.uint32)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(q_idx.shape[0], KV)
-    threshold = ((numbers.threshold - (1 << 40)) >> 5).to(tl.uint32)
-    return words.to(tl.uint32, bitcast=True) >= threshold
+    return words >= least
 
 
 @triton.jit

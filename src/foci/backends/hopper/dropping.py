@@ -1,0 +1,192 @@
+# mypy: ignore-errors
+"""Which weights of a tile dropout drops, as bits: two words of 32 a thread at most, made while products run.
+
+One evaluation of Philox serves four neighbouring keys, which several threads hold. Evaluations are spread over the threads of a warp so
+that none is made twice; threads hand each other bits, not words. A thread's word is as `foci.backends.hopper.words` has it: bit 2 i + j
+of word l of a row says whether column 8 i + 2 l + j is dropped.
+"""
+
+from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.masking import by_column
+from foci.backends.triton.tiles import random_words, start_of
+
+__all__ = ["dropped", "drops_by_key", "drops_by_query", "drops_of", "odds_of"]
+
+
+@gluon.constexpr_function
+def along(layout, rank, axis):
+    """Of numbers along one axis of a tensor of such a layout."""
+    for other in reversed([n for n in range(rank) if n != axis]):
+        layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.constexpr_function
+def by_query(quads):
+    """Of [64 queries, quads of keys]: lanes that share a row take every second eight keys, the lower or the upper half of them."""
+    more = [[0, 4 << n] for n in range(quads.bit_length() - 3)]
+    return gl.DistributedLinearLayout([[8, 0], *more], [[0, 2], [0, 1], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, quads])
+
+
+@gluon.constexpr_function
+def words_by_query():
+    """Of words [64 queries, half of eight keys, pair of them]."""
+    return gl.DistributedLinearLayout(
+        [[8, 0, 0]], [[0, 0, 1], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 2, 2]
+    )
+
+
+@gluon.constexpr_function
+def by_key(queries):
+    """Of [16 quads of keys, queries]: the lanes of a quad take every fourth eight queries."""
+    more = [[0, 32 << n] for n in range(queries.bit_length() - 6)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [2, 0], *more], [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]], [[4, 0], [8, 0]], [], [16, queries]
+    )
+
+
+@gluon.constexpr_function
+def words_by_key():
+    """Of words [warp, half of its quads, quad, key, pair of queries]."""
+    return gl.DistributedLinearLayout(
+        [[0, 1, 0, 0, 0]],
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0]],
+        [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]], [], [4, 2, 2, 4, 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def words_layout(columns):
+    """Of the words [64, 4] of a product's rows."""
+    more = [[0, 1 << n, 0, 0] for n in range(columns.bit_length() - 4)]
+    whole = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [8, 0, 0, 0], *more],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, columns // 8, 4, 2],
+    )  # fmt: skip
+    return gl.SliceLayout(1, gl.SliceLayout(3, whole))
+
+
+@gluon.jit
+def here_and_now(x):
+    """A number that the compiler takes as it comes, where it stands: what follows from it is neither made earlier nor kept over a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def odds_of(numbers, c):
+    """(low word of the seed, high word, least word that is kept, factor of what is kept), read once a task."""
+    if c.DROPOUT:
+        seed = gl.load(numbers.seed)
+        least = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
+        return seed.to(gl.int32), (seed >> 32).to(gl.int32), least, numbers.keep_factor
+    else:
+        return 0
+
+
+@gluon.jit
+def key_of(odds):
+    """The seed's words: the keys of seven rounds, which follow from them, take more registers than it costs to make them."""
+    return here_and_now(odds[0]).to(gl.uint32), here_and_now(odds[1]).to(gl.uint32)
+
+
+@gluon.jit
+def by_eight(word, odds, FIRST: gl.constexpr):
+    """Bits [64, lane, half] of words [64, quads of keys]; a lane's eights are every second one."""
+    y = word.reshape([64, word.shape[1] // 4, 2, 2])
+    two = gl.arange(0, word.shape[1] // 4, along(y.type.layout, 4, 1))[None, :, None, None]
+    return gl.sum((y < odds[2]).to(gl.int32) << (4 * two + FIRST), 1)
+
+
+@gluon.jit
+def of_lanes(bits):
+    """Words [64, half of eight keys] of what each lane found."""
+    lane = gl.arange(0, 2, along(bits.type.layout, 3, 1))[None, :, None]
+    words = gl.sum(bits << (2 * lane), 1)
+    return gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, words_by_query()), assert_trivial=True), 2)
+
+
+@gluon.jit
+def drops_by_query(first, here, b, h, odds, COLUMNS: gl.constexpr):
+    """Words [64, 4] of the 64 queries from `first`, over COLUMNS keys from `here`."""
+    PART: gl.constexpr = min(COLUMNS, 64)
+    layout: gl.constexpr = by_query(PART // 4)
+    row = (first + gl.arange(0, 64, gl.SliceLayout(1, layout)))[:, None]
+    quad = (here_and_now(here) // 4 + gl.arange(0, PART // 4, gl.SliceLayout(0, layout)))[None, :]
+    key = key_of(odds)
+    for part in gl.static_range(COLUMNS // PART):
+        w0, w1, w2, w3 = random_words(key, quad + part * (PART // 4), row, h, b)
+        low = by_eight(w0, odds, part * (PART // 4)) + by_eight(w1, odds, part * (PART // 4) + 1)
+        high = by_eight(w2, odds, part * (PART // 4)) + by_eight(w3, odds, part * (PART // 4) + 1)
+        if part == 0:
+            lower = low
+            upper = high
+        else:
+            lower += low
+            upper += high
+    pair = gl.arange(0, 2, along(words_by_query(), 3, 2))[None, None, :]
+    words = gl.where(pair == 0, of_lanes(lower), of_lanes(upper))
+    return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def by_fours(word, odds, FIRST: gl.constexpr):
+    """Bits [warp, half of its quads, quad, lane, pair] of words [quads of keys, queries]; a lane's eights are every fourth one."""
+    y = word.reshape([4, 2, 2, word.shape[1] // 32, 4, 4, 2])
+    four = gl.arange(0, word.shape[1] // 32, along(y.type.layout, 7, 3))[None, None, None, :, None, None, None]
+    one = gl.arange(0, 2, along(y.type.layout, 7, 6))[None, None, None, None, None, None, :]
+    return gl.sum(gl.sum((y < odds[2]).to(gl.int32) << (8 * four + one + FIRST), 6), 3)
+
+
+@gluon.jit
+def of_fours(bits):
+    """Words [warp, half of its quads, quad, 1, pair of queries] of what each lane found."""
+    lane = gl.arange(0, 4, along(bits.type.layout, 5, 3))[None, None, None, :, None]
+    words = gl.sum(bits << (2 * lane), 3)
+    return gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(3, words_by_key()), assert_trivial=True), 3)
+
+
+@gluon.jit
+def drops_by_key(first, here, b, h, odds, COLUMNS: gl.constexpr):
+    """Words [64, 4] of the 64 keys from `first`, over COLUMNS queries from `here`."""
+    PART: gl.constexpr = min(COLUMNS, 32)
+    layout: gl.constexpr = by_key(PART)
+    quad = (here_and_now(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
+    column = (here_and_now(here) + gl.arange(0, PART, gl.SliceLayout(0, layout)))[None, :]
+    key = key_of(odds)
+    for part in gl.static_range(COLUMNS // PART):
+        w0, w1, w2, w3 = random_words(key, quad, column + part * PART, h, b)
+        a0, a1 = by_fours(w0, odds, part * (PART // 4)), by_fours(w1, odds, part * (PART // 4))
+        a2, a3 = by_fours(w2, odds, part * (PART // 4)), by_fours(w3, odds, part * (PART // 4))
+        if part == 0:
+            n0, n1, n2, n3 = a0, a1, a2, a3
+        else:
+            n0 += a0
+            n1 += a1
+            n2 += a2
+            n3 += a3
+    fourth = gl.arange(0, 4, along(words_by_key(), 5, 3))[None, None, None, :, None]
+    words = gl.where(fourth < 2, gl.where(fourth == 0, of_fours(n0), of_fours(n1)), gl.where(fourth == 2, of_fours(n2), of_fours(n3)))
+    return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def drops_of(tile, at, odds, c):
+    """Words of a tile of keys."""
+    if c.DROPOUT:
+        return drops_by_query(at[5], start_of(tile, c, c.TILE_KV), at[0], at[1], odds, c.TILE_KV)
+    else:
+        return 0
+
+
+@gluon.jit
+def dropped(p, words, c):
+    """Weights, those that dropout drops with a minus before them: `packed` rounds these to zero."""
+    if c.DROPOUT:
+        y, column, lane = by_column(p)
+        place = column // 8 * 2 + column % 2
+        sign = (gl.expand_dims(gl.expand_dims(words, 1), 3) << (31 - place)) & -2147483648
+        y = (y.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
+        return gl.convert_layout(y.reshape([64, p.shape[1]]), p.type.layout, assert_trivial=True)
+    else:
+        return p
