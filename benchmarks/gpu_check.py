@@ -216,7 +216,7 @@ def cases() -> list[Case]:
         case("sin cos where", score=foci.Score(lambda s, b, h, q, k: torch.sin(s) + torch.cos(s) * torch.where(q > k, 0.5, 1.5))),
         case("floor division", score=foci.Score(lambda s, b, h, q, k: torch.where((q - k) // 3 % 2 == 0, s, s * 0.7))),
         case("modulo mask", mask=foci.Mask(lambda b, h, q, k: (k - q) // 7 % 3 != 1)), case("document", lengths=(m, m), mask=foci.Mask(lambda b, h, q, k: ids[q] == ids[k])),
-        case("bool tensor", mask=foci.Mask(lambda b, h, q, k: kept[h, q, k])), case("empty rows", mask=foci.Mask(lambda b, h, q, k: (q >= 20) & (k <= q))),
+        case("bool tensor", mask=foci.Mask(lambda b, h, q, k: kept[h, q, k])), case("bool tensor D 128", dims=(128, 128), mask=foci.Mask(lambda b, h, q, k: kept[h, q, k])), case("empty rows", mask=foci.Mask(lambda b, h, q, k: (q >= 20) & (k <= q))),
         case("per batch", mask=foci.Mask(lambda b, h, q, k: k < per_batch[b])), case("row products", score=foci.Score(lambda s, b, h, q, k: s + torch.dot(rows[q], columns[k]))),
         case("any of row", mask=foci.Mask(lambda b, h, q, k: (chosen[q] == k).any(-1))),
         case("dropout", dropout=0.3, mask=masks.causal()), case("all dropped", dropout=1.0),

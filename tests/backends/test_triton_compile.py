@@ -56,6 +56,7 @@ def replaced(value):
 
 DOCUMENTS = torch.arange(2048) // 100
 ROWS = torch.zeros(512, 4)
+KEEP = torch.zeros(512, 512, dtype=torch.bool)
 # stack: bytes that may be spilled; a loop over a captured row at each place holds several tiles of scores in registers
 CASES = {
     "plain": {},
@@ -74,6 +75,7 @@ CASES = {
     "jagged D 64": {"jagged": True, "dim": 64},
     "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
+    "mask of a tensor": {"mask": foci.Mask(lambda b, h, q, k, t=KEEP: t[q, k])},
     "decode": {"queries": 1, "keys": 2048},
     "outputs": {"mask": masks.causal(), "outputs": {"column_sums": True, "weights": True}},
     "learned rows": {
@@ -88,7 +90,7 @@ CASES = {
 }
 
 
-PAIRS = {(case, "attention_forward", 90) for case in ("causal", "softcap", "document")}
+PAIRS = {(case, "attention_forward", 90) for case in ("causal", "softcap", "document", "mask of a tensor")}
 """Kernels of which two share a multiprocessor: one alone is slower by a third."""
 
 THREES = {("jagged D 64", "attention_forward", 90)}

@@ -40,7 +40,7 @@ from foci.backends.triton.known import (
     tokens_at,
 )
 from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule, padded, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
+from foci.backends.triton.schedules import Schedule, padded, reads_of, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
 from foci.backends.triton.surroundings import free_stream, places_of, stream_of
@@ -108,7 +108,9 @@ class TritonKernel:
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
         self.is_by_bounds = formula.block_size is None and within(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
-        self.forward_kind = "forward" if self.is_dense or self.reads_tiles else "forward_listed" if is_listed else "forward_sparse"
+        # a mask that is read takes little room beside what is streamed: two programs share a multiprocessor; beside a bias they do not fit
+        is_whole = self.is_dense or bool(reads_of(self.variant.score))
+        self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
         # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
         is_sloped = score_derivative(self.variant.score).op != "const"
         is_short = is_listed or begins_late(self.variant.mask)

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foci.ir.expr import Expr
 from foci.problem import Problem
 from foci.variant import Variant
 
@@ -21,6 +22,7 @@ __all__ = [
     "Schedule",
     "family_of",
     "padded",
+    "reads_of",
     "rows_of",
     "schedule_for",
     "scratch_of",
@@ -142,8 +144,12 @@ def padded(dim: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def tile_bytes(variant: Variant) -> int:
     """Bytes that each score reads from captured tensors by (q, kv) at once."""
-    loads = {e for root in (variant.score, variant.mask) for e in root.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
-    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads)
+    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in reads_of(variant.score) | reads_of(variant.mask))
+
+
+def reads_of(expr: Expr) -> set[Expr]:
+    """What is read by (q, kv) at once."""
+    return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 
 def scratch_of(problem: Problem) -> int:
