@@ -100,6 +100,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, shards: str, mask: MaskLik
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.is_nested:
             raise TypeError(f"{name} must be a dense tensor; got a NestedTensor: give packed documents a mask")
+        if hasattr(tensor, "placements"):
+            raise TypeError(f"{name} must be this rank's part as an ordinary tensor; got a DTensor: pass {name}.to_local()")
     check_tensors(query, key, value)
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
         raise TypeError(f"mask must be a foci.Mask or a function, of indices in the whole; got {type(mask).__name__}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import foci
 import foci.distributed
@@ -87,6 +87,15 @@ def check(name, shards, rank, compiled):
         torch.testing.assert_close(parts[4], gradients[4])
 
 
+def check_refusal():
+    """Of DTensors, which need a group to be made."""
+    whole = distribute_tensor(torch.zeros(1, 2, 4, 8), init_device_mesh("cpu", (RANKS,)), [Shard(1)])
+    with pytest.raises(TypeError, match=r"^query must be this rank's part as an ordinary tensor; got a DTensor: pass query.to_local\(\)"):
+        foci.distributed.attention(whole, whole, whole, shards="heads")
+    part = whole.to_local()
+    assert foci.distributed.attention(part, part, part, shards="heads").shape == (1, 1, 4, 8)
+
+
 def check_modules(wrap, rank):
     """An encoder whose ranks have half of the batch each, its parameters' gradients summed."""
     torch.manual_seed(0)
@@ -117,7 +126,9 @@ def work(rank, file, results):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timeout)
     for shards, name, compiled in TRIED:
         try:
-            if shards == "modules":
+            if shards == "refusal":
+                check_refusal()
+            elif shards == "modules":
                 check_modules(WRAPPERS[name], rank)
             else:
                 check(name, shards, rank, compiled)
@@ -132,6 +143,7 @@ TRIED = [
     *((shards, name, False) for shards in ("sequence", "heads") for name in CASES),
     *((shards, name, True) for shards in ("sequence", "heads") for name in ("lengths mask", "sink")),
     *(("modules", name, False) for name in WRAPPERS),
+    ("refusal", "DTensor", False),
 ]
 
 
