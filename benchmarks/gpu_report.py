@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md from benchmarks/results/{gpu_attention,gpu_overhead,first_call,gpu_tuning}.jsonl: between its
+"""Writes the tables of docs/gpu.md from benchmarks/results/{gpu_attention,gpu_overhead,first_call,gpu_tuning,gpu_packed}.jsonl: between its
 marks, the rest stays.
 
 python benchmarks/gpu_report.py
@@ -61,12 +61,35 @@ def tuning() -> str:
     return markdown(["problem", "B,H,S,D", "by the table", "tuned", "tuning, s"], rows)
 
 
+def packed() -> str:
+    """Times of packed calls over those of dense ones of equal lengths, and over the padded batch's."""
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for line in results("gpu_packed"):
+        found.setdefault((",".join(map(str, line["shape"])), line["direction"]), {})[line["side"]] = line
+
+    def over(sides: dict[str, dict[str, float]], one: str, other: str, what: str) -> str:
+        a, b = (sides.get(side, {}).get(what) for side in (one, other))
+        return "" if a is None or b is None else f"{a / b:.2f}"
+
+    rows = []
+    for (shape, direction), sides in found.items():
+        ratios = [over(sides, *pair, what) for pair in _PACKED for what in ("device_us", "ms")]
+        host = [f"{sides[side]['host_us']:.0f}" if "host_us" in sides.get(side, {}) else "" for side in ("packed", "dense", "nested")]
+        rows.append([shape, direction, sides["packed"]["backend"], *ratios, *host])
+    ratios = [f"{name}, {what}" for name in ("over dense", "over padded") for what in ("device", "events")]
+    return markdown(["B,H,S,D", "pass", "by", *ratios, "host us, packed", "dense", "nested"], rows)
+
+
+_PACKED: Final = (("packed", "dense"), ("packed, own lengths", "padded"))
+
+
 def main() -> None:
     tables = {
         "attention": ("gpu_attention", attention),
         "overhead": ("gpu_overhead", overhead),
         "first call": ("first_call", first_call),
         "tuning": ("gpu_tuning", tuning),
+        "packed": ("gpu_packed", packed),
     }
     fill("gpu.md", {mark: table() for mark, (measured, table) in tables.items() if results(measured)})
 
