@@ -40,6 +40,7 @@ CASES = {
     "D 192": {"dim": 192},
     "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 128, causal": {"mask": masks.causal(), "dim": 192, "value_dim": 128, "stack": 48},
+    "D 192, Dv 128, alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 96, document": {
         "mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]),
         "dim": 192,

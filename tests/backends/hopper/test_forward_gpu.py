@@ -119,6 +119,7 @@ PIECES = {
         "plain",
         "other lengths, grouped, float16",
         "causal, more keys",
+        "jagged",
         "jagged causal",
         "window",
         "causal alibi",

@@ -130,14 +130,31 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("full", "STEADY"),
+        ("causal", "RUNS"),
+        ("window", "RUNS"),
+        ("document", "RUNS"),
+        ("added", "RUNS"),
+        ("score", "STEADY"),
+        ("pair", "C2"),
+    ],
+)
+def test_wide_keys_with_narrow_values_take_task_after_task(kind, name):
+    asked = problem(**KINDS[kind], head_dim=192, value_dim=128)
+    assert forward_schedule(asked) is getattr(schedules, name)
+
+
 @pytest.mark.parametrize(("kind", "given"), KINDS.items(), ids=KINDS)
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained):
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert kind_of(asked) == kind
     rates, measured = rates_of(asked), MEASURED.get((width, kind), MEASURED[128, kind])
-    own = measured.backward.fused if width < 256 and kind not in ("score", "pair") else measured.backward.apart
+    own = measured.backward.fused if width <= 128 and kind not in ("score", "pair") else measured.backward.apart
     assert (rates.forward, rates.backward) == (measured.forward, Pair(own, measured.backward.triton))
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),

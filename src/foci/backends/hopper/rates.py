@@ -10,7 +10,6 @@ from typing import Final
 
 from foci.backends.hopper.backward_schedules import fused_schedule
 from foci.backends.hopper.kinds import kind_of
-from foci.backends.triton.schedules import padded
 from foci.problem import Problem
 
 __all__ = ["MEASURED", "Backward", "Measured", "Pair", "Rates", "rates_of"]
@@ -58,7 +57,7 @@ class Rates:
 
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
-    # (the wider head dim, padded; kind)
+    # (the wider head dim, padded to a width of this table; kind)
     (64, "full"): Measured(Pair(489, 450), Backward(478, 445, 401)),
     (64, "causal"): Measured(Pair(473, 428), Backward(458, 426, 390)),
     (64, "window"): Measured(Pair(390, 352), Backward(334, 285, 327)),
@@ -72,6 +71,8 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
     (128, "added"): Measured(Pair(636, 463), Backward(544, 473, 411)),
     (128, "score"): Measured(Pair(549, 413), Backward(0, 369, 367)),
     (128, "pair"): Measured(Pair(360, 389), Backward(0, 0, 300)),
+    (192, "full"): Measured(Pair(645, 352), Backward(0, 459, 231)),
+    (192, "causal"): Measured(Pair(625, 370), Backward(0, 458, 236)),
     (256, "full"): Measured(Pair(689, 456), Backward(0, 438, 298)),
     (256, "causal"): Measured(Pair(704, 494), Backward(0, 454, 313)),
 }
@@ -84,7 +85,8 @@ DROPPED: Final = Measured(Pair(354, 289), Backward(428, 0, 240))
 
 def rates_of(problem: Problem) -> Rates:
     """As measured for the kind and the padded width nearest to a problem's, with the backward that takes it."""
-    kind, width = kind_of(problem), max(64, padded(problem.head_dim), padded(problem.value_dim))
+    kind, dim = kind_of(problem), max(problem.head_dim, problem.value_dim)
+    width = next(width for width in (64, 128, 192, 256) if width >= dim)
     found = DROPPED if problem.formula.dropout else MEASURED.get((width, kind)) or MEASURED[128, kind]
     backward = found.backward
     return Rates(found.forward, Pair(backward.apart if fused_schedule(problem) is None else backward.fused, backward.triton))

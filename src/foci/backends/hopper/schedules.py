@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foci.backends.hopper.kinds import kind_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
 from foci.ir.expr import const
@@ -82,6 +83,13 @@ def in_words(name: str, dim: int, width: int) -> str:
     return f"{name} = {dim} padded to {width}" + (f" = {pieces}" if pieces != str(width) else "")
 
 
+def _steady(kind: str) -> Schedule:
+    """Of heads whose keys are wider than 128 and whose values are not, which leave registers."""
+    if kind == "pair":
+        return C2
+    return STEADY if kind in ("full", "score") else RUNS
+
+
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
@@ -96,7 +104,7 @@ def forward_schedule(problem: Problem) -> Schedule:
     is_plain, is_dense = problem.variant.score.op == "var", formula.layout is Layout.DENSE
     is_short, is_full = bounds is None or bounds.is_low, problem.variant.mask == const(True)
     if width > 128:
-        return (STEADY if is_full else RUNS) if is_plain else C2
+        return _steady(kind_of(problem))
     width = max(width, value_width)
     if width <= 64:
         if is_plain and not (is_dense and bounds is not None and bounds.is_low):
