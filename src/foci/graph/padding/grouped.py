@@ -98,8 +98,8 @@ def bytes_written_by_rows(m: int, k: int, n: int, itemsize: int, *, biased: bool
     ends = width * (m + k + biased) * itemsize
     if not biased:
         return ends
-    rows = max(end - start for start, end in _pieces(groups, n, itemsize)) + groups.edge
-    return max(ends, (m + rows) * (k + LOAD // itemsize) * itemsize)
+    rows, load = max(end - start for start, end in _pieces(groups, itemsize)) + groups.edge, LOAD // itemsize
+    return max(ends, ((m + rows) * (k + load) + n * load) * itemsize)
 
 
 def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -164,28 +164,35 @@ def mm_into_rows(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         _write_groups(out, a, b, groups, 0)
         return out
-    inner = a.shape[1] + LOAD // a.dtype.itemsize  # rows stay aligned
-    left = _beside(a.new_empty((m, inner)), a, 1)
-    pieces = _pieces(groups, n, a.dtype.itemsize)
-    right = b.new_empty((max(end - start for start, end in pieces) + groups.edge, inner))
-    for start, end in pieces:
-        columns = slice(start, end + groups.edge)
-        part = _beside(right[: end + groups.edge - start], b[:, columns].t(), bias[columns])
-        _write_groups(out, left, part.t(), replace(groups, width=end - start), start)
+    left, last = _beside(a, 1), _column(bias, a.dtype)
+    for start, end in _pieces(groups, a.dtype.itemsize):
+        _write_piece(out, left, (b, last), groups, start, end)
     return out
 
 
-def _pieces(groups: Groups, n: int, itemsize: int) -> list[tuple[int, int]]:
+def _pieces(groups: Groups, itemsize: int) -> list[tuple[int, int]]:
     """Columns that the batched product of factors with a bias takes in turn, in two, so that half of `b` is copied at a time."""
     middle = int(round_up(groups.width // 2, LOAD // itemsize))
     return [(0, middle), (middle, groups.width)]
 
 
-def _beside(out: Tensor, rows: Tensor, last: Tensor | int) -> Tensor:
-    """Rows with one more column, and zeros up to the length of `out`."""
-    k = rows.shape[1]
-    out[:, :k], out[:, k], out[:, k + 1 :] = rows, last, 0
-    return out
+def _beside(rows: Tensor, last: int) -> Tensor:
+    """Rows with one more column of a number, and zeros up to the next that would be aligned."""
+    return torch.cat((rows, _column(rows.new_full((rows.shape[0],), last), rows.dtype)), 1)
+
+
+def _column(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, 16 bytes]: values, and zeros behind each."""
+    made = values.new_zeros((values.shape[0], LOAD // dtype.itemsize), dtype=dtype)
+    made[:, 0] = values
+    return made
+
+
+def _write_piece(out: Tensor, left: Tensor, right: tuple[Tensor, Tensor], groups: Groups, start: int, end: int) -> None:
+    """The batched product of these columns; of `right`, and of the rows below it, they are copied for as long as this takes."""
+    (b, last), columns = right, slice(start, end + groups.edge)
+    part = torch.cat((b[:, columns].t(), last[columns]), 1)
+    _write_groups(out, left, part.t(), replace(groups, width=end - start), start)
 
 
 def _write_ends(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, edge: int) -> None:
