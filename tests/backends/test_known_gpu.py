@@ -229,3 +229,37 @@ def test_captured_by_inductor(backend):
             found = [out.clone(), *torch.autograd.grad(out, tensors, cotangent)]
             want = model(*tensors)
             same(found, [want, *torch.autograd.grad(want, tensors, cotangent)])
+
+
+def paged(turn, *, dtype=torch.int32, max_kv=None):
+    """A decode over pages in disorder, of lengths of its own in each turn."""
+    generator = torch.Generator().manual_seed(turn)
+    lengths = torch.randint(1, 512, (3,), generator=generator).to("cuda", dtype)
+    table = torch.randperm(96, generator=generator).view(3, 32).to("cuda", dtype)
+    query = torch.randn(3, 8, 1, 64, generator=generator).to("cuda", torch.bfloat16)
+    pools = [torch.randn(96, 2, 16, 64, generator=generator).to("cuda", torch.bfloat16) for _ in range(2)]
+    return query, *pools, table, lengths
+
+
+@pytest.mark.parametrize("way", ["eager", "dispatched", "graph"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["plain", "mask by lengths"])
+def test_known_paged_calls_read_their_own_pages(monkeypatch, name, dtype, way):
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    mask = None if name == "plain" else masks.causal_lower_right() & foci.Mask(lambda b, h, q, k: k >= foci.kv_len() - 90)
+    for turn in range(4):
+        given = paged(turn, dtype=dtype)
+        with foci.use("reference"):
+            sought = foci.paged_attention(*given, mask=mask)
+        with foci.use("triton"), Dispatched() if way == "dispatched" else torch.no_grad():
+            if way == "graph":
+                foci.paged_attention(*paged(turn, dtype=dtype), mask=mask)
+                still, graph = [torch.empty_like(t).copy_(t) for t in paged(9, dtype=dtype)], torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    found = foci.paged_attention(*still, mask=mask)
+                for into, t in zip(still, given, strict=True):
+                    into.copy_(t)
+                graph.replay()
+            else:
+                found = foci.paged_attention(*given, mask=mask)
+        same([found], [sought])
