@@ -34,6 +34,7 @@ class Compiled:
     def run(self, x, y, z, stream, function, metadata, *rest):
         assert rest[:3] == (None, None, None)
         assert len(rest[3:]) == self.count
+        assert_plain((x, y, z, rest[3:]))
         self.launched.append((self.name, (x, y, z), flat(rest[3:])))
 
 
@@ -57,7 +58,7 @@ class Function:
 
 
 def assert_plain(value):
-    """Triton knows int, and nothing that is one besides."""
+    """Triton knows int, and nothing that is one besides; launchers take such for longer."""
     assert not isinstance(value, int) or type(value) in (int, bool)
     for part in value if isinstance(value, (tuple, list)) else value.shape if isinstance(value, TensorDescriptor) else ():
         assert_plain(part)

@@ -222,7 +222,8 @@ class Template:
 
     def as_recorded(self, tokens: Tokens) -> Recording:
         """Bound to the sequences that it was recorded with."""
-        return Recording(self, Binding(tokens, self._kept))
+        rows, columns = map(int, tokens)  # plain ones, as each run counts with what follows from them
+        return Recording(self, Binding((rows, columns), self._kept))
 
     def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> Recording:
         """Bound to other sequences."""
