@@ -36,10 +36,8 @@ CASES = {
     "D 16": {"dim": 16},
     "D 80": {"dim": 80, "stack": 48},
     "D 96": {"dim": 96},
-    "D 96, document": {"dim": 96, "mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 48},
     "D 192": {"dim": 192},
     "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 48},
-    "D 192, Dv 128, causal": {"mask": masks.causal(), "dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 128, alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 96, document": {
         "mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]),
