@@ -127,6 +127,7 @@ KINDS = {
     "added": {"mask": masks.causal(), "score": scores.alibi(16)},
     "score": {"mask": masks.causal(), "score": scores.softcap(20.0)},
     "pair": {"score": foci.Score(lambda s, b, h, q, k: s + TABLE[q % 64, k % 64])},
+    "mask": {"mask": foci.Mask(lambda b, h, q, k: TABLE[q % 64, k % 64] > 0)},
 }
 
 
@@ -140,6 +141,7 @@ KINDS = {
         ("added", "RUNS"),
         ("score", "STEADY"),
         ("pair", "C2"),
+        ("mask", "C2"),
     ],
 )
 def test_wide_keys_with_narrow_values_take_task_after_task(kind, name):
@@ -154,7 +156,7 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert kind_of(asked) == kind
     rates, measured = rates_of(asked), MEASURED.get((width, kind), MEASURED[128, kind])
-    own = measured.backward.fused if width <= 128 and kind not in ("score", "pair") else measured.backward.apart
+    own = measured.backward.fused if width <= 128 and kind not in ("score", "pair", "mask") else measured.backward.apart
     assert (rates.forward, rates.backward) == (measured.forward, Pair(own, measured.backward.triton))
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),

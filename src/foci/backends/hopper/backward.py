@@ -29,8 +29,9 @@ from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.interface import TensorDescriptor, gl
+from foci.backends.hopper.kinds import WORDS_AT_MOST
 from foci.backends.hopper.reduction import HAS_ADD
-from foci.backends.hopper.words import WORDS_AT_MOST, pack_queries
+from foci.backends.hopper.words import pack_queries
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of

@@ -19,9 +19,10 @@ from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import fill_between
+from foci.backends.hopper.kinds import WORDS_AT_MOST
 from foci.backends.hopper.rates import rates_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule, width_of
-from foci.backends.hopper.words import WORDS_AT_MOST, pack_masks
+from foci.backends.hopper.words import pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of

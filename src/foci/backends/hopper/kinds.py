@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from foci.backends.causal import is_causal
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import tile_bytes
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import Expr, const
-from foci.problem import Problem
+from foci.problem import Layout, Problem
 
-__all__ = ["kind_of"]
+__all__ = ["WORDS_AT_MOST", "kind_of"]
+
+WORDS_AT_MOST: Final = 1 << 26
+"""Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
 
 
 def kind_of(problem: Problem) -> str:
     """Of a score function "pair" where it reads memory for each pair of positions, "added" where it only adds to the product and reads
-    nothing for each query, else "score". Without one by the mask: "full", "causal", "window" for one run of keys a row, "document" for
-    the rest."""
+    nothing for each query, else "score". Without one by the mask: "full", "causal", "window" for one run of keys a row, "mask" where it
+    reads memory for each pair and fits the words that are kept of it, "document" for the rest."""
     variant = problem.variant
     if tile_bytes(variant):
-        return "pair"
+        return "mask" if variant.score.op == "var" and _is_kept(problem) else "pair"
     if variant.score.op != "var":
         return "added" if _is_added(variant.score) else "score"
     bounds = bounds_of(variant.mask) if problem.formula.block_size is None else None
@@ -27,6 +32,13 @@ def kind_of(problem: Problem) -> str:
     if bounds.is_low:
         return "window"
     return "causal" if is_causal(variant) else "full"
+
+
+def _is_kept(problem: Problem) -> bool:
+    """Whether a mask's words are kept: a bit for each pair of positions, of each batch entry and head that differs."""
+    reads, asked = problem.variant.mask.variables(), problem.formula
+    places = problem.q_len * (problem.kv_len + 128) * (problem.batch if "b" in reads else 1) * (problem.q_heads if "h" in reads else 1)
+    return asked.layout is Layout.DENSE and asked.block_size is None and places <= 8 * WORDS_AT_MOST
 
 
 def _is_added(score: Expr) -> bool:

@@ -71,6 +71,7 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
     (128, "added"): Measured(Pair(636, 463), Backward(544, 473, 411)),
     (128, "score"): Measured(Pair(549, 413), Backward(0, 369, 367)),
     (128, "pair"): Measured(Pair(360, 389), Backward(0, 0, 300)),
+    (128, "mask"): Measured(Pair(599, 338), Backward(0, 0, 325)),
     (192, "full"): Measured(Pair(645, 352), Backward(0, 459, 231)),
     (192, "causal"): Measured(Pair(625, 370), Backward(0, 458, 236)),
     (256, "full"): Measured(Pair(689, 456), Backward(0, 438, 298)),

@@ -85,7 +85,7 @@ def in_words(name: str, dim: int, width: int) -> str:
 
 def _steady(kind: str) -> Schedule:
     """Of heads whose keys are wider than 128 and whose values are not, which leave registers."""
-    if kind == "pair":
+    if kind in ("pair", "mask"):
         return C2
     return STEADY if kind in ("full", "score") else RUNS
 

@@ -5,17 +5,12 @@ A thread holds columns 8 i + 2 l + j of a row, l its lane's place among the four
 is attended to, so that a mask costs a kernel the same whatever it reads. Rows are queries in the forward, keys in the backward.
 """
 
-from typing import Final
-
 import triton
 import triton.language as tl
 
 from foci.backends.triton.tiles import FORCED, number, sequence
 
-__all__ = ["WORDS_AT_MOST", "pack_masks", "pack_queries"]
-
-WORDS_AT_MOST: Final = 1 << 26
-"""Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
+__all__ = ["pack_masks", "pack_queries"]
 
 
 @triton.jit
