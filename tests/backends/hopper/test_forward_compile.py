@@ -79,6 +79,18 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("row_max", [False, True])
+def test_wide_sums_are_rescaled_behind_a_branch_unless_maxima_are_asked_for(row_max, stand_in):
+    found = stand_in(LAUNCHED, 90)
+    launch({"mask": masks.causal(), "dim": 256, "row_max": row_max})
+    ptx = next(one for one in found if one.name == "attention_forward").ptx
+    assert ("vote.sync.any" in ptx) != row_max
+    # freed by warps: nothing arrives for a warpgroup
+    assert ptx.count("bar.arrive") >= 4
+    assert "mbarrier.arrive.shared" not in ptx
+
+
+@pytest.mark.slow
 def test_masks_of_any_kind_are_read_as_bits(stand_in):
     """The loop over partial tiles reads two words a thread, and not what the mask reads for each pair."""
     found = stand_in(LAUNCHED, 90)
@@ -104,7 +116,9 @@ def launch(case):
         query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, blocks, **packed
     )
     layout = Layout.JAGGED if jagged else Layout.DENSE
-    formula = Formula(bound.variant, layout, Outputs(lse=True, row_max=True), dropout > 0, (128, 128) if case.get("blocks") else None)
+    formula = Formula(
+        bound.variant, layout, Outputs(lse=True, row_max=case.get("row_max", True)), dropout > 0, (128, 128) if case.get("blocks") else None
+    )
     asked = Problem(
         formula, dtype, dim, case.get("value_dim", dim), heads, heads, batch, length, length, capture_grads=(False,) * len(bound.captures)
     )

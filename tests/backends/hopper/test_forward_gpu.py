@@ -9,6 +9,7 @@ from posed import exact, kernel_of, posed
 
 import foci
 from foci import masks, scores
+from foci.problem import Outputs
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -105,6 +106,30 @@ def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     mean = operands.value.double().mean(2, keepdim=True).expand(found.out.shape)
     assert ((found.out.double() - mean).norm() / mean.norm()).item() < 6e-3
     assert found.lse.isfinite().all()
+
+
+@pytest.mark.parametrize("steepness", [-30.0, -3.0, 0.0, 3.0, 30.0])
+@pytest.mark.parametrize(("dim", "mask"), [(128, None), (256, None), (256, masks.causal())])
+def test_sums_rescaled_seldom_are_the_same(dim, mask, steepness, monkeypatch):
+    """Maxima that grow by less than 2^8, by more, or never, from tile to tile; where they are asked for, sums are rescaled each time."""
+    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import schedules
+
+    schedule = schedules.ALIKE if dim == 128 else schedules.WIDE
+    assert schedule.skips
+    monkeypatch.setattr(host, "forward_schedule", lambda problem: schedule)
+    asked, operands = posed(dim=dim, mask=mask)
+    operands.key.mul_((torch.linspace(0, 1, 1000, device="cuda") * abs(steepness) + 1)[:, None])
+    if steepness < 0:
+        operands.key.copy_(operands.key.flip(2))
+    wanted = exact(asked, operands)
+    always = kernel_of("hopper", asked).forward(operands)
+    check(always, wanted)
+    seldom = replace(asked, formula=replace(asked.formula, outputs=Outputs(lse=True)))
+    found = kernel_of("hopper", seldom).forward(operands)
+    assert found.row_max is None
+    assert ((found.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
+    assert (found.lse.double() - wanted.lse).abs().max().item() < 2e-3 * max(1.0, abs(steepness))
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (8, 24), (64, 256)])

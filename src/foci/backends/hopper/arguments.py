@@ -19,7 +19,8 @@ class Config(NamedTuple):
     first key need not be 0. WORDS: masks of partial tiles are given as words. PERSISTENT: a program takes one task after
     another. GROUPED: more than one query head shares keys. BOUNDED: queries that attend to a key are one run. DEFERS: a
     share in dq is shown to the warp that adds it a tile later. LINE: `score`, or `both`, is given as the function `line`
-    (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles.
+    (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles. NUMBERED: how
+    consumers free stages (`foci.backends.hopper.signals`). SKIPS: sums are rescaled only where a maximum grew much.
     """
 
     CONSUMERS: Any
@@ -44,6 +45,8 @@ class Config(NamedTuple):
     DEFERS: Any = None
     LINE: Any = None
     JOINED: Any = None
+    NUMBERED: Any = None
+    SKIPS: Any = None
 
 
 class Marked(NamedTuple):

@@ -23,10 +23,11 @@ from foci.backends.hopper.interface import (
     warpgroup_mma_wait,
 )
 from foci.backends.hopper.layouts import pieces, product, unit
-from foci.backends.hopper.masking import BOTH, LOWER, ROWS, UPPER, WHOLE, along_line, marks_of, masked, scored, scores_of
+from foci.backends.hopper.masking import BOTH, LOWER, ROWS, SOME, UPPER, WHOLE, along_line, marks_of, scores_of
 from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
-from foci.backends.hopper.softmax import by_row, by_thread, fold_softmax, packed, rounded, unpacked
+from foci.backends.hopper.signals import await_free, await_free_queries, await_last, free, free_queries
+from foci.backends.hopper.softmax import by_thread, fold_softmax, packed, rescaled, rounded, unpacked
 from foci.backends.hopper.tasks import plan
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, step
 from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
@@ -42,15 +43,6 @@ def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
     return begin_scores(q, nth(keys, stage), raw, c.LINE)
 
 
-@gluon.jit
-def rescaled(acc, alpha):
-    """The pieces of the result, each row times its number."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (acc[i] * by_row(alpha, acc[i]),)
-    return scaled
-
-
 @gluon.constexpr_function
 def writes_over(width, out_width, is_persistent):
     """Whether a consumer writes its rows of the result where its queries were: wide heads leave no room, and a single task needs none."""
@@ -59,20 +51,20 @@ def writes_over(width, out_width, is_persistent):
 
 
 @gluon.jit
-def release_queries(q_free, now, c):
+def release_queries(q_free, ME: gl.constexpr, now, c):
     """After the last product with them, those of the next task may come, unless the result is to be there first."""
-    if c.PERSISTENT and not writes_over(c.D_PAD, c.DV_PAD, True):  # noqa: SIM102  the first is known when the kernel is compiled
-        if now:
-            mbarrier.arrive(q_free, count=1)
+    if c.PERSISTENT and not writes_over(c.D_PAD, c.DV_PAD, True):
+        free_queries(q_free, ME, now, c)
 
 
 @gluon.jit
 def fold_in_turn(
-    acc, most, total, q, bars, at, run, low, high, q_free, last, table, odds, env, c,
+    ME: gl.constexpr, acc, most, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Folds the tiles low .. high, one step after the other."""
+    """Folds the tiles low .. high of a consumer, one step after the other."""
     keys, values, k_full, k_free, v_full, v_free, base = bars
+    start, first, second, end, count, narrow = cuts
     for i in range(low, high):
         stage = (base + i) % c.STAGES
         phase = ((base + i) // c.STAGES) & 1
@@ -82,53 +74,21 @@ def fold_in_turn(
         raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
         drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        release_queries(q_free, i == last, c)
-        x = scores_of(raw, tile, marks, at, env, c, score, mask, MASKED)
-        p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        acc = rescaled(acc, alpha)
+        free(k_free, stage, c, 0)
+        release_queries(q_free, ME, i == end - 1, c)
+        x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
+        p, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
+        acc = rescaled(acc, alpha, c.SKIPS)
         p = dropped(p, drops, c)
         mbarrier.wait(v_full.index(stage), phase)
         acc = finish_sums(begin_sums(rounded(p, keys[0].dtype, c), nth(values, stage), acc))
-        mbarrier.arrive(v_free.index(stage), count=1)
-    return acc, most, total
-
-
-@gluon.jit
-def fold_joined(
-    acc, most, total, q, bars, at, run, cuts, q_free, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr
-):  # fmt: skip
-    """Folds all tiles of a consumer in one loop, which asks of each whether it is partial: half the instructions, which caches hold."""
-    keys, values, k_full, k_free, v_full, v_free, base = bars
-    start, first, second, end, count, narrow = cuts
-    for i in range(start, end):
-        stage = (base + i) % c.STAGES
-        phase = ((base + i) // c.STAGES) & 1
-        tile = step(table, run, i, c)
-        marks = marks_of(table, run, i, at, c, BOTH)
-        mbarrier.wait(k_full.index(stage), phase)
-        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
-        drops = drops_of(tile, at, odds, c)
-        raw = warpgroup_mma_wait(0, deps=[raw])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        release_queries(q_free, i == end - 1, c)
-        x = scored(raw, tile, at, env, c, score)
-        if (i < first) | (i >= second):
-            # the barrier keeps the branch: else both results are computed, and one chosen
-            thread_barrier()
-            x = masked(x, tile, marks, at, env, c, mask)
-        p, alpha, most, total = fold_softmax(x, most, total, at[7])
-        acc = rescaled(acc, alpha)
-        p = dropped(p, drops, c)
-        mbarrier.wait(v_full.index(stage), phase)
-        acc = finish_sums(begin_sums(rounded(p, keys[0].dtype, c), nth(values, stage), acc))
-        mbarrier.arrive(v_free.index(stage), count=1)
+        free(v_free, stage, c, 1)
     return acc, most, total
 
 
 @gluon.jit
 def fold_overlapped(
-    acc, p, most, total, q, bars, at, run, low, high, first, second, q_free, last, table, odds, env, c,
+    ME: gl.constexpr, acc, p, most, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
@@ -136,6 +96,7 @@ def fold_overlapped(
     `p`: the packed weights of that tile.
     """
     keys, values, k_full, k_free, v_full, v_free, base = bars
+    start, first, second, end, count, narrow = cuts
     for i in range(low, high):
         stage = (base + i) % c.STAGES
         before = (base + i - 1) % c.STAGES
@@ -146,22 +107,16 @@ def fold_overlapped(
         acc = begin_sums(unpacked(p, keys[0].dtype), nth(values, before), acc)
         drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        release_queries(q_free, i == last, c)
-        if c.JOINED:
-            x = scored(raw, tile, at, env, c, score)
-            if (i < first) | (i >= second):
-                thread_barrier()
-                x = masked(x, tile, marks, at, env, c, mask)
-        else:
-            x = scores_of(raw, tile, marks, at, env, c, score, mask, MASKED)
-        weights, alpha, most, total = fold_softmax(x, most, total, at[7])
+        free(k_free, stage, c, 0)
+        release_queries(q_free, ME, i == end - 1, c)
+        x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
+        weights, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
         weights = dropped(weights, drops, c)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
         acc = finish_sums(acc)
-        mbarrier.arrive(v_free.index(before), count=1)
-        acc = rescaled(acc, alpha)
+        free(v_free, before, c, 1)
+        acc = rescaled(acc, alpha, c.SKIPS)
         p = packed(weights, keys[0].dtype, c)
     return acc, p, most, total
 
@@ -174,30 +129,32 @@ def pass_over(bars, low, high, c):
         stage = (base + i) % c.STAGES
         phase = ((base + i) // c.STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_free.index(stage), count=1)
+        free(k_free, stage, c, 0)
         mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_free.index(stage), count=1)
+        free(v_free, stage, c, 1)
 
 
 @gluon.jit
-def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
+def fold(ME: gl.constexpr, acc, most, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
-    last = end - 1
-    if c.JOINED and not c.OVERLAPPED:
-        acc, most, total = fold_joined(acc, most, total, q, bars, at, run, cuts, q_free, table, odds, env, c, score, mask)
-    elif not c.OVERLAPPED:
-        acc, most, total = fold_in_turn(
-            acc, most, total, q, bars, at, run, start, first, q_free, last, table, odds, env, c, score, mask, UPPER
-        )
-        acc, most, total = fold_in_turn(
-            acc, most, total, q, bars, at, run, first, second, q_free, last, table, odds, env, c, score, mask, WHOLE
-        )
-        if c.LOW:
+    if not c.OVERLAPPED:
+        if c.JOINED:
             acc, most, total = fold_in_turn(
-                acc, most, total, q, bars, at, run, second, end, q_free, last, table, odds, env, c, score, mask, LOWER
+                ME, acc, most, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
             )
+        else:
+            acc, most, total = fold_in_turn(
+                ME, acc, most, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
+            )
+            acc, most, total = fold_in_turn(
+                ME, acc, most, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
+            )
+            if c.LOW:
+                acc, most, total = fold_in_turn(
+                    ME, acc, most, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
+                )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
         tile = step(table, run, start, c)
@@ -205,34 +162,34 @@ def fold(acc, most, total, q, q_free, bars, at, cuts, run, table, odds, env, c, 
         stage = (base + start) % c.STAGES
         mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
         raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, tile, at, env, c, score)])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        release_queries(q_free, start == last, c)
+        free(k_free, stage, c, 0)
+        release_queries(q_free, ME, start == end - 1, c)
         # a full tile may be treated as a partial one
-        x = scores_of(raw, tile, marks, at, env, c, score, mask, BOTH)
-        p, alpha, most, total = fold_softmax(x, most, total, at[7])
+        x = scores_of(raw, tile, marks, True, at, env, c, score, mask, BOTH)
+        p, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
         p = packed(dropped(p, drops_of(tile, at, odds, c), c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         if c.JOINED:
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, next, end, first, second, q_free, last, table, odds, env, c, score, mask, BOTH
+                ME, acc, p, most, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, next, first, first, second, q_free, last, table, odds, env, c, score, mask, UPPER
+                ME, acc, p, most, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
             )
             low = gl.maximum(first, next)
             acc, p, most, total = fold_overlapped(
-                acc, p, most, total, q, bars, at, run, low, second, first, second, q_free, last, table, odds, env, c, score, mask, WHOLE
+                ME, acc, p, most, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 low = gl.maximum(second, next)
                 acc, p, most, total = fold_overlapped(
-                    acc, p, most, total, q, bars, at, run, low, end, first, second, q_free, last, table, odds, env, c, score, mask, LOWER
+                    ME, acc, p, most, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
         acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
-        mbarrier.arrive(v_free.index(stage), count=1)
+        free(v_free, stage, c, 1)
     pass_over(bars, end, count, c)
     return acc, most, total
 
@@ -260,8 +217,8 @@ def consume(
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(ME), turn & 1)
     odds = odds_of(numbers, c)
-    acc, most, total = fold(acc, most, total, nth(q_tiles, ME), q_free.index(ME), bars, at, cuts, run, table, odds, env, c, score, mask)
-    release_queries(q_free.index(ME), (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
+    acc, most, total = fold(ME, acc, most, total, nth(q_tiles, ME), q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
+    release_queries(q_free, ME, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = most * (factor * LN2)
@@ -276,13 +233,13 @@ def consume(
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), rescaled(acc, weight), c.JAGGED)
+    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), rescaled(acc, weight, False), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same
         if cuts[4] > 0:
             thread_barrier()
-            mbarrier.arrive(q_free.index(ME), count=1)
+            free_queries(q_free, ME, True, c)
 
 
 @gluon.jit
@@ -291,7 +248,7 @@ def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
     b, memory_b, h, task, tile = place
     first = tile * c.TILE_Q
     for n in gl.static_range(c.CONSUMERS):
-        mbarrier.wait(q_free.index(n), (turn & 1) ^ 1)
+        await_free_queries(q_free, n, turn, c)
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
         copy_pieces_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), nth(q_tiles, n), c.JAGGED)
 
@@ -306,15 +263,16 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
     for i in range(run[2] + run[6]):
         here = start_of(step(table, run, i, c), c, c.TILE_KV)
         stage = (base + i) % c.STAGES
-        phase = (((base + i) // c.STAGES) & 1) ^ 1
-        mbarrier.wait(k_free.index(stage), phase)
+        await_free(k_free, base + i, c, 0)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
         copy_pieces_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), nth(keys, stage), c.JAGGED)
         if i == 0:
             bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c)
-        mbarrier.wait(v_free.index(stage), phase)
+        await_free(v_free, base + i, c, 1)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
         copy_pieces_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), nth(values, stage), c.JAGGED)
+    if not c.PERSISTENT:
+        await_last(k_free, v_free, q_free, run[2] + run[6], 0, c)
 
 
 @gluon.jit
@@ -355,6 +313,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
     post_end(posts, n)
     mbarrier.arrive(post_full.index(n % POSTS), count=1)
+    await_last(k_free, v_free, q_free, base, turn, c)
 
 
 @gluon.jit
@@ -402,11 +361,17 @@ def attention_forward(
     if not writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT):
         outs = buffers_of(q.dtype, c.CONSUMERS, ROWS, c.DV_PAD)
     q_full = barriers(c.CONSUMERS, 1)
-    q_free = barriers(c.CONSUMERS, 1)
+    q_free = q_full
+    if not c.NUMBERED:
+        q_free = barriers(c.CONSUMERS, 1)
     k_full = barriers(c.STAGES, 1)
-    k_free = barriers(c.STAGES, c.CONSUMERS)
+    k_free = k_full
+    if not c.NUMBERED:
+        k_free = barriers(c.STAGES, c.CONSUMERS)
     v_full = barriers(c.STAGES, 1)
-    v_free = barriers(c.STAGES, c.CONSUMERS)
+    v_free = v_full
+    if not c.NUMBERED:
+        v_free = barriers(c.STAGES, c.CONSUMERS)
     rings = (keys, values, k_full, k_free, v_full, v_free)
     bars = (keys, values, k_full, k_free, v_full, v_free, 0)
     posted = ()

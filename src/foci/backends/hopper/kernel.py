@@ -147,7 +147,7 @@ class HopperKernel(HopperGradients):
                 p.head_dim, width_of(p.head_dim), p.value_dim, width_of(p.value_dim), mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
             ),
-            is_line, schedule.joined,
+            LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, SKIPS=schedule.skips and not p.formula.outputs.row_max,
         )  # fmt: skip
 
 
@@ -158,8 +158,8 @@ def _without_mask(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], is_line: bool, is_joined: bool) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(LINE=tl.constexpr(is_line), JOINED=tl.constexpr(is_joined))
+def _config(values: tuple[Any, ...], **others: bool) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,8 +10,8 @@ from foci.backends.hopper.layouts import product
 from foci.backends.triton.tiles import FORCED, number, start_of
 
 __all__ = [
-    "BOTH", "LOWER", "ROWS", "UPPER", "WHOLE",
-    "along_line", "kept", "leaned", "marked", "marks_of", "masked", "scored", "scores_of", "words_at",
+    "BOTH", "LOWER", "ROWS", "SOME", "UPPER", "WHOLE",
+    "along_line", "kept", "leaned", "marked", "marks_of", "scores_of", "words_at",
 ]  # fmt: skip
 
 ROWS = gl.constexpr(64)
@@ -20,6 +20,8 @@ WHOLE = gl.constexpr(0)
 UPPER = gl.constexpr(1)
 LOWER = gl.constexpr(2)
 BOTH = gl.constexpr(3)
+# the same, if the tile is partial
+SOME = gl.constexpr(4)
 
 
 @gluon.jit
@@ -120,8 +122,79 @@ def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
         return i
 
 
+@gluon.constexpr_function
+def _branch(n, kind):
+    """Of the n scores of a thread, -inf in the place of those that are masked, if the tile is partial: else they stay untouched, where a
+    branch of the language would copy them. A thread has two rows: two columns of the first, two of the second, and so on, from eight
+    columns to the next; for each row a word has a bit for each of its columns, or is made of the "last" or the "first" and last of them."""
+    flag, lines = (4 if kind == "both" else 3) * n, []
+    for row in range(2):
+        if kind == "words":
+            lines.append(f"mov.b32 word{row}, ${2 * n + 2 * row};")
+        else:
+            lines += _below(f"${2 * n + 2 * row}", f"word{row}")
+        if kind == "both":
+            lines += [
+                f"sub.s32 number, ${3 * n + 2 * row}, 1;",
+                *_below("number", "other"),
+                f"not.b32 other, other; and.b32 word{row}, word{row}, other;",
+            ]
+    for i in range(n):
+        lines.append(
+            f"and.b32 bit, word{i // 2 % 2}, {1 << (i // 4 * 2 + i % 2)}; setp.eq.s32 p, bit, 0; selp.f32 ${i}, 0fFF800000, ${i}, p;"
+        )
+    named = ".reg .pred p; .reg .b32 bit, word0, word1, other, number, part;"
+    return f"{{ {named} setp.eq.s32 p, ${flag}, 0; @p bra.uni done; {' '.join(lines)} done: }}"
+
+
+@gluon.constexpr_function
+def _below(limit, word):
+    """Bits of the columns up to a limit, of which there are two in eight."""
+    return [
+        f"and.b32 part, {limit}, 7; add.s32 part, part, 1; min.s32 part, part, 2; shr.s32 number, {limit}, 3; shl.b32 number, number, 1;",
+        f"add.s32 number, number, part; max.s32 number, number, 0; shl.b32 {word}, 1, number; sub.s32 {word}, {word}, 1;",
+    ]
+
+
+@gluon.constexpr_function
+def _operands(n, others):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (n * others))
+
+
 @gluon.jit
-def scores_of(raw, tile, marks, at, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+def masked_if(partial, x, here, marks, at, c):
+    """Scores of a tile, which is partial or not, by its words or by its rows' first and last keys."""
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+    y, column, lane = by_column(x)
+    N: gl.constexpr = x.shape[1] // 2
+    KIND: gl.constexpr = "words" if c.WORDS else "both" if c.LOW else "last"
+    text: gl.constexpr = _branch(N, KIND)
+    flag = gl.to_tensor(partial).to(gl.int32)
+    if c.WORDS:
+        words = gl.expand_dims(gl.expand_dims(marks, 1), 3)
+        y = gl.inline_asm_elementwise(text, _operands(N, 2), [y, words, flag], dtype=gl.float32, is_pure=True, pack=N)
+    else:
+        last = by_rows(high - here, y) - lane
+        if c.LOW:
+            low = by_rows(low - here, y) - lane
+            y = gl.inline_asm_elementwise(text, _operands(N, 3), [y, last, low, flag], dtype=gl.float32, is_pure=True, pack=N)
+        else:
+            y = gl.inline_asm_elementwise(text, _operands(N, 2), [y, last, flag], dtype=gl.float32, is_pure=True, pack=N)
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def evaluated(x, tile, kv_idx, column, at, env, c, mask: gl.constexpr):
+    """Scores, -inf where the mask itself says so."""
+    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
+    keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+    if c.BLOCKS:
+        keep = keep | (tile >= FORCED)
+    return gl.where(keep & (column < kv_len), x, float("-inf"))
+
+
+@gluon.jit
+def scores_of(raw, tile, marks, partial, at, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     x = raw
@@ -132,56 +205,23 @@ def scores_of(raw, tile, marks, at, env, c, score: gl.constexpr, mask: gl.conste
         kv_idx = gl.minimum(column, kv_len - 1)
     if not c.PLAIN and not c.LINE:
         x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-    if MASKED and c.MODE == "bounds":
+    if MASKED == SOME and (c.MODE == "bounds" or c.WORDS):
+        x = masked_if(partial, x, here, marks, at, c)
+    elif MASKED and c.MODE == "bounds":
         if c.LOW and MASKED != UPPER:
             x = from_first(x, low - here)
         if MASKED != LOWER:
             x = up_to_last(x, high - here)
         elif narrow > 0:
-            # the barrier keeps the branch: else both results are computed, and one chosen
             thread_barrier()
             x = up_to_last(x, high - here)
     elif MASKED and c.WORDS:
         x = marked(x, marks, float("-inf"))
+    elif MASKED == SOME:
+        if partial:
+            # the barrier keeps the branch: else both results are computed, and one chosen
+            thread_barrier()
+            x = evaluated(x, tile, kv_idx, column, at, env, c, mask)
     elif MASKED:
-        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-        if c.BLOCKS:
-            keep = keep | (tile >= FORCED)
-        x = gl.where(keep & (column < kv_len), x, float("-inf"))
+        x = evaluated(x, tile, kv_idx, column, at, env, c, mask)
     return x
-
-
-@gluon.jit
-def scored(raw, tile, at, env, c, score: gl.constexpr):
-    """Scores of a tile of products, without a factor that `at` holds."""
-    if c.PLAIN or c.LINE:
-        return raw
-    else:
-        b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-        column = (start_of(tile, c, c.TILE_KV) + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
-        return score(raw, b, h, q_idx, gl.minimum(column, kv_len - 1), q_len, kv_len, env, aux)
-
-
-@gluon.jit
-def opaque(limit):
-    """A number that the compiler takes as it comes: else it holds, over a loop, what each column is to be compared with."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [limit], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def masked(x, tile, marks, at, env, c, mask: gl.constexpr):
-    """Scores of a partial tile, -inf where masked, by what is known of it."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-    here = start_of(tile, c, c.TILE_KV)
-    if c.MODE == "bounds":
-        if c.LOW:
-            x = from_first(x, opaque(low - here))
-        return up_to_last(x, opaque(high - here))
-    elif c.WORDS:
-        return marked(x, marks, float("-inf"))
-    else:
-        column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
-        keep = mask(b, h, q_idx, gl.minimum(column, kv_len - 1), q_len, kv_len, env, aux)
-        if c.BLOCKS:
-            keep = keep | (tile >= FORCED)
-        return gl.where(keep & (column < kv_len), x, float("-inf"))

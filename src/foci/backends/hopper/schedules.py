@@ -33,7 +33,8 @@ __all__ = [
 class Schedule:
     """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
     what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
-    partial tiles, half the instructions, which caches hold."""
+    partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `skips`: sums are
+    rescaled only where a maximum grew by more than 2^8, unless the maximum is asked for."""
 
     name: str
     consumers: int
@@ -44,6 +45,8 @@ class Schedule:
     persistent: bool = False
     strided: bool = False
     joined: bool = False
+    numbered: bool = False
+    skips: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -53,13 +56,15 @@ class Schedule:
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
-RUNS: Final = replace(STEADY, joined=True)
+RUNS: Final = replace(STEADY, joined=True, numbered=True)
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
-ALIKE: Final = replace(N3, why=N3.why + _NEXT, persistent=True)
-SHORT: Final = replace(ALIKE, strided=True)
-LOOPED: Final = replace(ALIKE, joined=True)
-WIDE: Final = Schedule("C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads")
-WIDER: Final = replace(WIDE, stages=3)
+SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
+ALIKE: Final = replace(SHORT, strided=False, numbered=True, skips=True)
+LOOPED: Final = replace(ALIKE, joined=True, skips=False)
+WIDE: Final = Schedule(
+    "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True, skips=True
+)
+WIDER: Final = replace(WIDE, stages=3, numbered=False, skips=False)
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""

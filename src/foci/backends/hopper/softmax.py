@@ -7,7 +7,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Expo
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS
 
-__all__ = ["by_row", "by_thread", "fold_softmax", "packed", "rounded", "unpacked"]
+__all__ = ["by_thread", "fold_softmax", "packed", "rescaled", "rounded", "unpacked"]
 
 
 @gluon.jit
@@ -17,9 +17,12 @@ def by_thread(p):
 
 
 @gluon.jit
-def fold_softmax(x, most, total, factor):
+def fold_softmax(x, most, total, factor, SKIPS: gl.constexpr):
     """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
     higher = gl.maximum(most, gl.max(x, 1))
+    if SKIPS:
+        # a score that the largest exceeds by no more than 2^8 serves as well
+        higher = gl.where((higher - most) * factor <= 8.0, most, higher)
     # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
     exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
@@ -63,3 +66,31 @@ def unpacked(words, dtype: gl.constexpr):
 def by_row(x, acc):
     """One number a row, for a tile of products."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def _if_any(n):
+    """Products of the n numbers of a thread, which are of two rows, with those of the rows, unless these are 1 in the whole warp."""
+    text = f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;"
+    text += " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni skip; "
+    return text + "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i}; " for i in range(n)) + "skip: }"
+
+
+@gluon.constexpr_function
+def _operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescaled(acc, alpha, SKIPS: gl.constexpr):
+    """The pieces of the result, each row times its number; where SKIPS, a warp whose numbers are all 1 passes over it."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        factor = by_row(alpha, acc[i])
+        if SKIPS:
+            N: gl.constexpr = min(acc[i].shape[1] // 2, 64)
+            text: gl.constexpr = _if_any(N)
+            scaled = scaled + (gl.inline_asm_elementwise(text, _operands(N), [acc[i], factor], dtype=gl.float32, is_pure=True, pack=N),)
+        else:
+            scaled = scaled + (acc[i] * factor,)
+    return scaled
