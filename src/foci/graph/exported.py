@@ -27,6 +27,9 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
     Args:
         program: of torch.export.export, for inference or training. It is not changed.
 
+    Raises:
+        TypeError: for anything else.
+
     Example:
         >>> import torch
         >>> from foci.graph import fuse_exported
@@ -38,6 +41,8 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
         >>> torch.allclose(program.module()(q, q, q), Attention()(q, q, q), atol=1e-5), sites[0].fused
         (True, True)
     """
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(f"program must be a torch.export.ExportedProgram; got {type(program).__name__}")
     inputs = [node.meta["val"] for node in _placeholders(program.graph_module)]
     fused = fuse(program.graph_module, inputs)
     report.tell(fused.sites)

@@ -50,6 +50,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Raises:
         ValueError, AssertionError: as torch; ValueError for num_kv_heads that does not divide num_heads.
+        TypeError: for a num_kv_heads, rotary, mask or score of another type.
 
     Example:
         >>> import torch, foci, foci.nn
@@ -410,8 +411,14 @@ def adopt(
     """Makes torch's attention foci's, in place, its parameters kept; new ones where key heads are grouped.
 
     Raises:
+        TypeError: for arguments of a wrong type.
         ValueError: for num_kv_heads that does not divide num_heads.
     """
+    if num_kv_heads is not None and (isinstance(num_kv_heads, bool) or not isinstance(num_kv_heads, int)):
+        raise TypeError(f"num_kv_heads must be an integer or None; got {type(num_kv_heads).__name__}")
+    if rotary is not None and not callable(rotary):
+        raise TypeError(f"rotary must be a foci.nn.RotaryEmbedding or None; got {type(rotary).__name__}")
+    masking.check_variants(mask=mask, score=score)
     heads = module.num_heads if num_kv_heads is None else num_kv_heads
     if heads < 1 or module.num_heads % heads:
         raise ValueError(f"num_kv_heads must divide num_heads = {module.num_heads}; got {num_kv_heads}")

@@ -262,6 +262,7 @@ class KVCache:
         page_size: tokens of a page; None for a static cache.
 
     Raises:
+        TypeError: for sizes that are no integers.
         ValueError: for sizes that are not positive.
 
     Example:
@@ -276,7 +277,11 @@ class KVCache:
 
     def __init__(self, num_layers: int, max_length: int, *, page_size: int | None = None) -> None:
         for name, size in (("num_layers", num_layers), ("max_length", max_length), ("page_size", page_size)):
-            if size is not None and size < 1:
+            if name == "page_size" and size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+                raise TypeError(f"{name} must be an integer; got {type(size).__name__}")
+            if size < 1:
                 raise ValueError(f"{name} must be at least 1; got {size}")
         self.layers = tuple(LayerCache(max_length, page_size) for _ in range(num_layers))
 

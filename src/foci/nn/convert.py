@@ -38,12 +38,17 @@ def convert(model: Model, *, padding: bool = False) -> Model:
     Returns:
         The model.
 
+    Raises:
+        TypeError: for anything but a module.
+
     Example:
         >>> import torch, foci.nn
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.TransformerEncoderLayer(32, 4, batch_first=True))
         >>> type(foci.nn.convert(model)[1]) is foci.nn.TransformerEncoderLayer
         True
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for module in model.modules():
         if type(module) is torch.nn.MultiheadAttention:
             adopt(module)

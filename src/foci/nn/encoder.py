@@ -16,7 +16,7 @@ from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.direct import activated, caller, is_alone, is_silent
-from foci.nn.masking import check_mask, detect_causal
+from foci.nn.masking import check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
@@ -159,7 +159,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         masks, scores: a mask or score for each layer (None for none), put into its self-attention.
 
     Raises:
-        ValueError: for another number of masks or scores than layers.
+        TypeError: for masks or scores that are none.
+        ValueError: for another number of them than layers.
 
     Example:
         >>> import torch, foci, foci.nn
@@ -265,9 +266,12 @@ def set_variants(layers: Any, *, masks: Sequence[Variant] | None, scores: Sequen
     for name, variants in (("mask", masks), ("score", scores)):
         if variants is None:
             continue
+        if not isinstance(variants, Sequence):
+            raise TypeError(f"{name}s must be a sequence, one for each of {len(layers)} layers; got {type(variants).__name__}")
         if len(variants) != len(layers):
             raise ValueError(f"{name}s must hold one {name} or None for each of {len(layers)} layers; got {len(variants)}")
         for layer, variant in zip(layers, variants, strict=True):
+            check_variants(**{name: variant})
             setattr(layer.self_attn, name, variant)
 
 

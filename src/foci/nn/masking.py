@@ -23,6 +23,7 @@ __all__ = [
     "check_mask",
     "check_padding_shape",
     "check_shapes",
+    "check_variants",
     "detect_causal",
     "explicit",
     "itself",
@@ -217,3 +218,17 @@ def with_extra_keys(functions: Functions, count: int) -> Functions:
             lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx >= kv_len() - count, s, change(s, b, h, q_idx, own(kv_idx))), name=score.name
         )
     return Functions(mask, score)
+
+
+_VARIANTS: Final = {
+    "mask": ("a foci.Mask, a function (b, h, q_idx, kv_idx)", Score),
+    "score": ("a foci.Score, a function (score, b, h, q_idx, kv_idx)", Mask),
+}
+
+
+def check_variants(**named: Any) -> None:
+    """Raises a TypeError for a `mask` or `score` that cannot be one; None is none."""
+    for name, variant in named.items():
+        wanted, other = _VARIANTS[name]
+        if variant is not None and (not callable(variant) or isinstance(variant, other)):
+            raise TypeError(f"{name} must be {wanted} or a module that returns one; got {type(variant).__name__}")

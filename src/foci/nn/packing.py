@@ -115,8 +115,11 @@ class Packing:
             batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
 
         Raises:
+            TypeError: for something that is no tensor.
             AssertionError: for a mask of another dtype or number of dims.
         """
+        if not isinstance(padding, Tensor):
+            raise TypeError(f"padding must be a tensor; got {type(padding).__name__}")
         if padding.dim() != 2 or not (padding.dtype == torch.bool or padding.is_floating_point()):
             raise AssertionError(f"padding must be bool or floating, [batch, length]; got {padding.dtype}, {list(padding.shape)}")
         found = pack_mask(padding, batch_first=batch_first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ class RotaryEmbedding(torch.nn.Module):
         interleaved: pairs are neighbours (2i, 2i + 1), as in the paper; else halves (i, i + dim / 2), as in GPT-NeoX and Llama.
 
     Raises:
-        ValueError: for an odd or non-positive dim.
+        TypeError: for a dim that is no integer, or an interleaved that is neither True nor False.
+        ValueError: for an odd or non-positive dim, or a base that is not positive and finite.
 
     Example:
         >>> import torch, foci.nn
@@ -30,8 +33,14 @@ class RotaryEmbedding(torch.nn.Module):
 
     def __init__(self, dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
         super().__init__()
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim must be an integer; got {type(dim).__name__}")
         if dim <= 0 or dim % 2:
             raise ValueError(f"dim must be positive and even; got {dim}")
+        if not isinstance(base, (int, float)) or not 0 < base < math.inf:
+            raise ValueError(f"base must be a positive and finite number; got {base!r}")
+        if not isinstance(interleaved, bool):
+            raise TypeError(f"interleaved must be True or False; got {type(interleaved).__name__}")
         self.dim = dim
         self.base = base
         self.interleaved = interleaved
