@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 import foci
 from foci import execution, masks, planner, recall, scores
-from foci.backends.triton import kernel, known, sparsity
+from foci.backends.triton import capture_gradients, kernel, known, sparsity
 from foci.problem import Target
 
 
@@ -339,3 +339,31 @@ def test_another_page_table_is_another_call(logs, calls):
     apart = [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]
     foci.paged_attention(*apart, max_kv=100)
     assert calls == [("forward_again", False)]  # lengths with gaps are laid out first
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False)], ids=["all", "query"])
+def test_gradients_of_a_learned_bias_are_launched_at_once(logs, calls, wanted, monkeypatch):
+    worked_out, launched = logs
+    function = Function(capture_gradients.attention_bias_gradient, worked_out, launched)
+    monkeypatch.setattr(capture_gradients, "attention_bias_gradient", function)
+    biases = [torch.zeros(1, 4, 256, 256, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    inputs = [leaves(wanted=wanted) for _ in biases]
+
+    def both_ways(q, k, v, bias):
+        out = foci.attention(q, k, v, score=lambda s, b, h, i, j: s + bias[0, h, i, j])
+        return [out, *torch.autograd.grad(out, [t for t in (q, k, v, bias) if t.requires_grad], torch.zeros_like(out))]
+
+    first = both_ways(*inputs[0], biases[0])
+    sought = [entry[0] for entry in worked_out]
+    assert "attention_bias_gradient" in sought
+    worked_out.clear()
+    for given, bias in zip(inputs[1:], biases[1:], strict=True):
+        launched.clear()
+        kept = both_ways(*given, bias)
+        assert not worked_out
+        assert [entry[0] for entry in launched] == sought
+        assert lies(kept) == lies(first)
+        arguments = next(str(entry) for entry in launched if entry[0] == "attention_bias_gradient")
+        for t in (*given, bias, kept[0], kept[1], kept[-1]):  # read and written where they are in this call
+            assert str(t.data_ptr()) in arguments
+        assert str(biases[0].data_ptr()) not in arguments

@@ -23,9 +23,9 @@ def taken(monkeypatch):
     """Entries that each bias gradient summed over."""
     found = []
 
-    def note(kernel, call, given, rows, dq, learned):
+    def note(kernel, call, given, rows, dq, learned, target):
         found.append(learned.entries)
-        return original(kernel, call, given, rows, dq, learned)
+        return original(kernel, call, given, rows, dq, learned, target)
 
     original = capture_gradients.bias_gradient
     from foci.backends.triton import kernel

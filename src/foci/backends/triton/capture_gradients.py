@@ -92,11 +92,12 @@ def learned_with_queries(kernel: TritonKernel, o: Operands) -> Learned | None:
     return None
 
 
-def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: Learned) -> Tensor:
-    """Fills dq, and `rows` with lse in base 2 and delta; returns the gradient of what is learned."""
+def bias_gradient(
+    kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: Learned, target: Tensor
+) -> None:
+    """Fills dq, `rows` with lse in base 2 and delta, and `target` with the gradient of what is learned."""
     o, schedule = call.operands, kernel.schedule("bias_gradient")
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
-    target = torch.empty_like(o.captures[learned.slot], memory_format=torch.contiguous_format)
     strides = _by_name(way_of(learned.derivative), target)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
     is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3])
@@ -105,8 +106,11 @@ def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Te
     stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]
     sums = waiting = None
     if is_summed:
-        sums = torch.empty((programs, stretch, schedule.tile_q * schedule.tile_kv), dtype=torch.float32, device=dq.device)
-        waiting = torch.empty((programs, learned.entries, schedule.tile_q, kernel.dims[0]), dtype=torch.float32, device=dq.device)
+        area, rows_of_dq = schedule.tile_q * schedule.tile_kv, schedule.tile_q * kernel.dims[0]
+        sums = call.recorder.empty((programs, stretch, area), (stretch * area, area, 1), torch.float32, dq)
+        waiting = call.recorder.empty(
+            (programs, learned.entries, rows_of_dq), (learned.entries * rows_of_dq, rows_of_dq, 1), torch.float32, dq
+        )
     config = kernel.config(call, schedule, Visits(0, "all", kernel.dense_spans, kernel.dense_table))
     keys = functools.partial(streamed, config, schedule.tile_kv, call.columns)
     call.recorder.launch(
@@ -116,7 +120,6 @@ def bias_gradient(kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Te
         (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
         is_summed, is_contiguous, num_warps=schedule.warps,
     )  # fmt: skip
-    return target
 
 
 def capture_gradients(

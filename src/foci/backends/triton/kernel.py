@@ -45,7 +45,7 @@ from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequenc
 from foci.backends.triton.streams import laid_out, layout_of, streamed
 from foci.backends.triton.surroundings import free_stream, places_of, stream_of
 from foci.backends.triton.templates import Recording
-from foci.backends.triton.tensors import gradient_tensors, no_gradients, result_tensors, row_tensors
+from foci.backends.triton.tensors import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
@@ -321,20 +321,27 @@ class TritonKernel:
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), laid_out(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        key = None if self.learns or flow is not None else self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4])
+        # what other gradients of captured tensors are made of is looked at between launches
+        learned = learned_with_queries(self, operands) if self.problem.capture_grads.count(True) == 1 else None
+        is_noted = flow is None and (learned is not None or not self.learns)
+        key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
         tokens = tokens_of(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
+        if found is not None and learned is not None:
+            made = found.run(inputs)
+            captures = tuple(made[self.gradients] if slot == learned.slot else None for slot in range(len(operands.captures)))
+            return self._gradients(operands, made, captures)
         if found is not None:
             self.know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
         recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        # what gradients of captured tensors are made of is looked at between launches
         with nullcontext() if self.learns else side_by_side():
             made, captures = self._backward(operands, given, sequences, recorder, flow)
         if key is not None and (template := recorder.template()) is not None:
             noted = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), noted)
-            self.know(operands, sequences, noted, given)
+            if learned is None:
+                self.know(operands, sequences, noted, given)
         return self._gradients(operands, made, captures)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
@@ -349,12 +356,14 @@ class TritonKernel:
         grads = gradient_tensors(recorder, operands, self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
+        learned = learned_with_queries(self, operands) if self.learns else None
+        target = None if learned is None else like_tensor(recorder, operands.captures[learned.slot])
         rows = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        learned = learned_with_queries(self, operands) if self.learns else None
         known: dict[int, Tensor] = {}
-        if dq is not None and learned is not None:
-            known[learned.slot] = bias_gradient(self, call, given, (rows[0], rows[1]), dq, learned)
+        if dq is not None and learned is not None and target is not None:
+            bias_gradient(self, call, given, (rows[0], rows[1]), dq, learned, target)
+            known[learned.slot] = target
         elif dq is not None:
             self._query_gradient(call, given, (rows[0], rows[1]), dq)
         else:

@@ -9,7 +9,7 @@ from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.recording import Recorder
 from foci.problem import Gradients, Operands, Problem
 
-__all__ = ["gradient_tensors", "no_gradients", "result_tensors", "row_tensors"]
+__all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]
 
 
 def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -25,6 +25,11 @@ def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int
     """Numbers for each row, float32 [B, Hq, Sq]."""
     b, h, s = operands.query.shape[0], operands.query.shape[1], tokens_of(operands)[0]
     return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
+
+
+def like_tensor(recorder: Recorder, tensor: Tensor) -> Tensor:
+    """One of that shape and dtype without gaps."""
+    return recorder.empty(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, tensor)
 
 
 def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
