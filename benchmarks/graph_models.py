@@ -241,7 +241,7 @@ TURNS: Final = 3
 def rows_of(made: Sequence[Compiled], device: str, reps: int, *, profile: bool) -> list[dict[str, object]]:
     """Times variants in turns: on one core, at one clock, whatever else the machine does."""
     for each in made:
-        for _ in range(2 if device == "cuda" else 0):
+        for _ in range(2 if device == "cuda" else 1):
             each.step()
     wait(device)
     times = [[timed(each.step, device, reps) for each in made] for _ in range(TURNS)]
