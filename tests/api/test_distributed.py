@@ -147,20 +147,15 @@ TRIED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each rank found of every case."""
+def test_each_rank_finds_its_part(tmp_path):
+    # One test of all: processes that each import torch are what takes time, and workers of pytest share no fixture.
     with torch.multiprocessing.Manager() as manager:
-        found = manager.dict()
-        file = tmp_path_factory.mktemp("group") / "store"
-        torch.multiprocessing.spawn(work, (str(file), found), nprocs=RANKS)
-        yield dict(found)
-
-
-@pytest.mark.parametrize("shards, name, compiled", TRIED)
-def test_each_rank_finds_its_part(results, shards, name, compiled):
-    for rank in range(RANKS):
-        assert results.get((shards, name, compiled, rank), "not reached") is None
+        results = manager.dict()
+        torch.multiprocessing.spawn(work, (str(tmp_path / "store"), results), nprocs=RANKS)
+        found = dict(results)
+    for tried in TRIED:
+        for rank in range(RANKS):
+            assert found.get((*tried, rank), "not reached") is None, tried
 
 
 PART = torch.zeros(1, 2, 4, 8)
