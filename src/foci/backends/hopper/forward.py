@@ -2,7 +2,7 @@
 """Forward: a producer warp copies tiles, consumer warpgroups of 64 rows each multiply them and keep an online softmax.
 
 Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024). Each stage of keys and of values has one barrier for
-"filled" and one for "free".
+"filled" and one for "free" (`foci.backends.hopper.signals`).
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
 the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).

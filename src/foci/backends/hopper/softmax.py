@@ -18,10 +18,13 @@ def by_thread(p):
 
 @gluon.jit
 def fold_softmax(x, most, total, factor, SKIPS: gl.constexpr):
-    """(weights of a tile, factor of what was summed before, new maximum, new totals of each thread's columns)."""
+    """(weights of a tile, factor of what was summed before, what it is all weighed against, new totals of each thread's columns).
+
+    That is the largest score, or, where SKIPS, one that it exceeds by no more than 2^8, as FlashAttention-4 has it: sums and totals
+    refer to the same score, which their quotient does not depend on, and rounding is relative, so it costs no precision.
+    """
     higher = gl.maximum(most, gl.max(x, 1))
     if SKIPS:
-        # a score that the largest exceeds by no more than 2^8 serves as well
         higher = gl.where((higher - most) * factor <= 8.0, most, higher)
     # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
     exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
