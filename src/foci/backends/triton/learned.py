@@ -32,29 +32,13 @@ def unflattened(x, c):
 
 @triton.jit
 def fold_bias_gradient(
-    dq,
-    q,
-    do,
-    lse2,
-    delta,
-    k,
-    v,
-    target,
-    sums,
-    strides,
-    out_strides,
-    at,
-    run,
-    numbers,
-    env,
-    c,
-    both: tl.constexpr,
-    mask: tl.constexpr,
-    SUMMED: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Adds the tiles of keys `run` to dq of a tile of queries, and their scores' gradients to `sums`; the last entry's to `target`."""
+    dq, queries, k, v, target, sums, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, SUMMED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles of keys `run` to dq of a tile of `queries`, as `backward.fold_query_gradient` has them, and their scores' gradients to
+    `sums`; the last entry's to `target`. `given`: strides, those of the target, numbers, environment."""
+    q, do, lse2, delta = queries
+    strides, out_strides, numbers, env = given
     b, h, kv_h, rows, q_len, kv_len = at
     low, high, stretch, is_first, is_last = run
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
@@ -171,18 +155,14 @@ def attention_bias_gradient(
             is_first = (turn == 0).to(tl.int32)
             is_last = (turn == number(entries) - 1).to(tl.int32)
             run = (low, high, stretch, is_first, is_last)
-            acc = fold_bias_gradient(
-                acc, queries, douts, row_lse, row_delta, k, v, here, own, strides, out_strides, at, run, numbers,
-                env, c, both, mask, SUMMED, CONTIGUOUS, False,
-            )  # fmt: skip
+            mine = (queries, douts, row_lse, row_delta)
+            given = (strides, out_strides, numbers, env)
+            acc = fold_bias_gradient(acc, mine, k, v, here, own, at, run, given, c, both, mask, SUMMED, CONTIGUOUS, False)
             past = own
             if SUMMED:
                 past = own + (whole - low) * (c.TILE_Q * c.TILE_KV)
             last = (low * 0 + whole, tl.where(is_end, tiles_of_keys, whole), stretch, is_first, is_last)
-            acc = fold_bias_gradient(
-                acc, queries, douts, row_lse, row_delta, k, v, here, past, strides, out_strides, at, last, numbers,
-                env, c, both, mask, SUMMED, CONTIGUOUS, True,
-            )  # fmt: skip
+            acc = fold_bias_gradient(acc, mine, k, v, here, past, at, last, given, c, both, mask, SUMMED, CONTIGUOUS, True)
             if SUMMED:
                 tl.store(kept + lying, acc, mask=(lying >= 0) & (is_end == 0))
                 # what one entry leaves in memory, threads of the next read
