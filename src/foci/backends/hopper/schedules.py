@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import padded, tile_bytes
@@ -88,11 +89,11 @@ def in_words(name: str, dim: int, width: int) -> str:
     return f"{name} = {dim} padded to {width}" + (f" = {pieces}" if pieces != str(width) else "")
 
 
-def _steady(kind: str) -> Schedule:
-    """Of heads whose keys are wider than 128 and whose values are not, which leave registers."""
-    if kind in ("pair", "mask"):
-        return C2
-    return STEADY if kind in ("full", "score") else RUNS
+def _steady(problem: Problem, *, is_full: bool) -> Schedule:
+    """Of heads whose keys are wider than 128 and whose values are not, which leave registers. A persistent program's result lies where
+    its queries did, for want of room, and those of the next task come once it has left: so no task may be without keys."""
+    has_keys = problem.formula.layout is Layout.DENSE and (is_full or is_causal(problem.variant))
+    return STEADY if has_keys and kind_of(problem) in ("full", "causal", "score") else C2
 
 
 def forward_schedule(problem: Problem) -> Schedule:
@@ -109,7 +110,7 @@ def forward_schedule(problem: Problem) -> Schedule:
     is_plain, is_dense = problem.variant.score.op == "var", formula.layout is Layout.DENSE
     is_short, is_full = bounds is None or bounds.is_low, problem.variant.mask == const(True)
     if width > 128:
-        return _steady(kind_of(problem))
+        return _steady(problem, is_full=is_full)
     width = max(width, value_width)
     if width <= 64:
         if is_plain and not (is_dense and bounds is not None and bounds.is_low):
