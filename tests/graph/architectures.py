@@ -203,10 +203,13 @@ FURTHER = (
     *(Architecture(kind, "AutoModelForCausalLM") for kind in (
         "seed_oss", "exaone4", "glm4", "gpt_neox_japanese", "ernie4_5_moe", "ministral", "qwen3_moe", "apertus", "cohere2", "vaultgemma", "arcee",
         "phimoe", "hunyuan_v1_moe", "jetmoe", "diffllama", "doge", "lfm2", "olmoe", "nemotron", "persimmon", "helium", "glm4_moe",
+        "afmoe", "falcon_h1", "roberta-prelayernorm", "nemotron_h", "granitemoeshared", "ernie4_5", "big_bird", "bitnet", "nanochat",
+        "prophetnet", "hrm_text",
     )),
     *(Architecture(kind) for kind in (
         "imagegpt", "chinese_clip", "dpr", "radio", "dpt", "megatron-bert", "gte", "mlcd", "sam_hq_vision_model", "voxtral_encoder", "lilt", "longformer",
-        "groupvit", "nystromformer", "canine", "tapas", "roc_bert", "splinter", "mobilebert",
+        "groupvit", "nystromformer", "canine", "tapas", "roc_bert", "splinter", "mobilebert", "aimv2", "altclip", "visual_bert", "vitdet",
+        "metaclip_2", "eurobert", "flava", "owlv2", "qwen2_audio_encoder", "fastspeech2_conformer", "openai_privacy_filter",
     )),
-    *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bigbird_pegasus", "plbart", "nllb-moe", "led", "pegasus_x", "fsmt")),
+    *(Architecture(kind, "AutoModelForSeq2SeqLM") for kind in ("bigbird_pegasus", "plbart", "nllb-moe", "led", "pegasus_x", "fsmt", "seamless_m4t_v2")),
 )  # fmt: skip

@@ -107,3 +107,14 @@ def test_functions_of_other_operators_are_no_bodies():
     graph.output(graph.call_function(torch.ops.higher_order.flex_attention, (q, k, v, named)))
     module = fx.GraphModule({"body": body}, graph)
     assert list(graphs_of(module)) == [graph]
+
+
+def test_branches_are_fused():
+    def either(q, k, v, sign):
+        return torch.cond(sign.sum() > 0, lambda q, k, v: attend(q, k, v), lambda q, k, v: attend(q * 2, k, v) + 1, (q, k, v))
+
+    run, _ = compiled(either)
+    for sign in (torch.ones(1), -torch.ones(1)):
+        with torch.no_grad(), foci.observe() as log:
+            torch.testing.assert_close(run(*qkv(20), sign), either(*qkv(20), sign))
+        assert all(site.fused for site in log.fusions)

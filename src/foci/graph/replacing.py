@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.lift import PASSED
 from foci.graph.products import product_of
-from foci.graph.reading import call_of, value_of
+from foci.graph.reading import call_of, same_size, value_of
 from foci.graph.views import VIEWS
 
 __all__ = ["erase", "erase_dead", "fitting", "is_pure"]
@@ -22,9 +23,8 @@ def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | 
     """`new`, contiguous where a `view` below `old`, or whoever reads it outside of the graph, would not take its strides."""
     with mode or contextlib.nullcontext(), torch.no_grad():
         try:
-            leaving = _rerun(new, old)
-            fits = all(new.stride() == before.stride() for new, before in leaving)
-        except RuntimeError:
+            fits = all(_rerun(new, old))
+        except Exception:  # a view that does not fit, or whatever a node says to strides it was not made for
             fits = False
         if not fits:
             with graph.inserting_before(old):
@@ -34,31 +34,52 @@ def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | 
     return new
 
 
-def _rerun(new: fx.Node, old: fx.Node) -> list[tuple[Tensor, Tensor]]:
-    """Runs the views below `old` on the value of `new`; gives those that leave the graph, each as it is now and as it was.
+def _rerun(new: fx.Node, old: fx.Node) -> list[bool]:
+    """Runs what is below `old` on the value of `new`, as far as strides are others than they were; gives whether those that leave the
+    graph lie as they did.
 
     Raises:
-        RuntimeError: where one fails.
+        Exception: where a node fails.
     """
     values: dict[fx.Node, Any] = {old: value_of(new)}
-    leaving: list[tuple[Tensor, Tensor]] = []
+    leaving: list[bool] = []
     stack = [old]
     while stack:
         node = stack.pop()
         for user in node.users:
+            fits = _lie_alike(values[node], value_of(node))
             if user.op == "output" or isinstance(user.target, HigherOrderOperator):
-                leaving.append((values[node], value_of(node)))
-                continue
-            call = call_of(user)
-            if call is None or call.name not in VIEWS or user in values or user.args[:1] == ():
-                continue
-            if user.args[0] not in values:
-                continue
-            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: values[n] if n in values else value_of(n))
-            method = user.op == "call_method"
-            values[user] = getattr(args[0], str(user.target))(*args[1:], **kwargs) if method else user.target(*args, **kwargs)  # type: ignore[operator]
-            stack.append(user)
+                leaving.append(fits)
+            elif user not in values and not fits and _hands_strides_on(user, node):
+                values[user] = _run(user, values)
+                stack.append(user)
     return leaving
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """A node's value for other values of what it reads."""
+    call = call_of(node)
+    read = node.args[0] if node.args else None
+    if call is not None and call.in_place:
+        return values[read] if isinstance(read, fx.Node) and read in values else value_of(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else value_of(n))
+    method = node.op == "call_method"
+    return getattr(args[0], str(node.target))(*args[1:], **kwargs) if method else node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _hands_strides_on(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a result may lie as what it is made of: views do, and what is computed element by element."""
+    call, made, read = call_of(user), value_of(user), value_of(node)
+    if (call is not None and call.name in VIEWS) or user.target is operator.getitem:
+        return True
+    is_alike = isinstance(made, Tensor) and isinstance(read, Tensor) and made.dim() == read.dim()
+    return is_alike and all(map(same_size, made.shape, read.shape))
+
+
+def _lie_alike(now: Any, before: Any) -> bool:
+    if isinstance(now, (list, tuple)):
+        return isinstance(before, (list, tuple)) and all(map(_lie_alike, now, before))
+    return not isinstance(now, Tensor) or all(map(same_size, now.stride(), before.stride()))
 
 
 def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
