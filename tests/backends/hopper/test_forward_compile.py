@@ -35,7 +35,7 @@ CASES = {
     "causal D 64": {"mask": masks.causal(), "dim": 64},
     "D 16": {"dim": 16},
     "D 80": {"dim": 80, "stack": 48},
-    "D 96": {"dim": 96},
+    "D 96": {"dim": 96, "stack": 40},
     "D 192": {"dim": 192},
     "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 128, alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 192, "value_dim": 128, "stack": 48},

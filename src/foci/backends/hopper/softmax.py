@@ -31,7 +31,8 @@ def fold_softmax(x, most, total, factor, SKIPS: gl.constexpr):
     steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
     shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
     p = gl.exp2(x * steep[:, None] - shift[:, None])
-    alpha = gl.exp2(most * steep - shift)
+    # exactly 1 where it stays: a fused product less the rounded one is not 0
+    alpha = gl.where(higher == most, 1.0, gl.exp2(most * steep - shift))
     sums = by_thread(p)
     LAYOUT: gl.constexpr = sums.type.layout
     return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
