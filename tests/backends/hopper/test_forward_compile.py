@@ -35,7 +35,10 @@ CASES = {
     "causal D 64": {"mask": masks.causal(), "dim": 64},
     "D 16": {"dim": 16},
     "D 80": {"dim": 80, "stack": 48},
-    "D 96": {"dim": 96, "stack": 40},
+    "D 96": {"dim": 96},
+    "D 96, row_max": {"dim": 96, "row_max": True},
+    "D 96, jagged": {"dim": 96, "jagged": True, "stack": 24},
+    "D 256, Dv 192": {"dim": 256, "value_dim": 192},
     "D 192": {"dim": 192},
     "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 48},
     "D 192, Dv 128, alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dim": 192, "value_dim": 128, "stack": 48},
@@ -117,7 +120,11 @@ def launch(case):
     )
     layout = Layout.JAGGED if jagged else Layout.DENSE
     formula = Formula(
-        bound.variant, layout, Outputs(lse=True, row_max=case.get("row_max", True)), dropout > 0, (128, 128) if case.get("blocks") else None
+        bound.variant,
+        layout,
+        Outputs(lse=True, row_max=case.get("row_max", False)),
+        dropout > 0,
+        (128, 128) if case.get("blocks") else None,
     )
     asked = Problem(
         formula, dtype, dim, case.get("value_dim", dim), heads, heads, batch, length, length, capture_grads=(False,) * len(bound.captures)

@@ -17,6 +17,7 @@ __all__ = [
     "C2",
     "LOOPED",
     "N3",
+    "PIECED",
     "RUNS",
     "SHORT",
     "STEADY",
@@ -60,7 +61,8 @@ STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
 RUNS: Final = replace(STEADY, joined=True, numbered=True)
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
 SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
-ALIKE: Final = replace(SHORT, strided=False, numbered=True, skips=True)
+PIECED: Final = replace(SHORT, strided=False)
+ALIKE: Final = replace(PIECED, numbered=True, skips=True)
 LOOPED: Final = replace(ALIKE, joined=True, skips=False)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True, skips=True
@@ -120,4 +122,6 @@ def forward_schedule(problem: Problem) -> Schedule:
         return RUNS if is_plain else C2
     if is_plain and not is_dense:
         return LOOPED
-    return ALIKE if is_plain and is_full else N3
+    if is_plain and is_full:
+        return ALIKE if len(pieces_of(width)) == 1 else PIECED
+    return N3

@@ -31,8 +31,10 @@ def fold_softmax(x, most, total, factor, SKIPS: gl.constexpr):
     steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
     shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
     p = gl.exp2(x * steep[:, None] - shift[:, None])
-    # exactly 1 where it stays: a fused product less the rounded one is not 0
-    alpha = gl.where(higher == most, 1.0, gl.exp2(most * steep - shift))
+    alpha = gl.exp2(most * steep - shift)
+    if SKIPS:
+        # exactly 1 where it stays: a fused product less the rounded one is not 0
+        alpha = gl.where(higher == most, 1.0, alpha)
     sums = by_thread(p)
     LAYOUT: gl.constexpr = sums.type.layout
     return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
@@ -86,15 +88,17 @@ def _operands(n):
 
 
 @gluon.jit
+def _rescaled_seldom(x, factor):
+    N: gl.constexpr = min(x.shape[1] // 2, 64)
+    TEXT: gl.constexpr = _if_any(N)
+    return gl.inline_asm_elementwise(TEXT, _operands(N), [x, factor], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.jit
 def rescaled(acc, alpha, SKIPS: gl.constexpr):
     """The pieces of the result, each row times its number; where SKIPS, a warp whose numbers are all 1 passes over it."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         factor = by_row(alpha, acc[i])
-        if SKIPS:
-            N: gl.constexpr = min(acc[i].shape[1] // 2, 64)
-            text: gl.constexpr = _if_any(N)
-            scaled = scaled + (gl.inline_asm_elementwise(text, _operands(N), [acc[i], factor], dtype=gl.float32, is_pure=True, pack=N),)
-        else:
-            scaled = scaled + (acc[i] * factor,)
+        scaled = scaled + (_rescaled_seldom(acc[i], factor) if SKIPS else acc[i] * factor,)
     return scaled
