@@ -25,7 +25,7 @@ VERSIONS: Final = ("3.6",)
 
 _TRITON: Final = 4.5e14
 """The rate that the backend triton estimates its cost by; ours is estimated from it, by how the measured ones compare."""
-_LAUNCH: Final = 3.2e-5
+_LAUNCH: Final = 2e-5
 _BACKWARD: Final = 5e-5
 """What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
 _SUMS: Final = 3.2e-12
