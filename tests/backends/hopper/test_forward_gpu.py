@@ -54,7 +54,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("schedule", "dim"), [("C2", 128), ("RUNS", 128), ("N3", 128), ("ALIKE", 128), ("LOOPED", 128), ("LOOPED", 64), ("SHORT", 64)]
+    ("schedule", "dim"),
+    [("C2", 128), ("RUNS", 128), ("N3", 128), ("ALIKE", 128), ("LOOPED", 128), ("LOOPED", 64), ("SHORT", 64), ("PIECED", 96)],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):

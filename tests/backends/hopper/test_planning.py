@@ -209,6 +209,11 @@ def test_programs_take_task_after_task_where_that_was_faster(given, wide, narrow
     assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.WIDE
 
 
+@pytest.mark.parametrize("dim", [80, 96])
+def test_results_in_pieces_are_rescaled_always(dim):
+    assert forward_schedule(problem(**KINDS["full"], head_dim=dim, value_dim=dim)) == schedules.PIECED
+
+
 class Launches:
     """What a forward would allocate and launch."""
 
