@@ -1,20 +1,14 @@
 """Tiles that a tile of keys visits and their ranks, by which shares in dq are added in order: natively or in the interpreter."""
 
-import os
-
 import pytest
 import torch
+from catching import DEVICE, launched_with, needs_gpu_or_interpreter
 
 import foci
-from foci.backends.contract import Plan
 from foci.binding import bind
-from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
 
-backward = pytest.importorskip("foci.backends.hopper.backward", reason="needs a Triton with Gluon")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+pytestmark = needs_gpu_or_interpreter
 OWNERS = (torch.arange(1000, device=DEVICE) % 7 == 0).cumsum(0) // 40
 REACH = torch.tensor([40, 150, 600, 0], device=DEVICE)
 CASES = {
@@ -30,20 +24,6 @@ CASES = {
 KEYS = 950
 
 
-class Caught(Exception):
-    """What the kernel would be launched with."""
-
-
-class Catching:
-    signature = backward.attention_gradients.signature
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            raise Caught(dict(zip(self.signature.parameters, args, strict=True)))
-
-        return launch
-
-
 def launched(mask, rows=1000, dim=128, kv_heads=2):
     """Arguments of the kernel that computes all gradients."""
     query = torch.zeros(2, 4, rows, dim, dtype=torch.float16, device=DEVICE)
@@ -52,11 +32,7 @@ def launched(mask, rows=1000, dim=128, kv_heads=2):
     operands = Operands(query, key, key, bound.captures, bound.ints, bound.floats, 0.1)
     wanted = (True, True, True, tuple(False for _ in bound.captures))
     asked = Problem(Formula(bound.variant, Layout.DENSE), torch.float16, dim, dim, 4, kv_heads, 2, rows, KEYS, *wanted)
-    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
-    assert kernel.fused is not None
-    with pytest.raises(Caught) as caught:
-        kernel.backward(operands, Results(query, query[..., 0].float()), Cotangents(query))
-    return caught.value.args[0]
+    return launched_with(asked, operands, Results(query, query[..., 0].float()), Cotangents(query))
 
 
 def walk(args, row, first, count):
@@ -95,8 +71,7 @@ def whole_tile(keep, query_tile, tile, c):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_add_in_one_order_that_ends(name, monkeypatch):
-    monkeypatch.setattr(backward, "attention_gradients", Catching())
+def test_tiles_add_in_one_order_that_ends(name):
     case = CASES[name]
     args = launched(**case)
     c, table, ranks = args["c"], args["table"], args["order"].ranks

@@ -1,40 +1,20 @@
 """What the backward kernels find done: rows' numbers in lines, turns and gaps cleared; natively or in the interpreter."""
 
 import math
-import os
 
 import pytest
 import torch
+from catching import DEVICE, launched_with, needs_gpu_or_interpreter
 
-from foci.backends.contract import Plan
 from foci.binding import bind
-from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
 
-backward = pytest.importorskip("foci.backends.hopper.backward", reason="needs a Triton with Gluon")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+pytestmark = needs_gpu_or_interpreter
 LENGTHS, SPANS = [70, 0, 200, 1, 129], [90, 3, 200, 40, 131]
-
-
-class Caught(Exception):
-    """What the kernel would be launched with."""
-
-
-class Catching:
-    signature = backward.attention_gradients.signature
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            raise Caught(dict(zip(self.signature.parameters, args, strict=True)))
-
-        return launch
 
 
 def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
     """(operands, out, dout, lse, gradient of lse, arguments of the kernel of all gradients) of random numbers."""
-    monkeypatch.setattr(backward, "attention_gradients", Catching())
     heads, rows = 4, sum(SPANS) + 5 if jagged else rows
     batch = 1 if jagged else 2
     torch.manual_seed(0)
@@ -50,8 +30,6 @@ def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
     bound = bind(None, None, DEVICE)
     layout = Layout.JAGGED if jagged else Layout.DENSE
     asked = Problem(Formula(bound.variant, layout), q.dtype, dim, dim, heads, kv_heads, 8, 256, 256, True, True, True)
-    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
-    assert kernel.fused is not None
     empty = torch.empty_strided
 
     def filled(*args, **options):
@@ -60,9 +38,8 @@ def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
 
     monkeypatch.setattr(torch, "empty_strided", filled)
     flow = torch.randn_like(lse) if dlse else None
-    with pytest.raises(Caught) as caught:
-        kernel.backward(Operands(q, k, k, scale=0.1, **more), Results(out, lse), Cotangents(dout, flow))
-    return out, dout, lse, flow, caught.value.args[0]
+    args = launched_with(asked, Operands(q, k, k, scale=0.1, **more), Results(out, lse), Cotangents(dout, flow))
+    return out, dout, lse, flow, args
 
 
 def expected(out, dout, lse, flow):

@@ -27,7 +27,6 @@ ELEMENT_TYPES: Mapping[torch.dtype, str] = {
 }  # fmt: skip
 
 _ROW_ARGUMENTS = "const Call& call, int b, int h, int q, int q_len, int kv_len"
-_ELEMENT_ARGUMENTS = "const Call& call, const Row& row, const Col& col"
 
 
 def capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
