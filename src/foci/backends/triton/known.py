@@ -50,15 +50,17 @@ def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: Re
 
 
 def tokens_at(geometry: Geometry, query: Tensor, key: Tensor) -> Tokens:
+    """Queries and keys of a head, of tensors as a known call is given them: [B, H, S, D], or packed [T, H, D]."""
     return (query.shape[0], key.shape[0]) if geometry.packed else (query.shape[2], key.shape[2])
 
 
 def lie(tensor: Tensor | None) -> object:
+    """How a tensor lies: what of it a launch takes besides its address."""
     return None if tensor is None else (tensor.shape, tensor.stride())
 
 
 def lie_packed(tensor: Tensor | None) -> object:
-    """Of [1, H, T, D], but for T; row statistics [1, H, T] have no gaps."""
+    """`lie` of [1, H, T, D], but for T; row statistics [1, H, T] have no gaps."""
     if tensor is None or tensor.dim() == 3:
         return tensor is None
     return tensor.shape[1], tensor.shape[3], tensor.stride()[1:]
@@ -81,6 +83,7 @@ def is_ready(given: Given) -> bool:
 
 
 def are_aligned(places: Sequence[int | None]) -> bool:
+    """Whether all addresses are multiples of 16 bytes, as compiled kernels expect them."""
     address = 0
     for place in places:
         address |= place or 0

@@ -107,12 +107,14 @@ def _counted(of: Callable[[Tokens], int], binding: Binding) -> int:
 
 
 def address_of(number: int, binding: Binding) -> int:
+    """Where the tensor of that number lies, of those that are read of the sequences."""
     tensor = binding.kept[number]
     assert tensor is not None, "read when it was recorded"
     return tensor.data_ptr()
 
 
 def part_of(part: Arguments, binding: Binding) -> tuple[Any, ...]:
+    """A tuple among arguments, with what binding finds."""
     values = part.values.copy()
     for at, find in part.late:
         values[at] = find(binding)
