@@ -1,4 +1,4 @@
-"""The entry points: `attention`, torch's three (`scaled_dot_product_attention`, `flex_attention`, `varlen_attn`), `explain`."""
+"""The entry points `attention` and `explain`. Torch's own, by torch's signatures, are in `foci.functional`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
 from foci.prepare import Extras, check_is_tensor
-from foci.problem import Outputs
+from foci.problem import Outputs, Results
 
-__all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain"]
+__all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain", "returned"]
 
 AuxRequest: TypeAlias = Outputs
 
@@ -87,6 +87,11 @@ def attention(
     """
     call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
     results = attend_nested(*call) if is_nested(query, key, value) else run(*call)
+    return returned(results, return_aux)
+
+
+def returned(results: Results, return_aux: AuxRequest | None) -> Any:
+    """What a call with `return_aux` returns: the output, or a pair with its `AuxOutput`."""
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)

@@ -219,7 +219,7 @@ class BlockMask:
             apart=self.full_kv_indices is not None,
         )  # fmt: skip
 
-    _adjust = adjust
+    _adjust = adjust  # torch's name for it
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture in text: `█` where all blocks are needed, `░` where some are, a blank where none is.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from foci.api import AuxOutput, AuxRequest
+from foci.api import AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
 from foci.prepare import Extras, Part, check_is_tensor, check_tensors
@@ -88,10 +88,7 @@ def attention(
         part = Part(first_query=rank * query.shape[2], queries=ranks * query.shape[2])
         key, value = _gathered(key, group), _gathered(value, group)
     extras = Extras(outputs, scale=scale, sink=sink, part=part)
-    results = run((query, key, value), score_function, mask_function, extras)
-    if return_aux is None:
-        return results.out
-    return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)
+    return returned(run((query, key, value), score_function, mask_function, extras), return_aux)
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:

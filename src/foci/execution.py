@@ -28,7 +28,9 @@ from foci.problem import (
 )
 
 __all__ = [
+    "Allowed",
     "Chosen",
+    "Needs",
     "as_written",
     "backward_again",
     "backward_of",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.api import AuxOutput, AuxRequest
+from foci.api import AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
 from foci.prepare import Extras, check_integers, check_is_tensor, describe
@@ -81,10 +81,8 @@ def paged_attention(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
         sink=checked_sink(sink, query), exact_lengths=False,
     )  # fmt: skip
-    results = run((query, key, value), score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0], extras)
-    if return_aux is None:
-        return results.out
-    return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums)
+    functions = score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0]
+    return returned(run((query, key, value), *functions, extras), return_aux)
 
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:

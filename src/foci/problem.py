@@ -30,10 +30,7 @@ __all__ = [
     "record",
 ]
 
-
 _NEWLINE: Final = " | "  # of a formula in one line; nothing in a formula's text has a bar
-
-
 _Record = TypeVar("_Record")
 
 
@@ -165,7 +162,7 @@ class Problem:
         q_len, kv_len: buckets of Sq and Skv (dense), of the longest sequence (jagged), of Sq and the longest row (paged).
         query_grad, key_grad, value_grad: which gradients will be asked for.
         capture_grads: the same for each captured tensor.
-        deterministic: gradients must be bitwise repeatable.
+        deterministic: gradients must be bitwise repeatable, as those of foci's own backends always are.
         aligned: rows of query, key and value are contiguous, their other strides positive, and every row begins at a multiple of
             16 bytes: what a GPU's copy engine asks for.
         tuned: backends that can may time schedules before they settle on one (`foci.use(tune=True)`).

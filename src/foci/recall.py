@@ -151,7 +151,7 @@ def remember(
     *,
     packed: bool = False,
     learns: bool = False,
-) -> tuple[Outline, tuple[Tensor, ...], Optional]:  # fmt: skip
+) -> tuple[Outline, tuple[Tensor, ...], Optional]:
     """Chooses the kernel for a call prepared from the tensors `given`, and keeps the choice if its key says all it depends on.
 
     Returns:

@@ -22,6 +22,11 @@ from foci.ir.text import to_infix
 q, kv = ROW, COLUMN
 
 
+def point(value):
+    at = torch.tensor(float(value), dtype=torch.float64)
+    return Range(at, at)
+
+
 def grid_of(sizes, block, captures=(), *, ints=(), floats=()):
     """The grid of blocks of B, H, Sq, Skv; blocks may overhang and are cut off."""
     B, H, *lengths = sizes
@@ -33,7 +38,7 @@ def grid_of(sizes, block, captures=(), *, ints=(), floats=()):
 
     ranges = {"b": part(B, 1, 3), "h": part(H, 1, 2), "q_idx": part(lengths[0], block[0], 1), "kv_idx": part(lengths[1], block[1], 0)}
     for name, length in zip(("q_len", "kv_len"), lengths):
-        ranges[name] = Range.point(length)
+        ranges[name] = point(length)
     return Grid(ranges, captures, ints, floats)
 
 
@@ -241,7 +246,7 @@ def test_sums_that_wrap_are_not_decided():
 
 def test_a_missing_variable_is_named():
     with pytest.raises(ValueError, match="the grid gives no range of h; it gives q_idx"):
-        bounds(HEAD, Grid({"q_idx": Range.point(0)}))
+        bounds(HEAD, Grid({"q_idx": point(0)}))
     assert bounds(SCORE, Grid({})).hi == torch.inf
 
 

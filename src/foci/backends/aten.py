@@ -21,7 +21,6 @@ from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
-from foci.backends.sequences import without_keys
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
 from foci.variant import PLAIN
 
@@ -243,8 +242,6 @@ class _Kernel:
     op: _Op
 
     def forward(self, operands: Operands, /) -> Results:
-        if _is_empty(operands):
-            return without_keys(operands, self.problem.formula.outputs)
         out, lse = self.op.forward(self._call(operands))
         if not out.transpose(1, 2).is_contiguous():
             out = empty_out(operands.query, operands.value).copy_(out)
@@ -254,14 +251,10 @@ class _Kernel:
         """Gradients by torch's own operator, which takes no gradient of the logsumexp."""
         assert self.op.backward is not None
         assert cotangents.lse is None
-        inputs = (operands.query, operands.key, operands.value)
         asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
-        if _is_empty(operands):
-            found: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in inputs)
-        else:
-            found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
-            if operands.scale <= 0:
-                found = (found[0] * _sign(operands.scale), *found[1:])
+        found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+        if operands.scale <= 0:
+            found = (found[0] * _sign(operands.scale), *found[1:])
         query, key, value = (grad if on else None for grad, on in zip(found, asked, strict=True))
         return Gradients(query, key, value)
 
@@ -280,11 +273,6 @@ def _sign(scale: float) -> float:
 def _unit(t: Tensor) -> Tensor:
     # torch's operators read another last stride as if it were 1.
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _is_empty(operands: Operands) -> bool:
-    # torch's kernel for the CPU divides by zero.
-    return 0 in operands.query.shape or 0 in operands.key.shape
 
 
 class _Aten:

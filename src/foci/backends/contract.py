@@ -48,7 +48,7 @@ class Rejection:
 
 
 class Kernel(Protocol):
-    """A plan made runnable. Pure: the same operands give the same bits."""
+    """A plan made runnable. Pure: the same operands give the same bits. Operands without a key or a row never come here."""
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""

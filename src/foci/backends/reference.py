@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foci.backends.contract import Kernel, Plan
 from foci.backends.paging import Gathered, jagged_plan
-from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences
+from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences, shapeless_weights
 from foci.blocks import FULL, PARTIAL
 from foci.dropout import keep
 from foci.ir.eager import Env, evaluate
@@ -131,9 +131,7 @@ class _Reference:
     name = "reference"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        if problem.formula.outputs.weights and problem.formula.layout is not Layout.DENSE:
-            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
-        return None
+        return shapeless_weights(problem.formula)
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Seconds: 1 ms, the flops at 20 GFLOP/s (2 TFLOP/s on an accelerator), and 20 passes over the S x S matrix at

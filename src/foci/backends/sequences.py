@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from foci.ir.expr import LENGTHS
-from foci.problem import Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
+from foci.problem import Formula, Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
 
-__all__ = ["Sequence", "check_pages", "check_spans", "coordinate", "coordinates", "is_empty", "narrow", "pack", "sequences", "without_keys"]
+__all__ = [
+    "Sequence",
+    "check_pages",
+    "check_spans",
+    "coordinate",
+    "coordinates",
+    "is_empty",
+    "narrow",
+    "pack",
+    "sequences",
+    "shapeless_weights",
+    "without_keys",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,13 @@ def sequences(operands: Operands, layout: Layout) -> list[Sequence]:
         return [Sequence(None, (0, operands.query.shape[2]), (0, operands.key.shape[2]))]
     q, kv = _spans(operands.cu_q, operands.q_lengths), _spans(operands.cu_kv, operands.kv_lengths)
     return [Sequence(n, *spans) for n, spans in enumerate(zip(q, kv, strict=True))]
+
+
+def shapeless_weights(formula: Formula) -> str | None:
+    """Why nobody returns the weights that a formula asks for, or None."""
+    if formula.outputs.weights and formula.layout is not Layout.DENSE:
+        return f"the weights of a {formula.layout.value} call have no rectangular shape; take the dense layout"
+    return None
 
 
 def check_spans(operands: Operands) -> None:

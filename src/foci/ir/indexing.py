@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Axis, Symbol, TraceError, Tracer, _complaint, dtype_of, merge_axes
+from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, dtype_of, merge_axes
 
 __all__ = ["index_symbol"]
 
@@ -34,7 +34,7 @@ def _expand(index: tuple[Any, ...], rank: int) -> list[Any]:
     """The index without `...`, one entry per dimension, `None`s in between."""
     used = _rank_used(index)
     if used > rank:
-        raise TraceError(_complaint(f"an index with {used} entries for a tensor with {rank} dimensions", "use one index per dimension"))
+        raise TraceError(complaint(f"an index with {used} entries for a tensor with {rank} dimensions", "use one index per dimension"))
     full: list[Any] = [slice(None)] * (rank - used)
     spots = [n for n, item in enumerate(index) if item is Ellipsis]
     at = spots[0] if spots else len(index)
@@ -75,7 +75,7 @@ def _index_row(tracer: Tracer, row: Symbol, index: tuple[Any, ...]) -> Symbol:
         elif entry == slice(None):
             axes.append(axis)
         else:
-            raise TraceError(_complaint(f"the slice {entry} of a row", "slice the captured tensor itself"))
+            raise TraceError(complaint(f"the slice {entry} of a row", "slice the captured tensor itself"))
     return Symbol(tracer, substitute(row.expr, table), tuple(axes))
 
 
@@ -84,7 +84,7 @@ def _as_index(tracer: Tracer, entry: Any) -> Symbol:
         entry = torch.tensor(entry, device=tracer.device)
     symbol = tracer.symbol(entry)
     if not symbol.expr.dtype.is_integer:
-        raise TraceError(_complaint(f"an index of type {symbol.expr.dtype.value}", "index with integers"))
+        raise TraceError(complaint(f"an index of type {symbol.expr.dtype.value}", "index with integers"))
     return symbol
 
 
@@ -94,5 +94,5 @@ def _in_range(index: Expr, axis: Axis) -> Expr:
     value = index.value
     assert isinstance(value, int)
     if not -axis.length <= value < axis.length:
-        raise TraceError(_complaint(f"index {value} of a dimension of size {axis.length}", "use an index within the dimension"))
+        raise TraceError(complaint(f"index {value} of a dimension of size {axis.length}", "use an index within the dimension"))
     return index

@@ -1,7 +1,7 @@
 """The op table: one row per operation of the language, and the constructor that types, casts and folds.
 
-To add an operation is to add one row. A row holds what every analysis needs: the torch function, the same on Python
-numbers, the partial derivatives and the interval rule. Back ends spell rows in tables of their own (`foci.ir.emit`).
+To add an operation is to add one row. A row holds what every analysis needs: the function on Python numbers, the partial
+derivatives and the interval rule. Backends spell rows in tables of their own (`foci.ir.emit`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foci.ir import ranges
 from foci.ir.expr import DType, Expr, const, node
 from foci.ir.ranges import Rule
 
-__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "round_to", "signature"]
+__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "promote", "round_to", "signature"]
 
 LEAVES: Final = frozenset({"const", "var", "param", "axis", "size"})
 Partial = Callable[..., Expr]
@@ -41,12 +41,11 @@ class Typing(Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """A row: `partials[i](y, *args)` is dy/darg_i; an operation without partials has derivative zero."""
+    """A row: `fold` computes with Python numbers; `partials[i](y, *args)` is dy/darg_i, without partials zero."""
 
     name: str
     arity: int
     typing: Typing
-    eager: Callable[..., Any]
     fold: Callable[..., Any]
     range: Rule
     partials: tuple[Partial, ...] | None = None
@@ -161,9 +160,9 @@ def _fold(op: Op, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
     return node("const", (), dtype, (int(value) + half) % (2 * half) - half)  # wraps as the device does
 
 
-def _row(name: str, typing: Typing, eager: Callable[..., Any], fold: Callable[..., Any], rule: Rule, *partials: Partial) -> Op:
+def _row(name: str, typing: Typing, fold: Callable[..., Any], rule: Rule, *partials: Partial) -> Op:
     arity = 3 if typing is Typing.SELECT else 2 if name in _BINARY else 1
-    return Op(name, arity, typing, eager, fold, rule, partials or None)
+    return Op(name, arity, typing, fold, rule, partials or None)
 
 
 _BINARY = frozenset(
@@ -172,10 +171,6 @@ _BINARY = frozenset(
 )
 _A, _F, _C, _B, _P, _S = (Typing.ARITHMETIC, Typing.FLOATING, Typing.COMPARISON, Typing.BITWISE, Typing.PREDICATE, Typing.SELECT)
 _inc, _dec = ranges.increasing, ranges.decreasing
-
-
-def _eager_floordiv(a: Any, b: Any) -> Any:
-    return torch.div(a, b, rounding_mode="floor")
 
 
 def _to_integer(f: Callable[[float], int]) -> Callable[[float], float]:
@@ -210,68 +205,68 @@ def _chosen(a: Expr, b: Expr) -> Expr:
 OPS: Final[dict[str, Op]] = {
     row.name: row
     for row in (
-        _row("neg", _A, torch.neg, lambda a: -a, _dec(torch.neg), lambda y, a: const(-1.0)),
-        _row("abs", _A, torch.abs, abs, ranges.absolute, lambda y, a: apply("sign", a)),
-        _row("sign", _A, torch.sign, _fold_sign, _inc(torch.sign)),
-        _row("add", _A, torch.add, lambda a, b: a + b, ranges.add, lambda y, a, b: const(1.0), lambda y, a, b: const(1.0)),
-        _row("sub", _A, torch.sub, lambda a, b: a - b, ranges.sub, lambda y, a, b: const(1.0), lambda y, a, b: const(-1.0)),
-        _row("mul", _A, torch.mul, lambda a, b: a * b, ranges.mul, lambda y, a, b: b, lambda y, a, b: a),
-        _row("div", _F, torch.div, lambda a, b: a / b, ranges.div,
+        _row("neg", _A, lambda a: -a, _dec(torch.neg), lambda y, a: const(-1.0)),
+        _row("abs", _A, abs, ranges.absolute, lambda y, a: apply("sign", a)),
+        _row("sign", _A, _fold_sign, _inc(torch.sign)),
+        _row("add", _A, lambda a, b: a + b, ranges.add, lambda y, a, b: const(1.0), lambda y, a, b: const(1.0)),
+        _row("sub", _A, lambda a, b: a - b, ranges.sub, lambda y, a, b: const(1.0), lambda y, a, b: const(-1.0)),
+        _row("mul", _A, lambda a, b: a * b, ranges.mul, lambda y, a, b: b, lambda y, a, b: a),
+        _row("div", _F, lambda a, b: a / b, ranges.div,
              lambda y, a, b: apply("div", 1.0, b), lambda y, a, b: apply("neg", apply("div", y, b))),
-        _row("floordiv", _A, _eager_floordiv, lambda a, b: a // b, ranges.floordiv),
-        _row("mod", _A, torch.remainder, lambda a, b: a % b, ranges.mod,
+        _row("floordiv", _A, lambda a, b: a // b, ranges.floordiv),
+        _row("mod", _A, lambda a, b: a % b, ranges.mod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b))),
-        _row("fmod", _A, torch.fmod, _fold_fmod, ranges.fmod,
+        _row("fmod", _A, _fold_fmod, ranges.fmod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b)))),
-        _row("min", _A, torch.minimum, _first_of(operator.lt), ranges.minimum,
+        _row("min", _A, _first_of(operator.lt), ranges.minimum,
              lambda y, a, b: _chosen(a, b), lambda y, a, b: _chosen(b, a)),
-        _row("max", _A, torch.maximum, _first_of(operator.gt), ranges.maximum,
+        _row("max", _A, _first_of(operator.gt), ranges.maximum,
              lambda y, a, b: _chosen(b, a), lambda y, a, b: _chosen(a, b)),
-        _row("floor", _F, torch.floor, _to_integer(math.floor), _inc(torch.floor)),
-        _row("ceil", _F, torch.ceil, _to_integer(math.ceil), _inc(torch.ceil)),
-        _row("round", _F, torch.round, _to_integer(round), _inc(torch.round)),
-        _row("trunc", _F, torch.trunc, _to_integer(math.trunc), _inc(torch.trunc)),
-        _row("exp", _F, torch.exp, math.exp, _inc(torch.exp), lambda y, a: y),
-        _row("exp2", _F, torch.exp2, lambda a: 2.0**a, _inc(torch.exp2), lambda y, a: apply("mul", y, math.log(2))),
-        _row("expm1", _F, torch.expm1, math.expm1, _inc(torch.expm1), lambda y, a: apply("add", y, 1.0)),
-        _row("log", _F, torch.log, math.log, _inc(torch.log), lambda y, a: apply("div", 1.0, a)),
-        _row("log2", _F, torch.log2, math.log2, _inc(torch.log2), lambda y, a: apply("div", 1 / math.log(2), a)),
-        _row("log1p", _F, torch.log1p, math.log1p, _inc(torch.log1p), lambda y, a: apply("div", 1.0, apply("add", a, 1.0))),
-        _row("sqrt", _F, torch.sqrt, math.sqrt, _inc(torch.sqrt), lambda y, a: apply("div", 0.5, y)),
-        _row("rsqrt", _F, torch.rsqrt, lambda a: 1 / math.sqrt(a), _dec(torch.rsqrt), lambda y, a: apply("mul", -0.5, apply("div", y, a))),
-        _row("pow", _F, torch.pow, lambda a, b: a**b, ranges.power,
+        _row("floor", _F, _to_integer(math.floor), _inc(torch.floor)),
+        _row("ceil", _F, _to_integer(math.ceil), _inc(torch.ceil)),
+        _row("round", _F, _to_integer(round), _inc(torch.round)),
+        _row("trunc", _F, _to_integer(math.trunc), _inc(torch.trunc)),
+        _row("exp", _F, math.exp, _inc(torch.exp), lambda y, a: y),
+        _row("exp2", _F, lambda a: 2.0**a, _inc(torch.exp2), lambda y, a: apply("mul", y, math.log(2))),
+        _row("expm1", _F, math.expm1, _inc(torch.expm1), lambda y, a: apply("add", y, 1.0)),
+        _row("log", _F, math.log, _inc(torch.log), lambda y, a: apply("div", 1.0, a)),
+        _row("log2", _F, math.log2, _inc(torch.log2), lambda y, a: apply("div", 1 / math.log(2), a)),
+        _row("log1p", _F, math.log1p, _inc(torch.log1p), lambda y, a: apply("div", 1.0, apply("add", a, 1.0))),
+        _row("sqrt", _F, math.sqrt, _inc(torch.sqrt), lambda y, a: apply("div", 0.5, y)),
+        _row("rsqrt", _F, lambda a: 1 / math.sqrt(a), _dec(torch.rsqrt), lambda y, a: apply("mul", -0.5, apply("div", y, a))),
+        _row("pow", _F, lambda a, b: a**b, ranges.power,
              lambda y, a, b: apply("where", apply("eq", b, 0.0), 0.0, apply("mul", b, apply("pow", a, apply("sub", b, 1.0)))),
              lambda y, a, b: apply("where", apply("eq", a, 0.0), 0.0, apply("mul", y, apply("log", a)))),
-        _row("sin", _F, torch.sin, math.sin, ranges.oscillating, lambda y, a: apply("cos", a)),
-        _row("cos", _F, torch.cos, math.cos, ranges.oscillating, lambda y, a: apply("neg", apply("sin", a))),
-        _row("tan", _F, torch.tan, math.tan, ranges.unknown, lambda y, a: apply("add", 1.0, apply("mul", y, y))),
-        _row("asin", _F, torch.asin, math.asin, _inc(torch.asin), lambda y, a: apply("rsqrt", apply("sub", 1.0, apply("mul", a, a)))),
-        _row("acos", _F, torch.acos, math.acos, _dec(torch.acos),
+        _row("sin", _F, math.sin, ranges.oscillating, lambda y, a: apply("cos", a)),
+        _row("cos", _F, math.cos, ranges.oscillating, lambda y, a: apply("neg", apply("sin", a))),
+        _row("tan", _F, math.tan, ranges.unknown, lambda y, a: apply("add", 1.0, apply("mul", y, y))),
+        _row("asin", _F, math.asin, _inc(torch.asin), lambda y, a: apply("rsqrt", apply("sub", 1.0, apply("mul", a, a)))),
+        _row("acos", _F, math.acos, _dec(torch.acos),
              lambda y, a: apply("neg", apply("rsqrt", apply("sub", 1.0, apply("mul", a, a))))),
-        _row("atan", _F, torch.atan, math.atan, _inc(torch.atan), lambda y, a: apply("div", 1.0, apply("add", 1.0, apply("mul", a, a)))),
-        _row("atan2", _F, torch.atan2, math.atan2, ranges.bounded(-math.pi, math.pi),
+        _row("atan", _F, math.atan, _inc(torch.atan), lambda y, a: apply("div", 1.0, apply("add", 1.0, apply("mul", a, a)))),
+        _row("atan2", _F, math.atan2, ranges.bounded(-math.pi, math.pi),
              lambda y, a, b: apply("div", b, apply("add", apply("mul", a, a), apply("mul", b, b))),
              lambda y, a, b: apply("neg", apply("div", a, apply("add", apply("mul", a, a), apply("mul", b, b))))),
-        _row("sinh", _F, torch.sinh, math.sinh, _inc(torch.sinh), lambda y, a: apply("cosh", a)),
-        _row("cosh", _F, torch.cosh, math.cosh, ranges.cosh, lambda y, a: apply("sinh", a)),
-        _row("tanh", _F, torch.tanh, math.tanh, _inc(torch.tanh), lambda y, a: apply("sub", 1.0, apply("mul", y, y))),
-        _row("sigmoid", _F, torch.sigmoid, lambda a: 1 / (1 + math.exp(-a)), _inc(torch.sigmoid),
+        _row("sinh", _F, math.sinh, _inc(torch.sinh), lambda y, a: apply("cosh", a)),
+        _row("cosh", _F, math.cosh, ranges.cosh, lambda y, a: apply("sinh", a)),
+        _row("tanh", _F, math.tanh, _inc(torch.tanh), lambda y, a: apply("sub", 1.0, apply("mul", y, y))),
+        _row("sigmoid", _F, lambda a: 1 / (1 + math.exp(-a)), _inc(torch.sigmoid),
              lambda y, a: apply("mul", y, apply("sub", 1.0, y))),
-        _row("erf", _F, torch.erf, math.erf, _inc(torch.erf),
+        _row("erf", _F, math.erf, _inc(torch.erf),
              lambda y, a: apply("mul", 2 / math.sqrt(math.pi), apply("exp", apply("neg", apply("mul", a, a))))),
-        _row("isnan", _P, torch.isnan, math.isnan, ranges.bounded(0, 1)),
-        _row("isinf", _P, torch.isinf, math.isinf, ranges.bounded(0, 1)),
-        _row("eq", _C, torch.eq, lambda a, b: a == b, ranges.eq),
-        _row("ne", _C, torch.ne, lambda a, b: a != b, ranges.ne),
-        _row("lt", _C, torch.lt, lambda a, b: a < b, ranges.lt),
-        _row("le", _C, torch.le, lambda a, b: a <= b, ranges.le),
-        _row("and", _B, torch.bitwise_and, lambda a, b: a & b, ranges.bit_and),
-        _row("or", _B, torch.bitwise_or, lambda a, b: a | b, ranges.bit_or),
-        _row("xor", _B, torch.bitwise_xor, lambda a, b: a ^ b, ranges.bit_xor),
-        _row("not", _B, torch.bitwise_not, _fold_not, _dec(lambda x: -1 - x)),
-        _row("shl", Typing.SHIFT, torch.bitwise_left_shift, lambda a, b: a << min(b, 64), lambda a, b: ranges.mul(a, _inc(torch.exp2)(b))),
-        _row("shr", Typing.SHIFT, torch.bitwise_right_shift, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
-        _row("where", _S, torch.where, lambda c, a, b: a if c else b, ranges.select,
+        _row("isnan", _P, math.isnan, ranges.bounded(0, 1)),
+        _row("isinf", _P, math.isinf, ranges.bounded(0, 1)),
+        _row("eq", _C, lambda a, b: a == b, ranges.eq),
+        _row("ne", _C, lambda a, b: a != b, ranges.ne),
+        _row("lt", _C, lambda a, b: a < b, ranges.lt),
+        _row("le", _C, lambda a, b: a <= b, ranges.le),
+        _row("and", _B, lambda a, b: a & b, ranges.bit_and),
+        _row("or", _B, lambda a, b: a | b, ranges.bit_or),
+        _row("xor", _B, lambda a, b: a ^ b, ranges.bit_xor),
+        _row("not", _B, _fold_not, _dec(lambda x: -1 - x)),
+        _row("shl", Typing.SHIFT, lambda a, b: a << min(b, 64), lambda a, b: ranges.mul(a, _inc(torch.exp2)(b))),
+        _row("shr", Typing.SHIFT, lambda a, b: a >> b, lambda a, b: ranges.floordiv(a, _inc(torch.exp2)(b))),
+        _row("where", _S, lambda c, a, b: a if c else b, ranges.select,
              lambda y, c, a, b: const(0.0), lambda y, c, a, b: apply("where", c, 1.0, 0.0), lambda y, c, a, b: apply("where", c, 0.0, 1.0)),
     )
 }

@@ -23,11 +23,6 @@ class Range:
     lo: Tensor
     hi: Tensor
 
-    @staticmethod
-    def point(value: float) -> Range:
-        at = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        return Range(at, at)
-
     def where(self, keep: Tensor, other: Range) -> Range:
         return Range(torch.where(keep, self.lo, other.lo), torch.where(keep, self.hi, other.hi))
 

@@ -13,7 +13,7 @@ from typing import Final
 from foci.ir.expr import Expr, axis, node, reduce
 from foci.ir.ops import OPS, apply, cast
 
-__all__ = ["bind", "canonical_levels", "rebuild", "rewrite", "spread_levels", "substitute"]
+__all__ = ["bind", "canonical_levels", "rebuild", "reduction", "rename_axis", "rewrite", "spread_levels", "substitute"]
 
 LEVEL_SPACING: Final = 1 << 20
 

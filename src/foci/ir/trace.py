@@ -25,7 +25,19 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply, as_expr, cast
 
-__all__ = ["SYMBOLIC_BASE", "Axis", "Symbol", "TraceError", "Tracer", "dtype_of", "length_symbol"]
+__all__ = [
+    "SYMBOLIC_BASE",
+    "Axis",
+    "Symbol",
+    "TraceError",
+    "Tracer",
+    "complaint",
+    "dtype_of",
+    "elementwise",
+    "length_symbol",
+    "merge_axes",
+    "pointwise",
+]
 
 SYMBOLIC_BASE: Final = 1_000_000
 """Slots of `param` from here on stand for symbolic integers until `foci.binding` numbers them."""
@@ -43,8 +55,6 @@ _DTYPES: Final = {
     torch.float64: DType.FLOAT,
 }
 _TORCH_DTYPES: Final = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
-
-
 _NUMBERS: Final = (bool, int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -106,7 +116,7 @@ class Symbol:
         from foci.ir.vocabulary import WORDS
 
         if name not in WORDS:
-            raise TraceError(_complaint(f"Tensor.{name}"))
+            raise TraceError(complaint(f"Tensor.{name}"))
         if name == "where":  # the method's first argument is what torch.where has second
             return lambda condition, other: _spoken(name, WORDS[name], (condition, self, other), {})
         return lambda *args, **kwargs: _spoken(name, WORDS[name], (self, *args), kwargs)
@@ -166,22 +176,22 @@ class Symbol:
 
     def __bool__(self) -> bool:
         raise TraceError(
-            _complaint("a Python `if`, `and`, `or`, `not`, `min` or `max`", "use torch.where, &, |, ~, torch.minimum, torch.maximum")
+            complaint("a Python `if`, `and`, `or`, `not`, `min` or `max`", "use torch.where, &, |, ~, torch.minimum, torch.maximum")
         )
 
     def __iter__(self) -> Any:
-        raise TraceError(_complaint("iteration"))
+        raise TraceError(complaint("iteration"))
 
     def __index__(self) -> int:
-        raise TraceError(_complaint("a conversion to a Python integer", "index a tensor with the symbol instead"))
+        raise TraceError(complaint("a conversion to a Python integer", "index a tensor with the symbol instead"))
 
     __array_ufunc__ = None  # NumPy's numbers leave arithmetic to the symbol
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TraceError(_complaint("a NumPy array", "capture a tensor, as of torch.from_numpy"))
+        raise TraceError(complaint("a NumPy array", "capture a tensor, as of torch.from_numpy"))
 
     def __float__(self) -> float:
-        raise TraceError(_complaint("a conversion to a Python number (the math module)", "use the function of torch of that name"))
+        raise TraceError(complaint("a conversion to a Python number (the math module)", "use the function of torch of that name"))
 
     __int__ = __index__
 
@@ -209,7 +219,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         name = name[1:] if name in ("rmul", "rand", "ror", "rxor") else name
     word = WORDS.get(name) or WORDS.get(name.removeprefix("special_"))
     if word is None:
-        raise TraceError(_complaint(f"torch.{name}"))
+        raise TraceError(complaint(f"torch.{name}"))
     if func is Tensor.where:
         args = (args[1], args[0], *args[2:])
     return _spoken(name, word, args, kwargs)
@@ -222,7 +232,7 @@ def _spoken(name: str, word: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     except TypeError as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(_complaint(f"torch.{name} with these arguments ({error})", "leave out what is not computed with")) from error
+        raise TraceError(complaint(f"torch.{name} with these arguments ({error})", "leave out what is not computed with")) from error
 
 
 class _Record(TorchFunctionMode):
@@ -340,7 +350,7 @@ class Tracer:
             return self.index(value, ())
         if _is_numpy_number(value):
             return Symbol(self, ir.const(value.item()))
-        raise TraceError(_complaint(f"a value of type {type(value).__name__}"))
+        raise TraceError(complaint(f"a value of type {type(value).__name__}"))
 
     def fresh_axis(self, extent: Expr, length: int) -> Axis:
         self._fresh += 1
@@ -409,7 +419,8 @@ def _user_frame() -> FrameType | None:
     return frame
 
 
-def _complaint(what: str, instead: str = "") -> str:
+def complaint(what: str, instead: str = "") -> str:
+    """The message of a `TraceError`: the user's line, what it does, and what may stand there `instead`."""
     frame = _user_frame()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
     hint = (
@@ -434,7 +445,7 @@ def merge_axes(symbols: Sequence[Symbol]) -> tuple[tuple[Axis, ...], list[Expr]]
         chosen = next((axis for _, axis in present if axis.length != 1), present[0][1])
         for n, axis in present:
             if axis.length not in (1, chosen.length):
-                raise TraceError(_complaint(f"an operation on rows of shapes {[list(s.shape) for s in symbols]}", "rows must broadcast"))
+                raise TraceError(complaint(f"an operation on rows of shapes {[list(s.shape) for s in symbols]}", "rows must broadcast"))
             if axis is not chosen:
                 maps[n][axis.index] = ir.const(0) if axis.length == 1 and chosen.length != 1 else chosen.index
         axes.append(chosen)
@@ -459,4 +470,4 @@ def pointwise(name: str, *values: Any) -> Symbol:
     except TypeError as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(_complaint(str(error), "cast the operands first")) from None
+        raise TraceError(complaint(str(error), "cast the operands first")) from None

@@ -17,7 +17,7 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply, cast, round_to
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Symbol, TraceError, _complaint, dtype_of, elementwise, pointwise
+from foci.ir.trace import Symbol, TraceError, complaint, dtype_of, elementwise, pointwise
 
 __all__ = ["WORDS"]
 
@@ -81,7 +81,7 @@ def _to_dtype(x: Symbol, dtype: torch.dtype) -> Symbol:
     if dtype in (torch.float16, torch.bfloat16):
         return Symbol(x.tracer, round_to(x.expr, dtype), x.axes)
     if dtype in (torch.uint8, torch.int8, torch.int16) and x.expr.dtype is not DType.BOOL:
-        raise TraceError(_complaint(f"a cast to {dtype}", "use torch.int32 or torch.int64"))
+        raise TraceError(complaint(f"a cast to {dtype}", "use torch.int32 or torch.int64"))
     return _cast(x, kind)
 
 
@@ -122,7 +122,7 @@ def _bitwise_not(x: Symbol) -> Symbol:
     if x.expr.dtype is DType.BOOL:
         return pointwise("not", x)
     if x.expr.dtype is DType.FLOAT:
-        raise TraceError(_complaint("~ of a float", "compare first"))
+        raise TraceError(complaint("~ of a float", "compare first"))
     return _arithmetic("sub", -1, x)
 
 
@@ -206,7 +206,7 @@ def _like(value: float | None) -> Word:
 def _new(value: float | None) -> Word:
     def word(x: Symbol, shape: Any = (), *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Symbol:
         if tuple(shape):
-            raise TraceError(_complaint("the creation of a tensor with dimensions", "create it outside the function"))
+            raise TraceError(complaint("the creation of a tensor with dimensions", "create it outside the function"))
         number = value if value is not None else (args[0] if args else kwargs["fill_value"])
         return _to_dtype(x.tracer.symbol(number), dtype or x.dtype)
 
@@ -263,7 +263,7 @@ def _reduction(kind: str) -> Word:
         if dtype is not None:
             x = _to_dtype(x, dtype)
         if keepdim:
-            raise TraceError(_complaint("keepdim=True", "the reduced number broadcasts by itself"))
+            raise TraceError(complaint("keepdim=True", "the reduced number broadcasts by itself"))
         dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
         for position in sorted((d % max(x.ndim, 1) for d in dims), reverse=True):
             if x.ndim:
@@ -309,7 +309,7 @@ class _Extremum:
 
     @property
     def indices(self) -> Symbol:
-        raise TraceError(_complaint("the position of a maximum (argmax)"))
+        raise TraceError(complaint("the position of a maximum (argmax)"))
 
 
 def _dot(a: Any, b: Any, **kwargs: Any) -> Symbol:
@@ -324,14 +324,12 @@ def _matmul(a: Any, b: Any) -> Symbol:
         return _dot(x, y)
     if (x.ndim, y.ndim) == (1, 2):
         return _dot(Symbol(tracer, y.expr, (y.axes[1], y.axes[0])), x)
-    raise TraceError(
-        _complaint(f"a product of rows of shapes {list(x.shape)} and {list(y.shape)}", "use vectors, or a matrix and a vector")
-    )
+    raise TraceError(complaint(f"a product of rows of shapes {list(x.shape)} and {list(y.shape)}", "use vectors, or a matrix and a vector"))
 
 
 def _norm(x: Symbol, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Symbol:
     if ord not in (2, 2.0, "fro"):
-        raise TraceError(_complaint(f"a norm of order {ord}", "only the Euclidean norm"))
+        raise TraceError(complaint(f"a norm of order {ord}", "only the Euclidean norm"))
     return pointwise("sqrt", WORDS["sum"](x * x, dim, keepdim))
 
 
@@ -339,7 +337,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     tracer = _tracer_of(elements, test_elements)
     x, row = tracer.symbol(elements), tracer.symbol(test_elements)
     if x.ndim:
-        raise TraceError(_complaint("torch.isin of a row", "compare and use any()"))
+        raise TraceError(complaint("torch.isin of a row", "compare and use any()"))
     found = row == x
     for _ in range(row.ndim):
         found = _reduction("any")(found, -1)
@@ -369,7 +367,7 @@ def _reshape(x: Symbol, *shape: Any) -> Symbol:
     wanted = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
     if wanted in (list(x.shape), [] if x.ndim == 0 else None) or (x.ndim == 1 and wanted == [-1]):
         return x
-    raise TraceError(_complaint(f"a reshape of a row from {list(x.shape)} to {wanted}", "reshape the captured tensor outside the function"))
+    raise TraceError(complaint(f"a reshape of a row from {list(x.shape)} to {wanted}", "reshape the captured tensor outside the function"))
 
 
 def _unary(names: str) -> dict[str, Word]:

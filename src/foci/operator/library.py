@@ -23,7 +23,6 @@ _OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
 _BEHIND: Final = slice(11, 11 + len(OPTIONAL))
 """The same for the backward operator."""
 
-
 _OPERANDS: Final = (
     "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor? seed, Tensor? blocks, Tensor? cu_q, Tensor? cu_kv, "
     "Tensor? q_lengths, Tensor? kv_lengths, Tensor? page_table, SymInt[] ints, float[] floats, float scale, float dropout_p, "
@@ -108,12 +107,12 @@ def _setup_double(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
     ctx.present = [x is not None for x in inputs[_BEHIND]]
     ctx.numbers = inputs[_BEHIND.stop :]
     optional = (x for x in (*inputs[_BEHIND], *inputs[1:4]) if x is not None)
-    ctx.save_for_backward(*inputs[7:10], *inputs[10], *optional, inputs[0], inputs[5])
+    ctx.save_for_backward(*inputs[7:10], *inputs[10], *optional, inputs[0])
 
 
 def _double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Second derivatives: differentiates the gradient of the plain formula, which saves what torch operations save."""
-    *saved, grad_out, _ = ctx.saved_tensors
+    *saved, grad_out = ctx.saved_tensors
     count = 3 + ctx.captured
     rest = iter(saved[count:])
     optional = [next(rest) if present else None for present in ctx.present]
@@ -205,8 +204,6 @@ def _backward_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, 
 # as they were when the graph was made: what runs was chosen for those strides
 _TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library: Final = torch.library.Library("foci", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
 _KERNELS: Final = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _BELOW: Final = torch._C._after_ADInplaceOrView_keyset
 

@@ -16,6 +16,7 @@ from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.paging import Gathered, jagged_plan
+from foci.backends.sequences import shapeless_weights
 from foci.ir.expr import const
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
 
@@ -40,9 +41,7 @@ class _Blocked:
     name = "blocked"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        if problem.formula.outputs.weights and problem.formula.layout is not Layout.DENSE:
-            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
-        return None
+        return shapeless_weights(problem.formula)
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Seconds: 50 us (300 us on an accelerator), a backward five times that, and flops at measured rates.

@@ -40,7 +40,6 @@ class Scores:
         self.score = formula.variant.score
         self.mask = formula.variant.mask
         self.is_identity = self.score.op == "var"
-        self.has_blocks = formula.block_size is not None
         self.reads = _reads(self.score, self.mask) | ({"b", "h", "q_idx"} if formula.dropout else set())
         self._at: dict[tuple[str, tuple[int, int]], Tensor] = {}
 

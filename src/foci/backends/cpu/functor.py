@@ -7,7 +7,7 @@ what is left is computed for every score.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -153,8 +153,7 @@ class Functor:
 
         return place(expr)
 
-    def _placed(self, e: Expr, place: object) -> Expr:
-        assert callable(place)
+    def _placed(self, e: Expr, place: Callable[[Expr], Expr]) -> Expr:
         if e.op in ("const", "axis"):
             return e
         variables = e.variables()

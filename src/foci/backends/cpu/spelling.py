@@ -136,7 +136,8 @@ def _cast(e: Expr, operand: str) -> str:
     return f"round_{e.value}({operand})" if e.op == "round_to" else f"{_CASTS[e.dtype]}({operand})"
 
 
-def _least_of(dtype: DType, sign: int) -> str:
+def _limit(dtype: DType, sign: int) -> str:
+    """The greatest value of a type, or for a negative sign the least."""
     if dtype is DType.FLOAT:
         return "-__builtin_inff()" if sign < 0 else "__builtin_inff()"
     bits = 31 if dtype is DType.INT32 else 63
@@ -145,8 +146,8 @@ def _least_of(dtype: DType, sign: int) -> str:
 
 _COMBINE: Final[dict[str, tuple[str, Callable[[DType], str]]]] = {
     "sum": ("add", lambda dtype: f"({_SCALARS[dtype]})0"),
-    "max": ("greatest", lambda dtype: _least_of(dtype, -1)),
-    "min": ("least", lambda dtype: _least_of(dtype, 1)),
+    "max": ("greatest", lambda dtype: _limit(dtype, -1)),
+    "min": ("least", lambda dtype: _limit(dtype, 1)),
     "any": ("bit_or", lambda dtype: "false"),
     "all": ("bit_and", lambda dtype: "true"),
 }
