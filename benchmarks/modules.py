@@ -13,6 +13,7 @@ import argparse
 import copy
 import ctypes
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -129,8 +130,10 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     packing = foci.nn.Packing(offsets, max(lengths), (batch, LONGEST))
     replayed = foci.nn.capture(copy.deepcopy(ours))
+    others = itertools.cycle([hidden.roll(n, 0) for n in range(batch)])
     calls = {
         "foci.nn": lambda: ours(x, src_key_padding_mask=hidden),
+        "foci.nn, another mask in each call": lambda: ours(x, src_key_padding_mask=next(others)),
         "foci.nn, nested input": lambda: ours(nested).values(),
         "foci.nn, packed input": lambda: ours(tokens, src_key_padding_mask=packing),
         "foci.nn, captured": lambda: replayed(x, src_key_padding_mask=hidden),

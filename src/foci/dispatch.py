@@ -63,9 +63,10 @@ class PackedCall(NamedTuple):
     optional: Optional
 
     @staticmethod
-    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> PackedCall | None:
-        """The call with gradients of query, key and value; None where there is something to work out each time."""
-        found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=True)
+    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool) -> PackedCall | None:
+        """The call, with gradients of query, key and value if it `learns`, else of what requires them; None where there is something to
+        work out each time."""
+        found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=learns)
         return None if found is None else PackedCall(found[0], found[1][3:], found[2])
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Func
     if not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
         return None
     with torch.no_grad():
-        call = PackedCall.of(_rows(tensors), score, mask, where)
+        call = PackedCall.of(_rows(tensors), score, mask, where, learns=True)
     out: Tensor | None = None if call is None else _apply(call, *tensors)
     return out
 

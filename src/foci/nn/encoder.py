@@ -19,6 +19,7 @@ from foci.nn.direct import activated, caller, is_alone, is_silent
 from foci.nn.masking import check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
+from foci.nn.straight import noted
 
 __all__ = [
     "TransformerEncoder",
@@ -123,6 +124,10 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return left(x, padding, batch_first=batch_first)
 
     def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
+        if isinstance(padding, Packing) and cache is None and is_alone() and (stack := noted(self, TransformerEncoderLayer, (self,))):
+            out = stack.run(x, mask, padding, is_causal=is_causal)
+            if out is not None:
+                return out
         call, part = caller(), vars(self)["_modules"]
         if self.norm_first:
             x = x + attend_self(self, call(part["norm1"], x), mask, padding, is_causal=is_causal, cache=cache)
@@ -222,7 +227,9 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         layers: Any = self.layers
         check_cache(cache, len(layers))
         batch_first = is_batch_first(layers)
-        reason = next((r for r in map(overridden, layers) if r is not None), None)
+        has_padding = cache is None and (src_key_padding_mask is not None or is_nested(src))
+        stack = noted(self, TransformerEncoderLayer, [*layers]) if has_padding and is_alone() else None
+        reason = None if stack else next((r for r in map(overridden, layers) if r is not None), None)
         x, padding = entered(
             src, src_key_padding_mask, batch_first=batch_first, may_pack=self.use_nested_tensor and reason is None and cache is None
         )
@@ -231,6 +238,9 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         ragged = is_nested(src) or isinstance(src_key_padding_mask, Packing)
         causal = detect_causal(mask, is_causal, None if ragged else src.shape[-2] if batch_first else src.shape[0])
         alone = isinstance(padding, Packing) and is_alone()
+        out = stack.run(x, mask, padding, is_causal=causal) if stack and isinstance(padding, Packing) else None
+        if out is not None:
+            x, layers = out, ()
         for n, layer in enumerate(layers):
             if alone and type(layer) is TransformerEncoderLayer and is_silent(layer):
                 x = layer._layer(x, mask, padding, is_causal=causal, cache=None)

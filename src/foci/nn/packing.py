@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import array
-import ctypes
 import functools
-import itertools
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
+
+from foci.nn.search import search
 
 __all__ = [
     "Packing",
@@ -227,94 +226,12 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
         batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
     """
     with torch.inference_mode(mode=False):  # ordinary tensors, of which backends may keep what they find, layer for layer
-        return _packed(padding.clone() if padding.is_inference() else padding, batch_first=batch_first)
-
-
-def _packed(padding: Tensor, *, batch_first: bool) -> Packing | None:
+        found = search(padding.clone() if padding.is_inference() else padding, batch_first=batch_first)
+    if found is None:
+        return None
+    offsets, longest, indices, columns, starts, bias = found
     batch, length = padding.shape
-    if padding.numel() == 0:
-        return None
-    read, device = padding.detach(), padding.device
-    if padding.is_cuda and padding.numel() <= _FEW:
-        read = read.cpu()
-    if read.dtype == torch.bool and read.device.type == "cpu" and batch_first and read.numel() <= _FEW:
-        on_the_left = _lengths_on_the_left(read)
-        if on_the_left is not None:
-            return _packed_on_the_left(on_the_left, length, device)
-    floating = padding.is_floating_point()
-    keep = read > -torch.inf if floating else read.logical_not()
-    lengths = keep.sum(1)
-    rises = (keep[:, 1:] > keep[:, :-1]).sum(1)
-    facts = [lengths, rises, keep[:, 0]]
-    if floating:
-        facts.append((keep & (read != 0)).any(1))
-    filled, inner_rises, first, *added = torch.stack(facts).tolist()  # the one synchronisation, of a mask that lies on the device
-    tokens, longest, inner = sum(filled), max(filled), max(inner_rises)
-    runs = max(rise + start for rise, start in zip(inner_rises, first, strict=True))
-    bias_used = any(any(row) for row in added) or padding.requires_grad
-    if tokens == batch * length and not bias_used:
-        return None
-    flat = keep.flatten().nonzero() if keep.device.type == "cpu" else torch.nonzero_static(keep.flatten(), size=tokens)
-    flat = flat.squeeze(1)
-    columns = flat % length if inner > 0 or not batch_first else None
-    offsets = lengths.new_zeros(batch + 1)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-
-    def sent(found: Tensor) -> Tensor:
-        return found.to(device, non_blocking=True)
-
-    indices = sent(flat if columns is None or batch_first else columns * batch + flat // length)
-    return Packing(
-        offsets=sent(offsets),
-        longest=longest,
-        shape=(batch, length),
-        indices=indices,
-        columns=None if columns is None or inner == 0 else sent(columns),
-        starts=sent(keep.long().argmax(1)) if inner > 0 and runs <= 1 else None,
-        bias=padding.flatten().index_select(0, sent(flat)) if bias_used else None,
-        batch_first=batch_first,
-    )
-
-
-def _lengths_on_the_left(padding: Tensor) -> list[int] | None:
-    """Tokens of each row of a bool mask [B, S] that the host holds, if all padding is on the right; by its bytes, as each operation of
-    torch takes longer than a look at a row."""
-    batch, length = padding.shape
-    whole = padding.contiguous()
-    memory = ctypes.string_at(whole.data_ptr(), batch * length)
-    found: list[int] = []
-    rows: list[bytes] = []
-    token, hidden = bytes(length), b"\1" * length
-    for start in range(0, batch * length, length):
-        end = memory.find(1, start, start + length)
-        tokens = length if end < 0 else end - start
-        found.append(tokens)
-        rows += (token[:tokens], hidden[tokens:])
-    return found if b"".join(rows) == memory else None
-
-
-def _packed_on_the_left(lengths: list[int], length: int, device: torch.device) -> Packing | None:
-    """The packing of rows [S] whose first `lengths` positions are tokens, of `_FEW` positions at most."""
-    batch, places = len(lengths), _places()
-    ends = list(itertools.accumulate(lengths, initial=0))
-    if ends[-1] == batch * length:
-        return None
-    rows = [places[start : start + tokens] for start, tokens in zip(range(0, batch * length, length), lengths, strict=True)]
-    both = torch.frombuffer(bytearray().join([array.array("q", ends), *rows]), dtype=torch.int64)
-    if device.type != "cpu":
-        both = both.to(device, non_blocking=True)
-    offsets, indices = both.split_with_sizes((batch + 1, ends[-1]))
-    return Packing(offsets=offsets, longest=max(lengths), shape=(batch, length), indices=indices)
-
-
-@functools.cache
-def _places() -> memoryview:
-    """0, 1, 2, ... as int64."""
-    return memoryview(array.array("q", range(_FEW)))
-
-
-_FEW: Final = 1 << 15
-"""Elements of a mask at most that the host looks through itself: it launches kernels that do for longer."""
+    return Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
 
 
 def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:

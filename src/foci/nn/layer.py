@@ -1,0 +1,86 @@
+"""An encoder layer of packed tokens, written out: what its modules compute, of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foci.dispatch import PackedCall, run_packed
+from foci.nn.products import linear, linear_relu
+from foci.prepare import Extras
+
+__all__ = ["Attention", "Heads", "Parameters", "Plan", "computed"]
+
+Parameters: TypeAlias = Sequence[Tensor | None]
+"""Weight and bias of: the projections in and out, the two linear layers, the two norms."""
+Function: TypeAlias = Callable[..., Any] | None
+
+
+class Heads(NamedTuple):
+    """Query and key heads, and the features of each."""
+
+    query: int
+    key: int
+    width: int
+
+    def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, H, D], and twice [T, Hkv, D]."""
+        rows = projected.view(-1, self.query + 2 * self.key, self.width)
+        q, k, v = rows.split_with_sizes((self.query, self.key, self.key), 1)
+        return q, k, v
+
+
+class Plan(NamedTuple):
+    """What a layer computes, but for its tensors; `drops` are chances: behind the attention, within the feed-forward block, behind it."""
+
+    heads: Heads
+    norm_first: bool
+    width: tuple[int, ...]
+    eps: tuple[float, float]
+    is_gelu: bool
+    drops: tuple[float, float, float]
+
+
+class Attention:
+    """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first."""
+
+    __slots__ = ("_calls", "_extras", "_mask", "_score")
+
+    def __init__(self, score: Function, mask: Function, extras: Extras) -> None:
+        self._score, self._mask, self._extras = score, mask, extras
+        self._calls: dict[bool, PackedCall] = {}
+
+    def __call__(self, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """[T, H * D] of query, key and value, parts of one product."""
+        learns = tensors[0].requires_grad
+        call = self._calls.get(learns)
+        if call is None:
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False)
+            if call is None:
+                return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
+            if not (call.captures or self._extras.dropout_p):  # each layer draws a seed of its own
+                self._calls[learns] = call
+        return call.differentiable(tensors).flatten(1)
+
+
+def computed(plan: Plan, attention: Attention, x: Tensor, p: Parameters, *, is_seen: bool) -> Tensor:
+    """A layer's output for tokens [T, E]; `is_seen`: autograd or autocast needs to know of each operation."""
+    heads, norm_first, width, (eps1, eps2), is_gelu, (behind, within, last) = plan
+    weight_in, bias_in, weight_out, bias_out, weight1, bias1, weight2, bias2, scale1, shift1, scale2, shift2 = p
+    multiply: Any = F.linear if is_seen else linear
+    y = torch.layer_norm(x, width, scale1, shift1, eps1) if norm_first else x
+    y = multiply(attention(heads.split(multiply(y, weight_in, bias_in))), weight_out, bias_out)
+    y = x + (F.dropout(y, behind) if behind else y)
+    x = y if norm_first else torch.layer_norm(y, width, scale1, shift1, eps1)
+    y = torch.layer_norm(x, width, scale2, shift2, eps2) if norm_first else x
+    if is_gelu:
+        y = F.gelu(multiply(y, weight1, bias1))
+    else:
+        y = torch.relu(multiply(y, weight1, bias1)) if is_seen else linear_relu(y, weight1, bias1)  # type: ignore[arg-type]
+    y = multiply(F.dropout(y, within) if within else y, weight2, bias2)
+    y = x + (F.dropout(y, last) if last else y)
+    return y if norm_first else torch.layer_norm(y, width, scale2, shift2, eps2)

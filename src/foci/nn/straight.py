@@ -1,0 +1,234 @@
+"""Encoder layers of packed tokens computed from their parameters, where nobody could tell that no module is called.
+
+Modules may be told apart by hooks, forwards of their own, other classes, parametrizations, settings. What layers consist of is looked at
+once and noted flat, for all of a stack, so that a later call sees in a few comparisons that it is still so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
+from foci.nn.direct import HOOKS, is_silent
+from foci.nn.layer import Attention, Heads, Plan, computed
+from foci.nn.packing import Packing
+from foci.operator import is_plain_eager
+
+__all__ = ["Stack", "noted"]
+
+_NOTED: Final = "_foci_straight"
+"""Where a module keeps what was noted of its layers."""
+_SELF, _FIRST, _SECOND, _NORM1, _NORM2, _WITHIN, _BEHIND, _LAST, _OUT = range(9)
+_PARTS: Final = ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
+_LINEAR, _NORM, _DROPOUT = (torch.nn.Linear,), (torch.nn.LayerNorm,), (torch.nn.Dropout,)
+_ATTENTIONS: Final = (MultiheadAttention, SlidingWindowAttention)
+_KINDS: Final[tuple[tuple[type, ...], ...]] = (
+    _ATTENTIONS, _LINEAR, _LINEAR, _NORM, _NORM, _DROPOUT, _DROPOUT, _DROPOUT, (torch.nn.Linear, NonDynamicallyQuantizableLinear),
+)  # fmt: skip
+"""Of the parts, and of the attention's projection behind them."""
+_BLOCKS: Final = frozenset(("forward", "_compiled_call_impl", "_run", "_layer", "_sa_block", "_ff_block"))
+_STEPS: Final = ("_packed", "_project", "_split_heads", "_own", "_extra_keys", "_of_packed", "_extras")
+_FORMS: Final = ("forward", "_compiled_call_impl")
+_METHODS: Final[list[tuple[Any, str]]] = [
+    *[(kind, "forward") for kind in (torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.LayerNorm, torch.nn.Dropout)],
+    *[(kind, name) for kind in _ATTENTIONS for name in ("forward", "_attend", *_STEPS)],
+]
+_WRITTEN: Final = [getattr(kind, name) for kind, name in _METHODS]
+"""As they were: some libraries put theirs into torch's classes."""
+_NUMBERS: Final = (float, int)
+_PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
+_PLACES: Final = 12
+"""Parameters of a layer."""
+
+
+class _Layer(NamedTuple):
+    """What a layer computes; its attention, and what those have in common that attend alike."""
+
+    plan: Plan
+    attention: Any
+    alike: tuple[Heads, float]
+
+
+class _Unlike(Exception):
+    """Layers that must be called as modules."""
+
+
+class Stack:
+    """Layers as they were when they were looked at. Refers to their parts and not to them, so that it does not keep them alive."""
+
+    def __init__(self, kind: type, layers: Sequence[torch.nn.Module]) -> None:
+        self._parts: list[Any] = []
+        self._hooks: list[Any] = []
+        self._absent: list[tuple[dict[str, Any], str]] = []
+        self._settings: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._ways: list[tuple[bool, Any]] = []
+        self._layers = [self._looked_at(kind, layer) for layer in layers]
+        self._kinds = [*map(type, self._parts)]
+        self._values = [state[name] for state, name in self._settings]
+        self._lacks = [own[name] is None for own, name in self._places]
+        self._lacks_some = True in self._lacks
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module is looked at by itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def _looked_at(self, kind: type, layer: torch.nn.Module) -> _Layer:
+        if not _is_bare(kind, layer):
+            raise _Unlike
+        parts = [vars(layer)["_modules"].get(name) for name in _PARTS]
+        if type(parts[_SELF]) not in _ATTENTIONS:
+            raise _Unlike
+        parts.append(parts[_SELF]._modules.get("out_proj"))
+        if any(type(part) not in kinds or not is_silent(part) for part, kinds in zip(parts, _KINDS, strict=True)):
+            raise _Unlike
+        states = [vars(part) for part in parts]
+        attention = states[_SELF]
+        self._parts += parts
+        self._hooks += [state[name] for state in states for name in HOOKS]
+        self._absent += [(state, name) for state in states for name in _FORMS] + [(attention, name) for name in _STEPS]
+        for name in ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "add_zero_attn", "rotary", "dropout", "training"):
+            self._settings.append((attention, name))
+        self._settings += [(states[n], name) for n in (_NORM1, _NORM2) for name in ("normalized_shape", "eps")]
+        self._settings += [(states[n], name) for n in (_BEHIND, _WITHIN, _LAST) for name in ("p", "training", "inplace")]
+        self._places += [(attention["_parameters"], name) for name in ("in_proj_weight", "in_proj_bias")]
+        self._places += [(states[n]["_parameters"], name) for n in (_OUT, _FIRST, _SECOND, _NORM1, _NORM2) for name in ("weight", "bias")]
+        self._ways.append((layer.norm_first, layer.activation))  # type: ignore[arg-type]
+        return _layer_of(layer, states, parts[_SELF])
+
+    def is_still(self, kind: type, layers: Sequence[torch.nn.Module]) -> bool:
+        """Whether these layers consist of what was looked at, as it was."""
+        parts: list[Any] = []
+        try:
+            for layer, (norm_first, activation) in zip(layers, self._ways, strict=True):
+                state = layer.__dict__
+                modules = state["_modules"]
+                parts += [modules[name] for name in _PARTS]
+                parts.append(modules["self_attn"].__dict__["_modules"]["out_proj"])
+                if not (_is_bare(kind, layer) and state["norm_first"] == norm_first and state["activation"] is activation):
+                    return False
+            values = [state[name] for state, name in self._settings]
+        except (KeyError, ValueError):  # others, or another number of them
+            return False
+        return (
+            len(parts) == len(self._parts)
+            and all(map(operator.is_, parts, self._parts))
+            and [*map(type, parts)] == self._kinds
+            and not any(self._hooks)
+            and not [name for state, name in self._absent if name in state]
+            and values == self._values
+        )
+
+    def run(self, x: Tensor, mask: Tensor | None, packing: Packing, *, is_causal: bool) -> Tensor | None:
+        """The last layer's output for tokens [T, E]; None where somebody looks on, or the tensors are no plain ones."""
+        if (is_causal and mask is None) or not _is_plain_call(x, packing):
+            return None
+        try:
+            given: list[Any] = [own[name] for own, name in self._places]
+        except KeyError:  # parametrized
+            return None
+        if self._lacks_some and [t is None for t in given] != self._lacks:
+            return None
+        tensors = [t for t in given if t is not None] if self._lacks_some else given
+        dtype, strided = x.dtype, torch.strided
+        if not _PLAIN.issuperset(map(type, tensors)) or [t for t in tensors if t.dtype is not dtype or t.layout is not strided]:
+            return None
+        learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
+        is_seen = learns or torch._C._is_any_autocast_enabled()
+        shared: dict[tuple[Heads, float], Attention] = {}
+        for n, layer in enumerate(self._layers):
+            own = layer.attention.__dict__
+            is_bare = own.get("mask", own) is None and own.get("score", own) is None
+            attention = shared.get(layer.alike) if is_bare else None
+            if attention is None:
+                attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal)
+            if is_bare:
+                shared[layer.alike] = attention
+            x = computed(layer.plan, attention, x, given[_PLACES * n : _PLACES * (n + 1)], is_seen=is_seen)
+        return x
+
+
+def noted(owner: torch.nn.Module, kind: type, layers: Sequence[torch.nn.Module]) -> Stack | None:
+    """Encoder layers that may be computed by their parameters; None where they must be called. Only where `foci.nn.direct.is_alone`.
+
+    Args:
+        owner: the module that they are layers of, or the layer itself; keeps what is noted.
+        kind: the class that they must be of.
+    """
+    state = vars(owner)
+    stack: Stack | None = state.get(_NOTED)
+    if stack is None or not stack.is_still(kind, layers):
+        try:
+            stack = Stack(kind, layers)
+        except _Unlike:
+            state.pop(_NOTED, None)
+            return None
+        state[_NOTED] = stack
+    return stack
+
+
+def _is_bare(kind: type, layer: torch.nn.Module) -> bool:
+    return type(layer) is kind and is_silent(layer) and layer.__dict__.keys().isdisjoint(_BLOCKS)
+
+
+def _is_plain_call(x: Tensor, packing: Packing) -> bool:
+    """Whether nobody but autograd and autocast looks on."""
+    c = torch._C
+    return (
+        x.dim() == 2
+        and x.shape[0] > 0
+        and x.layout is torch.strided
+        and type(packing.offsets) is Tensor
+        and c._len_torch_function_stack() == 0
+        and c._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and is_plain_eager((x,))
+        and all(map(operator.is_, [getattr(kind, name) for kind, name in _METHODS], _WRITTEN))
+    )
+
+
+def _layer_of(layer: Any, states: Sequence[dict[str, Any]], attention: Any) -> _Layer:
+    """What a layer of plain parts computes.
+
+    Raises:
+        _Unlike: where a setting of them is not known here.
+    """
+    activations = [name for name, known in (("relu", F.relu), ("relu", torch.relu), ("gelu", F.gelu)) if layer.activation is known]
+    chances = [states[n]["p"] if states[n]["training"] else 0.0 for n in (_BEHIND, _WITHIN, _LAST)]
+    weight, shapes = attention._parameters.get("in_proj_weight"), [states[n]["normalized_shape"] for n in (_NORM1, _NORM2)]
+    are_known = (
+        bool(activations)
+        and all(type(p) in _NUMBERS and 0 <= p < 1 for p in chances)
+        and not any(states[n]["inplace"] for n in (_BEHIND, _WITHIN, _LAST))
+        and weight is not None
+        and all(states[n]["_parameters"].get("weight") is not None for n in (_FIRST, _SECOND, _NORM1, _NORM2, _OUT))
+        and shapes == [(attention.embed_dim,)] * 2
+        and type(attention.dropout) in _NUMBERS
+        and vars(attention).get("rotary", weight) is None
+        and not attention.add_zero_attn
+        and attention.bias_k is None
+        and attention.bias_v is None
+    )
+    if not are_known:
+        raise _Unlike
+    heads = Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    eps = (states[_NORM1]["eps"], states[_NORM2]["eps"])
+    plan = Plan(heads, bool(layer.norm_first), shapes[0], eps, activations == ["gelu"], tuple(map(float, chances)))  # type: ignore[arg-type]
+    return _Layer(plan, attention, (heads, attention.dropout if attention.training else 0.0))
+
+
+def _attention_of(attention: Any, mask: Tensor | None, packing: Packing, *, is_causal: bool) -> Attention:
+    functions = attention._of_packed(packing, packing, mask, is_causal=is_causal)
+    score, attend = functions.score, functions.mask
+    extras = attention._extras(packing, packing.offsets, packing.longest, functions)
+    return Attention(None if score is None else score.function, None if attend is None else attend.function, extras)

@@ -1,0 +1,559 @@
+"""Layers computed from their parameters give what their modules give, derivatives of every order included, and are only where they may be."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
+import torch.overrides
+import torch.utils._python_dispatch
+from torch.utils.checkpoint import checkpoint
+
+import foci
+import foci.nn
+from foci import recall
+from foci.nn import encoder
+from foci.nn.straight import Stack
+
+B, S, E, H = 3, 9, 32, 4
+LENGTHS = torch.tensor([9, 4, 6])
+PADDING = torch.arange(S) >= LENGTHS[:, None]
+GROUPS = torch.arange(S) // 2
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each stack, and each layer called by itself, was computed straight."""
+    found, look, run = [], encoder.noted, Stack.run
+
+    def note(*args):
+        stack = look(*args)
+        if stack is None:
+            found.append(False)
+        return stack
+
+    def note_run(*args, **options):
+        out = run(*args, **options)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(encoder, "noted", note)
+    monkeypatch.setattr(Stack, "run", note_run)
+    return found
+
+
+def model(*, dropout=0.0, activation="relu", norm_first=False, bias=True, dtype=torch.float32, layers=2, **options):
+    torch.manual_seed(0)
+    layer = foci.nn.TransformerEncoderLayer(
+        E, H, 48, dropout, activation, batch_first=True, norm_first=norm_first, bias=bias, dtype=dtype, **options
+    )
+    return foci.nn.TransformerEncoder(layer, layers)
+
+
+def outcome(encoder, x, **options):
+    """Output, and gradients of the input and all parameters."""
+    torch.manual_seed(1)
+    y = encoder(x, src_key_padding_mask=PADDING, **options)
+    wanted = [t for t in (x, *encoder.parameters()) if t.requires_grad]
+    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    return [y, *torch.autograd.grad(y, wanted, weights)]
+
+
+def by_modules(monkeypatch, encoder, x, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        return outcome(encoder, x, **options)
+
+
+def source(dtype=torch.float32, *, grad=True):
+    return torch.randn(B, S, E, dtype=dtype, generator=torch.Generator().manual_seed(3)).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
+def test_as_its_modules(taken, monkeypatch, norm_first, activation, dropout, bias):
+    encoder = model(dropout=dropout, activation=activation, norm_first=norm_first, bias=bias)
+    for grad in (True, False):
+        x = source(grad=grad)
+        found, sought = outcome(encoder, x), by_modules(monkeypatch, encoder, x)
+        torch.testing.assert_close(found, sought, rtol=1e-5, atol=1e-6)
+    assert taken == [True] * 2
+
+
+@pytest.mark.parametrize("frozen", ["linear1.weight", "in_proj_bias", "norm", "out_proj", "layers.0"])
+def test_parameters_that_do_not_learn(taken, monkeypatch, frozen):
+    encoder = model()
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    for grad in (True, False):
+        x = source(grad=grad)
+        torch.testing.assert_close(outcome(encoder, x), by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+    assert taken == [True, True]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_second_derivatives(taken, monkeypatch, norm_first, dropout):
+    encoder, x = model(norm_first=norm_first, activation="gelu", dropout=dropout, dtype=torch.float64), source(torch.float64)
+
+    def twice():
+        torch.manual_seed(1)
+        out = encoder(x, src_key_padding_mask=PADDING)
+        wanted = [x, *encoder.parameters()]
+        first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)]
+
+    found = twice()
+    assert taken == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        torch.testing.assert_close(found, twice())
+
+
+def test_many_cotangents_at_once(taken):
+    encoder, x = model(dtype=torch.float64), source(torch.float64)
+    out = encoder(x, src_key_padding_mask=PADDING)
+    many = torch.randn(2, *out.shape, dtype=out.dtype)
+    together = torch.autograd.grad(out, x, many, is_grads_batched=True, retain_graph=True)[0]
+    apart = [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in many]
+    torch.testing.assert_close(together, torch.stack(apart))
+    assert taken == [True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mask": foci.masks.window(3)}, {"num_kv_heads": 2}, {"mask": lambda b, h, i, j, ids=GROUPS: ids[i] >= ids[j]}],
+    ids=["window", "grouped", "captured"],
+)
+def test_attention_of_other_kinds(taken, monkeypatch, options):
+    encoder, x = model(**options), source()
+    torch.testing.assert_close(outcome(encoder, x), by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(S)
+    for given in ({"mask": causal, "is_causal": True}, {"mask": causal}, {"mask": causal == -torch.inf}):
+        torch.testing.assert_close(outcome(encoder, x, **given), by_modules(monkeypatch, encoder, x, **given), rtol=1e-5, atol=1e-6)
+    assert all(taken)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast(taken, monkeypatch, grad):
+    encoder, x = model(), source(grad=grad)
+    encoder.requires_grad_(grad)
+
+    def found():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = encoder(x, src_key_padding_mask=PADDING)
+        return [out, *torch.autograd.grad(out.float().sum(), [x, *encoder.parameters()])] if grad else [out]
+
+    out = found()
+    assert taken == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        torch.testing.assert_close(out, found(), rtol=0, atol=0)
+
+
+class Slopes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.arange(float(H)))
+        self.calls = 0
+
+    def forward(self):
+        self.calls += 1
+        table = self.table
+        return lambda score, b, h, i, j: score + table[h] * (i - j)
+
+
+def test_learned_scores(taken, monkeypatch):
+    slopes = Slopes()
+    encoder, x = model(score=slopes), source()
+    assert len([name for name, _ in encoder.named_parameters() if "table" in name]) == 2
+    found = outcome(encoder, x)
+    assert [layer.self_attn.score.calls for layer in encoder.layers] == [1, 1]
+    torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+    assert taken == [True]
+
+
+def test_kept_elsewhere_and_computed_again(taken, monkeypatch):
+    encoder, x = model(dropout=0.2), source()
+    sought = by_modules(monkeypatch, encoder, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        torch.testing.assert_close(outcome(encoder, x), sought, rtol=1e-5, atol=1e-6)
+
+    class Again(torch.nn.Module):
+        def forward(self, x, src_key_padding_mask):
+            return checkpoint(lambda x: encoder(x, src_key_padding_mask=src_key_padding_mask), x, use_reentrant=False)
+
+        def parameters(self):
+            return encoder.parameters()
+
+    torch.testing.assert_close(outcome(Again(), x), sought, rtol=1e-5, atol=1e-6)
+    assert all(taken)
+
+
+def test_a_parameter_changed_in_between_is_an_error():
+    encoder, x = model(), source()
+    out = encoder(x, src_key_padding_mask=PADDING)
+    with torch.no_grad():
+        encoder.layers[0].linear2.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+class Louder(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Weight(torch.nn.Parameter):
+    """A parameter of another class."""
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class."""
+
+
+class OwnBlock(foci.nn.TransformerEncoderLayer):
+    takes_tokens = True
+
+    def _ff_block(self, x):
+        return 3 * super()._ff_block(x)
+
+
+class OwnAttention(foci.nn.MultiheadAttention):
+    def _project(self, *tensors):
+        return super()._project(*tensors)
+
+
+PARTS = ("linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2", "self_attn", "self_attn.out_proj")
+
+
+def part_of(encoder, name):
+    return encoder.layers[0].get_submodule(name)
+
+
+def hang(way, name):
+    """Something that hangs on a part."""
+
+    def change(encoder):
+        part = part_of(encoder, name)
+        if way == "forward":
+            forward = type(part).forward
+            part.forward = lambda *args, **kwargs: forward(part, *args, **kwargs)
+        elif way == "_compiled_call_impl":
+            part._compiled_call_impl = type(part)._call_impl.__get__(part)
+        else:
+            getattr(part, f"register_{way}")(lambda *_: None)
+
+    return change
+
+
+def replace(name, **attributes):
+    def change(encoder):
+        for key, value in attributes.items():
+            setattr(part_of(encoder, name), key, value)
+
+    return change
+
+
+def sparse(encoder):
+    part = part_of(encoder, "linear1")
+    part.weight = torch.nn.Parameter(part.weight.detach().to_sparse_csr(), requires_grad=False)
+
+
+def subclass_of_a_parameter(encoder):
+    part = part_of(encoder, "linear1")
+    part.weight = Weight(part.weight.detach())
+
+
+def parametrized(encoder):
+    torch.nn.utils.parametrize.register_parametrization(part_of(encoder, "linear1"), "weight", torch.nn.Identity())
+
+
+def pruned(encoder):
+    torch.nn.utils.prune.identity(part_of(encoder, "linear2"), "weight")
+
+
+def rotary(encoder):
+    encoder.layers[0].self_attn.rotary = foci.nn.RotaryEmbedding(E // H)
+
+
+CHANGES = {
+    **{f"{way} {name}": hang(way, name) for name in PARTS for way in ("forward_hook", "forward_pre_hook", "full_backward_hook")},
+    **{f"{way} {name}": hang(way, name) for name in PARTS for way in ("full_backward_pre_hook", "forward", "_compiled_call_impl")},
+    **{f"dropout of {p}": replace("dropout1", p=p) for p in (1.0, 1)},
+    "dropout in place": replace("dropout2", inplace=True, p=0.0),
+    "another class": replace("linear2", __class__=Louder),
+    "another class of attention": replace("self_attn", __class__=OwnAttention),
+    "another class of layer": lambda encoder: setattr(encoder.layers[0], "__class__", OwnBlock),
+    "another activation": lambda encoder: setattr(encoder.layers[0], "activation", torch.tanh),
+    "a module as activation": lambda encoder: setattr(encoder.layers[0], "activation", torch.nn.ReLU()),
+    "a module in place of a norm": lambda encoder: setattr(encoder.layers[0], "norm1", torch.nn.Identity()),
+    "a norm without weights": lambda encoder: setattr(encoder.layers[0], "norm1", torch.nn.LayerNorm(E, elementwise_affine=False)),
+    "sparse weights": sparse,
+    "a parameter of another class": subclass_of_a_parameter,
+    "a parametrization": parametrized,
+    "a pruned weight": pruned,
+    "rotary positions": rotary,
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["from the first", "later"])
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_are_called_as_modules(taken, monkeypatch, change, later):
+    """The first layer is; the second, of which nothing is said, is computed straight."""
+    encoder = model()
+    if later:
+        encoder(source(), src_key_padding_mask=PADDING)
+        assert taken == [True]
+    CHANGES[change](encoder)
+    taken.clear()
+    x = source()
+    found = outcome(encoder, x)
+    assert taken in ([False, False, True], [False, True], [True]), (
+        "the stack, then its layers; the first of them, or both, perhaps not even asked"
+    )
+    torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapping(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def forward_gradients(layer, x, packing):
+    with torch.autograd.forward_ad.dual_level():
+        out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), None, packing)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+        return out
+
+
+def dispatch_mode(layer, x, packing):
+    with Watching():
+        return layer(x, None, packing)
+
+
+def function_mode(layer, x, packing):
+    with Wrapping():
+        return layer(x, None, packing)
+
+
+def gradient_transform(layer, x, packing):
+    return torch.func.grad(lambda x: layer(x, None, packing).sum())(x)
+
+
+def vectorized(layer, x, packing):
+    with contextlib.suppress(RuntimeError):  # tokens have no batch
+        torch.func.vmap(lambda x: layer(x, None, packing))(x[None])
+
+
+def global_hook(layer, x, packing):
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        return layer(x, None, packing)
+    finally:
+        handle.remove()
+
+
+def another_class(layer, x, packing):
+    return layer(x.as_subclass(Marked), None, packing)
+
+
+def no_tokens(layer, x, packing):
+    none = foci.nn.Packing(torch.zeros(3, dtype=torch.int64), 0, (2, 4))
+    return layer(x[:0], None, none)
+
+
+CALLS = (
+    forward_gradients, dispatch_mode, function_mode, gradient_transform, vectorized, global_hook, another_class,
+    no_tokens,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_are_of_modules(taken, call):
+    layer, packing = model().layers[0], foci.nn.Packing.from_mask(PADDING)
+    x = packing.pack(source(grad=False))
+    call(layer, x, packing)
+    assert not any(taken)
+    layer(x, None, packing)
+    assert taken[-1]
+
+
+def test_compiled_layers(taken):
+    layer, packing = model().layers[0], foci.nn.Packing.from_mask(PADDING)
+    x = packing.pack(source(grad=False))
+    compiled = torch.compile(lambda x: layer(x, None, packing), backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x, None, packing), rtol=1e-5, atol=1e-6)
+    assert taken == [True]
+
+
+def test_norms_of_another_dtype(taken):
+    layer, packing = model(dtype=torch.bfloat16).layers[0], foci.nn.Packing.from_mask(PADDING)
+    layer.norm1.float()
+    assert layer(packing.pack(source(torch.bfloat16)), None, packing).dtype == torch.bfloat16
+    assert taken == [False]
+
+
+def kept(encoder, x):
+    """Bytes that autograd keeps for backward, each once, but for parameters."""
+    found, lasting = {}, {p.data_ptr() for p in encoder.parameters()}
+
+    def pack(t):
+        if t.data_ptr() not in lasting:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = encoder(x, src_key_padding_mask=PADDING)
+    return sum(found.values()), out
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}, {"dropout": 0.3}], ids=str)
+def test_no_more_is_kept_for_backward(taken, monkeypatch, options):
+    encoder = model(**options)
+    as_nodes, out = kept(encoder, source())
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        as_modules, other = kept(encoder, source())
+    assert as_nodes <= as_modules
+    assert out.shape == other.shape
+    assert taken == [True]
+
+
+def test_what_is_read_is_let_go(taken):
+    """Not in a second backward pass of one graph."""
+    encoder, x = model(activation="gelu"), source()
+    out = encoder(x, src_key_padding_mask=PADDING)
+    first = torch.autograd.grad(out.sum(), [x, *encoder.parameters()], retain_graph=True)
+    again = torch.autograd.grad(out.sum(), [x, *encoder.parameters()])
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_given_gradients_stay_as_they_are(taken, norm_first):
+    layer, packing = model(norm_first=norm_first).layers[0], foci.nn.Packing.from_mask(PADDING)
+    x = packing.pack(source(grad=False)).requires_grad_()
+    dy = torch.randn(x.shape)
+    given = dy.clone()
+    layer(x, None, packing).backward(dy)
+    assert torch.equal(dy, given)
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_numerical_derivatives(taken, norm_first, activation):
+    torch.manual_seed(0)
+    layer = foci.nn.TransformerEncoderLayer(4, 2, 6, 0.0, activation, batch_first=True, norm_first=norm_first, dtype=torch.float64)
+    packing = foci.nn.Packing(torch.tensor([0, 3, 5]), 3, (2, 3))
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *_: layer(x, None, packing), (x, *layer.parameters()))
+    if activation == "gelu":
+        assert torch.autograd.gradgradcheck(lambda *_: layer(x, None, packing), (x, *list(layer.parameters())[:2]))
+    assert all(taken)
+
+
+def test_hooks_of_parameters_and_anomalies(taken):
+    encoder, x = model(), source()
+    heard = []
+    for name, parameter in encoder.named_parameters():
+        parameter.register_hook(lambda g, name=name: heard.append(("grad", name)))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard.append(("accumulated", name)))
+    with torch.autograd.detect_anomaly(check_nan=True), warnings.catch_warnings():
+        encoder(x, src_key_padding_mask=PADDING).sum().backward()
+    names = [name for name, _ in encoder.named_parameters()]
+    assert sorted(heard) == sorted((kind, name) for name in names for kind in ("grad", "accumulated"))
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}, {"dropout": 0.3}, {"bias": False}], ids=str)
+def test_without_gradients(taken, monkeypatch, mode, options):
+    encoder = model(**options)
+
+    def found():
+        torch.manual_seed(1)
+        with mode():
+            return encoder(source(), src_key_padding_mask=PADDING)
+
+    out = found()
+    assert taken == [True]
+    assert not out.requires_grad
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        torch.testing.assert_close(out, found(), rtol=1e-5, atol=1e-6)
+    encoder.requires_grad_(False)
+    again = encoder(source(grad=False), src_key_padding_mask=PADDING)
+    assert taken == [True, True]
+    assert not again.requires_grad
+
+
+def test_without_padding(taken):
+    model()(source())
+    assert not taken
+
+
+def test_copies_and_pickles(taken):
+    """What was noted of a module is of that one."""
+    encoder = model()
+    want = encoder(source(), src_key_padding_mask=PADDING)
+    shallow = copy.copy(encoder)
+    for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder)), shallow):
+        torch.testing.assert_close(other(source(), src_key_padding_mask=PADDING), want, rtol=0, atol=0)
+    shallow._modules = dict(shallow._modules, layers=copy.deepcopy(encoder.layers))
+    with torch.no_grad():
+        shallow.layers[1].norm2.bias.add_(1)
+    torch.testing.assert_close(shallow(source(), src_key_padding_mask=PADDING)[~PADDING], want[~PADDING] + 1)
+    torch.testing.assert_close(encoder(source(), src_key_padding_mask=PADDING), want, rtol=0, atol=0)
+    assert all(taken)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stack", "layer"])
+def test_what_is_noted_keeps_nothing_alive(taken, whole):
+    encoder = model()
+    module = encoder if whole else encoder.layers[0]
+    packing = foci.nn.Packing.from_mask(PADDING)
+    module(packing.pack(source(grad=False)), src_key_padding_mask=packing)
+    parameter = weakref.ref(encoder.layers[0].linear1.weight)
+    gc.disable()
+    try:
+        del encoder, module
+        assert parameter() is None
+    finally:
+        gc.enable()
+    assert taken == [True]
+
+
+def test_observers_see_its_attention(taken):
+    encoder = copy.deepcopy(model())
+    with foci.observe() as log:
+        encoder(source(), src_key_padding_mask=PADDING).sum().backward()
+    assert taken == [True]
+    assert len(log.calls) == len(log.backward_calls) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S), "is_causal": True} if causal else {}
+    encoder = model()
+    for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
+        out = encoder(source(), src_key_padding_mask=torch.arange(S) >= torch.tensor(lengths)[:, None], **options)
+        out.sum().backward()
+    assert len(recall._known) == 1
