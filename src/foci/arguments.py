@@ -12,7 +12,7 @@ from torch import Tensor
 from foci import masks, scores
 from foci.block_mask import as_block_mask, block_classes
 from foci.core import Function
-from foci.jagged import is_nested
+from foci.jagged import heads_of, is_nested
 from foci.prepare import describe
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_length
@@ -151,8 +151,9 @@ def checked_sink(sink: Any, query: Tensor) -> Tensor | None:
         raise TypeError(f"sink must be a tensor; got {type(sink).__name__}")
     if query.dim() < 3:
         return sink  # such a query is another message's matter
-    if not sink.is_floating_point() or list(sink.shape) != [query.shape[1]]:
-        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{query.shape[1]}]; got {describe(sink)}")
+    heads = heads_of(query)
+    if not sink.is_floating_point() or list(sink.shape) != [heads]:
+        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{heads}]; got {describe(sink)}")
     if sink.device != query.device:
         raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
     return sink

@@ -16,7 +16,7 @@ from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results
 
-__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "is_nested"]
+__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "heads_of", "is_nested"]
 
 
 def is_nested(*tensors: Tensor) -> bool:
@@ -76,6 +76,12 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     heads = [t.shape[1] for t in having if t.dim() == 4]
     if len(set(heads) - {1}) > 1:
         raise ValueError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
+
+
+def heads_of(query: Tensor) -> int:
+    """Heads of a query of any layout that `attention` takes; of none, the one."""
+    dim = 1 if not (is_nested(query) and query.layout == torch.jagged) or _ragged(query) > 1 else 2
+    return query.shape[dim] if query.dim() > dim + 2 else 1
 
 
 def _ragged(tensor: Tensor) -> int:

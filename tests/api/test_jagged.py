@@ -289,6 +289,26 @@ def test_sink():
     )
 
 
+@pytest.mark.parametrize("entry", ["one head", "entries of one head", "entries", "a dense query"])
+def test_sink_has_a_logit_for_each_head(entry):
+    values, offsets, heads = rand(6, 3, 5, 8), torch.tensor([0, 2, 6]), 1
+    keys = torch.nested.nested_tensor_from_jagged(values[:, 0, 0], offsets=offsets)
+    if entry == "one head":
+        query = keys
+    elif entry == "a dense query":
+        query = rand(2, 4, 8)
+    elif entry == "entries of one head":
+        query = keys = torch.nested.nested_tensor_from_jagged(values[:, 0], offsets=offsets)
+    else:
+        query, heads = torch.nested.nested_tensor_from_jagged(values, offsets=offsets), 3
+        keys = query
+    out = foci.attention(query, keys, keys, sink=torch.full((heads,), -1e4, dtype=values.dtype))
+    want = foci.attention(query, keys, keys)
+    torch.testing.assert_close(*(t.values() if t.is_nested else t for t in (out, want)))
+    with pytest.raises(ValueError, match=rf"^sink must be .* one logit per query head, \[{heads}\]"):
+        foci.attention(query, keys, keys, sink=torch.zeros(heads + 1))
+
+
 def test_no_backend_says_why():
     _, q = nested((3, 5), 2, 8)
     with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="aten .* dense layout") as caught:
