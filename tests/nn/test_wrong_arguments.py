@@ -51,3 +51,95 @@ def test_message(name):
     call, kind, message = CASES[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+HIDDEN = torch.tensor([[False] * 3, [False, True, True]])
+X, PACKED = torch.randn(2, 3, 16), torch.randn(4, 16)
+NESTED = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)], layout=torch.jagged)
+
+
+def module(name):
+    options = {"dropout": 0.0, "batch_first": True}
+    if name == "attention":
+        return foci.nn.MultiheadAttention(16, 4, **options)
+    kind = "Decoder" if "decoder" in name else "Encoder"
+    layer = getattr(foci.nn, f"Transformer{kind}Layer")(16, 4, 8, **options)
+    return layer if "layer" in name else getattr(foci.nn, f"Transformer{kind}")(layer, 2)
+
+
+def packing():
+    return foci.nn.Packing.from_mask(HIDDEN)
+
+
+CALLS = {
+    "no query": ("attention", (None, X, X), {}, TypeError, "^query must be a tensor; got NoneType"),
+    "no key": ("attention", (X, [1.0], X), {}, TypeError, "^key must be a tensor; got list"),
+    "keys of one row": ("attention", (X, X[:1], X[:1]), {}, AssertionError, "^query and key must have one batch size; got 2 and 1"),
+    "a query of one row": ("attention", (X[:1], X, X), {}, AssertionError, "^query and key must have one batch size; got 1 and 2"),
+    "padding": ("attention", (X, X, X, [[True]]), {}, TypeError, "^key_padding_mask must be a tensor; got list"),
+    "a mask": ("attention", (X, X, X), {"attn_mask": foci.masks.causal()}, TypeError, "^attn_mask must be a tensor; got Mask"),
+    "nested rows": ("attention", (NESTED, X[:1], X[:1]), {}, AssertionError, "^query and key must have one batch size; got 2 and 1"),
+    "nested, a cache": ("attention", (NESTED,) * 3, {"cache": foci.nn.KVCache(1, 8)[0]}, ValueError, "^cache .* padded batches only"),
+    "packed, a cache": (
+        "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "need_weights": False, "cache": foci.nn.KVCache(1, 8)[0]}, ValueError,
+        "^cache .* padded batches only",
+    ),
+    "packed, weights": ("attention", (PACKED,) * 3, {"key_padding_mask": packing()}, ValueError, "^need_weights must be False"),
+    "packed, statistics": (
+        "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "return_aux": foci.AuxRequest(lse=True)}, ValueError,
+        "^return_aux must be None",
+    ),
+    "no source": ("encoder", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
+    "no source of a layer": ("encoder layer", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
+    "features alone": ("encoder", (X[0, 0],), {}, AssertionError, "^src must have 2 or 3 dimensions; got 1"),
+    "unbatched, padding of a batch": (
+        "encoder", (X[0],), {"src_key_padding_mask": HIDDEN}, AssertionError, r"to be \(3,\), but got \(2, 3\)",
+    ),
+    "a layer's, unbatched": (
+        "encoder layer", (X[0],), {"src_key_padding_mask": HIDDEN}, AssertionError, r"to be \(3,\), but got \(2, 3\)",
+    ),
+    "unbatched, other length": (
+        "encoder", (X[0],), {"src_key_padding_mask": HIDDEN[0, :2]}, AssertionError, r"to be \(3,\), but got \(2,\)",
+    ),
+    "a nested source, a cache": ("encoder", (NESTED,), {"cache": foci.nn.KVCache(2, 8)}, ValueError, "^cache .* padded batches only"),
+    "a packed source, a cache": (
+        "encoder layer", (PACKED,), {"src_key_padding_mask": packing(), "cache": foci.nn.KVCache(1, 8)[0]}, ValueError, "padded batches only",
+    ),
+    "no target": ("decoder", ([1.0], X), {}, TypeError, "^tgt must be a tensor; got list"),
+    "no memory": ("decoder layer", (X, None), {}, TypeError, "^memory must be a tensor; got NoneType"),
+    "memory of one row": ("decoder", (X, X[:1]), {}, AssertionError, "^query and key must have one batch size; got 2 and 1"),
+    "memory of one row, padding": (
+        "decoder", (X, X[:1]), {"tgt_key_padding_mask": HIDDEN}, AssertionError, "^query and key must have one batch size; got 2 and 1",
+    ),
+    "a nested target, a cache": ("decoder", (NESTED, X), {"cache": foci.nn.KVCache(2, 8)}, ValueError, "^cache .* padded batches only"),
+    "packed ones, a cache": (
+        "decoder layer", (PACKED, PACKED),
+        {"tgt_key_padding_mask": packing(), "memory_key_padding_mask": packing(), "cache": foci.nn.KVCache(1, 8)[0]}, ValueError,
+        "padded batches only",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_message_of_a_call(name):
+    kind, arguments, options, error, message = CALLS[name]
+    with pytest.raises(error, match=message):
+        module(kind)(*arguments, **options)
+
+
+def test_rotary_positions_of_more_features_than_a_head_has():
+    with pytest.raises(ValueError, match="^rotary turns 8 features of a head; there are 4"):
+        foci.nn.MultiheadAttention(16, 4, rotary=foci.nn.RotaryEmbedding(8))
+    with pytest.raises(ValueError, match="^x must have at least 8 features; got 4"):
+        foci.nn.RotaryEmbedding(8)(torch.randn(1, 1, 3, 4), torch.arange(3))
+
+
+@pytest.mark.parametrize("rows", [[0], torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor(0), torch.tensor([True, False])], ids=str)
+def test_rows_of_a_cache(rows):
+    cache = foci.nn.KVCache(2, 8, page_size=2)
+    module("encoder")(X, cache=cache)
+    with pytest.raises(TypeError, match="^rows must be an int32 or int64 tensor of one dimension; got"):
+        cache.select(rows)
+    with pytest.raises(IndexError):
+        cache.select(torch.tensor([2]))
+    cache.select(torch.tensor([1, 1]))

@@ -18,7 +18,7 @@ from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
 from foci.nn.products import linear
 from foci.nn.rotary import RotaryEmbedding
-from foci.prepare import Extras
+from foci.prepare import Extras, check_is_tensor
 from foci.problem import Outputs
 from foci.variant import Mask, Score
 
@@ -120,16 +120,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool, cache: LayerCache | Memory | None, return_aux: foci.AuxRequest | None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         asked = return_aux if return_aux is not None else foci.AuxRequest(weights=True) if need_weights else None
+        check_is_tensor(query=query, key=key, value=value)
+        if not isinstance(cache, (LayerCache, Memory, type(None))):
+            raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         if isinstance(padding, (Packing, Pair)):
+            masking.check_packed(cache, return_aux, need_weights=need_weights)
             return self._packed((query, key, value), padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
+            if isinstance(cache, LayerCache):
+                raise ValueError("cache takes padded batches only; got nested inputs")
             if return_aux is not None:
                 raise ValueError("row statistics of nested inputs are ragged; call foci.attention with nested tensors for them")
             return self._nested((query, key, value), padding, attn_mask, need_weights=need_weights, average=average, is_causal=is_causal)
         masking.check_mask("key_padding_mask", padding)
         masking.check_mask("attn_mask", attn_mask)
-        if not isinstance(cache, (LayerCache, Memory, type(None))):
-            raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         batched = masking.check_shapes(query, key, value, padding, attn_mask)
         if is_causal and attn_mask is None and not isinstance(cache, LayerCache):
             raise RuntimeError(_NEEDS_MASK)
@@ -187,6 +191,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        masking.check_batches(*(t.shape[0 if self.batch_first else 1] for t in (query, key)))
         if not self._qkv_same_embed_dim and key.shape[:2] != value.shape[:2]:
             raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
         if self._qkv_same_embed_dim and key.shape != value.shape:
@@ -313,6 +318,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
         query, key = padding if isinstance(padding, Pair) else (padding, padding)
+        if query is not key:
+            masking.check_batches(query.batch, key.batch)
         if is_causal and attn_mask is None:
             raise RuntimeError(_NEEDS_MASK)
         q, k, v = self._project(*inputs)
@@ -418,6 +425,8 @@ def adopt(
         raise TypeError(f"num_kv_heads must be an integer or None; got {type(num_kv_heads).__name__}")
     if rotary is not None and not callable(rotary):
         raise TypeError(f"rotary must be a foci.nn.RotaryEmbedding or None; got {type(rotary).__name__}")
+    if isinstance(rotary, RotaryEmbedding) and rotary.dim > module.head_dim:
+        raise ValueError(f"rotary turns {rotary.dim} features of a head; there are {module.head_dim}")
     masking.check_variants(mask=mask, score=score)
     heads = module.num_heads if num_kv_heads is None else num_kv_heads
     if heads < 1 or module.num_heads % heads:

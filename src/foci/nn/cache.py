@@ -310,8 +310,14 @@ class KVCache:
         """Keeps these rows of the batch, in this order: what beam search and finished rows need.
 
         Args:
-            rows: integer [new batch], of the present rows; one may appear twice.
+            rows: int32 or int64 [new batch], of the present rows; one may appear twice.
+
+        Raises:
+            TypeError: for rows that are something else.
         """
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+            got = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be an int32 or int64 tensor of one dimension; got {got}")
         for layer in self.layers:
             layer.select(rows)
 

@@ -15,7 +15,7 @@ from foci.nn.attention import Variant, adopt, attended
 from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
 from foci.nn.direct import caller, is_alone, is_silent
 from foci.nn.encoder import Activation, attend_self, clones, feed_forward, is_batch_first, set_variants, warn_padded, why_not_tokens
-from foci.nn.masking import check_mask, detect_causal
+from foci.nn.masking import check_input, check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 
@@ -113,7 +113,10 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
         causal: tuple[bool, bool], cache: LayerCache | None,
     ) -> Tensor:  # fmt: skip
+        check_input(tgt=given[0][0], memory=given[1][0])
         if isinstance(given[0][1], Packing) and isinstance(given[1][1], Packing):
+            for x, padding in given:
+                entered(x, padding, batch_first=True, may_pack=cache is None)
             return self._layer(*given, masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(*masks, given[0][1], given[1][1])
@@ -236,7 +239,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
         is_causal: tuple[bool | None, bool], cache: KVCache | None,
     ) -> Tensor:  # fmt: skip
-        (tgt, tgt_padding), (_, memory_padding) = given
+        (tgt, tgt_padding), (memory, memory_padding) = given
+        check_input(tgt=tgt, memory=memory)
         check_masks(*masks, tgt_padding, memory_padding)
         layers: Any = self.layers
         check_cache(cache, len(layers))

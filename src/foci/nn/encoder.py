@@ -16,7 +16,7 @@ from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.direct import activated, caller, is_alone, is_silent
-from foci.nn.masking import check_mask, check_variants, detect_causal
+from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
 from foci.nn.straight import noted
@@ -113,7 +113,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return scripted.zeroed(x, padding, self.self_attn.batch_first)
 
     def _run(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool, cache: LayerCache | None) -> Tensor:
+        check_input(src=src)
         if isinstance(src_key_padding_mask, Packing):
+            entered(src, src_key_padding_mask, batch_first=True, may_pack=cache is None)
             return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
@@ -222,6 +224,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         return scripted.zeroed(x, padding, self.layers[0].self_attn.batch_first)
 
     def _run(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool | None, cache: KVCache | None) -> Tensor:
+        check_input(src=src)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("mask", mask)
         layers: Any = self.layers

@@ -12,6 +12,7 @@ from torch import Tensor
 from foci import kv_len, masks, scores
 from foci.nn.cache import Stored
 from foci.nn.packing import Packing, is_readable
+from foci.prepare import check_is_tensor
 from foci.variant import Mask, Score
 
 __all__ = [
@@ -20,7 +21,10 @@ __all__ = [
     "Functions",
     "Place",
     "cached_place",
+    "check_batches",
+    "check_input",
     "check_mask",
+    "check_packed",
     "check_padding_shape",
     "check_shapes",
     "check_variants",
@@ -39,8 +43,12 @@ Place: TypeAlias = Callable[[Any, Any], Any]
 
 
 def check_mask(name: str, mask: Any) -> None:
-    """Raises torch's AssertionError unless the mask is None, bool or floating, or a `Packing` in its place."""
-    if mask is not None and not isinstance(mask, Packing) and mask.dtype != torch.bool and not mask.is_floating_point():
+    """Raises torch's AssertionError unless the mask is None, bool or floating, or a `Packing` in its place; TypeError for no tensor."""
+    if mask is None or isinstance(mask, Packing):
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertionError(f"only bool and floating types of {name} are supported; got {mask.dtype}")
 
 
@@ -65,6 +73,30 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Te
             f"For {words} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
         )
     return batched
+
+
+def check_input(**named: Any) -> None:
+    """Raises a TypeError for what is no tensor, an AssertionError for one that has no length."""
+    check_is_tensor(**named)
+    for name, x in named.items():
+        if not x.is_nested and x.dim() < 2:
+            raise AssertionError(f"{name} must have 2 or 3 dimensions; got {x.dim()}")
+
+
+def check_batches(query: int, key: int) -> None:
+    """Raises an AssertionError unless there are as many rows of queries as of keys."""
+    if query != key:
+        raise AssertionError(f"query and key must have one batch size; got {query} and {key}")
+
+
+def check_packed(cache: Any, return_aux: Any, *, need_weights: bool) -> None:
+    """Raises a ValueError for what packed tokens have not."""
+    if cache is not None:
+        raise ValueError("cache takes padded batches only; got packed tokens")
+    if return_aux is not None:
+        raise ValueError("return_aux must be None for packed tokens, whose row statistics are ragged; foci.varlen_attn has them")
+    if need_weights:
+        raise ValueError("need_weights must be False for packed tokens: their weights are ragged; give padded ones")
 
 
 def check_padding_shape(padding: Tensor, batch: int, length: int) -> None:

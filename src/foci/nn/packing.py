@@ -324,17 +324,15 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
         return packing.pack(x), packing
     if padding is None:
         return x, None
-    if x.dim() == 3:
-        sizes = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
-        for dim, size in enumerate(sizes):
-            if padding.dim() != 2 or padding.shape[dim] != size:
-                raise AssertionError(f"Expected key_padded_mask.shape to be {tuple(sizes)}, but got {tuple(padding.shape)}")
-        if is_readable(padding) and is_readable(x):
-            packed = pack_mask(padding, batch_first=batch_first)
-            if packed is None:
-                return x, None
-            if may_pack:
-                return packed.pack(x), packed
+    sizes = x.shape[: x.dim() - 1] if batch_first or x.dim() == 2 else (x.shape[1], x.shape[0])
+    if tuple(padding.shape) != tuple(sizes):
+        raise AssertionError(f"Expected key_padded_mask.shape to be {tuple(sizes)}, but got {tuple(padding.shape)}")
+    if x.dim() == 3 and is_readable(padding) and is_readable(x):
+        packed = pack_mask(padding, batch_first=batch_first)
+        if packed is None:
+            return x, None
+        if may_pack:
+            return packed.pack(x), packed
     return cleared(x, padding, batch_first=batch_first), padding
 
 

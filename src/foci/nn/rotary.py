@@ -58,7 +58,12 @@ class RotaryEmbedding(torch.nn.Module):
 
         Returns:
             [B, H, S, D] in the dtype of x.
+
+        Raises:
+            ValueError: for fewer features than `dim`.
         """
+        if x.shape[-1] < self.dim:
+            raise ValueError(f"x must have at least {self.dim} features; got {x.shape[-1]}")
         acc = torch.float64 if x.dtype == torch.float64 else torch.float32
         steps = torch.arange(0, self.dim, 2, device=x.device, dtype=acc)
         angles = positions.to(acc).unsqueeze(-1) * self.base ** (-steps / self.dim)
