@@ -225,8 +225,7 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
             of the key elsewhere.
         batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
     """
-    with torch.inference_mode(mode=False):  # ordinary tensors, of which backends may keep what they find, layer for layer
-        found = search(padding.clone() if padding.is_inference() else padding, batch_first=batch_first)
+    found = search(padding, batch_first=batch_first)
     if found is None:
         return None
     offsets, longest, indices, columns, starts, bias = found

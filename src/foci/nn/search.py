@@ -6,6 +6,7 @@ import array
 import ctypes
 import functools
 import itertools
+from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 import torch
@@ -27,33 +28,42 @@ class Found(NamedTuple):
 
 def search(padding: Tensor, *, batch_first: bool) -> Found | None:
     """Where the tokens of a padding mask [B, S] are, for tensors [B, S, ...] or [S, B, ...]; None if it masks nothing and adds nothing."""
-    if padding.numel() == 0:
+    count = padding.numel()
+    if count == 0:
         return None
-    read, device = padding.detach(), padding.device
-    if padding.is_cuda and padding.numel() <= _FEW:
-        read = read.cpu()
-    if read.dtype == torch.bool and read.device.type == "cpu" and read.numel() <= _FEW:
-        return _of_bytes(read, device, batch_first=batch_first)
-    return _searched(padding, read, batch_first=batch_first)
+    if count <= _FEW and padding.dtype == torch.bool and (padding.is_cuda or padding.is_cpu):
+        return _of_bytes(padding, batch_first=batch_first)
+    with _ordinary():
+        if padding.is_inference():
+            padding = padding.clone()
+        read = padding.detach()
+        return _searched(padding, read.cpu() if padding.is_cuda and count <= _FEW else read, padding.device, batch_first=batch_first)
 
 
-def _of_bytes(read: Tensor, device: torch.device, *, batch_first: bool) -> Found | None:
-    """Tokens of a bool mask [B, S] that the host holds, for tensors on the device; known again by the mask's bytes, as modules are often
-    given one mask one after another, and kernels keep what they find of its offsets."""
-    batch, length = read.shape
-    whole = read.contiguous()
-    memory = ctypes.string_at(whole.data_ptr(), batch * length)
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0  # it is copied there by
+def _ordinary() -> AbstractContextManager[None]:
+    """Where tensors are made of which backends may keep what they find, layer for layer."""
+    return torch.inference_mode(mode=False)
+
+
+def _of_bytes(padding: Tensor, *, batch_first: bool) -> Found | None:
+    """Tokens of a bool mask that the host looks through; known again by the mask's bytes, as modules are often given one mask one after
+    another, and kernels keep what they find of its offsets."""
+    (batch, length), device = padding.shape, padding.device
+    read = padding.cpu().contiguous()
+    memory = ctypes.string_at(read.data_ptr(), batch * length)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if padding.is_cuda else 0  # it is copied there by
     key = (memory, batch, device, stream, batch_first)
     known = _known.get(key)
     if known is not None and known.is_unchanged():
         return known.found
-    on_the_left = _lengths_on_the_left(memory, batch, length) if batch_first else None
-    if on_the_left is not None:
-        found = _found_on_the_left(on_the_left, length, device)
-    else:
-        found = _searched(read, read, batch_first=batch_first, device=device)
-    _known[key] = _Known.of(found)
+    with _ordinary():
+        on_the_left = _lengths_on_the_left(memory, batch, length) if batch_first else None
+        if on_the_left is not None:
+            found = _found_on_the_left(on_the_left, length, device)
+        else:
+            read = read.clone()
+            found = _searched(read, read, device, batch_first=batch_first)
+        _known[key] = _Known.of(found)
     if len(_known) > _KEPT:
         _known.pop(next(iter(_known)), None)
     return found
@@ -79,9 +89,9 @@ _KEPT: Final = 8
 _known: Final[dict[tuple[object, ...], _Known]] = {}
 
 
-def _searched(padding: Tensor, read: Tensor, *, batch_first: bool, device: torch.device | None = None) -> Found | None:
-    """Tokens of any mask, for tensors on its device or another, by a look at `read`, the mask wherever it is looked at."""
-    (batch, length), device = padding.shape, padding.device if device is None else device
+def _searched(padding: Tensor, read: Tensor, device: torch.device, *, batch_first: bool) -> Found | None:
+    """Tokens of any mask, for tensors on the device, by a look at `read`, the mask wherever it is looked at."""
+    batch, length = padding.shape
     floating = padding.is_floating_point()
     keep = read > -torch.inf if floating else read.logical_not()
     lengths = keep.sum(1)
