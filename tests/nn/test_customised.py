@@ -191,3 +191,26 @@ def test_decoder_subclass():
         out = decoder(target, memory, memory_key_padding_mask=hidden)
     for n in range(B):
         torch.testing.assert_close(out[n : n + 1], decoder(target[n : n + 1], memory[n : n + 1, ~hidden[n]]))
+
+
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_an_activation_that_is_a_module_survives_copies(kind):
+    torch.manual_seed(0)
+    layer = getattr(foci.nn, f"Transformer{kind}Layer")(E, H, FF, 0.0, activation=torch.nn.PReLU(init=-2.0), batch_first=True).double()
+    x = (rand(B, S, E),) * (1 if kind == "Encoder" else 2)
+    stack = getattr(foci.nn, f"Transformer{kind}")(layer, 1)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), stack):
+        torch.testing.assert_close(copied(*x), layer(*x))
+        copied(*x).sum().backward()
+        assert next(p for n, p in copied.named_parameters() if "activation" in n).grad is not None
+    state = {name: value for name, value in vars(layer).items() if name != "activation"}
+    state["_modules"] = {name: part for name, part in layer._modules.items() if name != "activation"}
+    layer.__setstate__(state)  # what versions of torch without the choice have pickled
+    assert layer.activation is torch.nn.functional.relu
+
+
+def test_a_converted_decoder_keeps_the_activation_that_torch_made_of_it():
+    theirs = quiet(lambda: torch.nn.Transformer(E, H, 1, 1, FF, 0.0, torch.nn.GELU(), batch_first=True, dtype=torch.float64))
+    ours = foci.nn.convert(copy.deepcopy(theirs))
+    same(theirs, ours, (rand(B, S, E), rand(B, T, E)))
+    same(theirs, copy.deepcopy(ours), (rand(B, S, E), rand(B, T, E)))

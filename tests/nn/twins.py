@@ -30,6 +30,14 @@ def quiet(make):
         return make()
 
 
+def activated(model):
+    """torch's decoder layers forget an activation that is a module when they are copied; here they do not."""
+    for module in model.modules():
+        if "activation" in module._modules:
+            vars(module).pop("activation", None)
+    return model
+
+
 def layers(kind, **options):
     options = {"dropout": 0.0, "dtype": torch.float64, **options}
     name = f"Transformer{kind}Layer"
@@ -41,7 +49,7 @@ def stacks(kind, depth=2, **options):
 
     def make(nn):
         layer = getattr(nn, f"Transformer{kind}Layer")(E, H, FF, **options)
-        return getattr(nn, f"Transformer{kind}")(layer, depth, torch.nn.LayerNorm(E, dtype=torch.float64))
+        return activated(getattr(nn, f"Transformer{kind}")(layer, depth, torch.nn.LayerNorm(E, dtype=torch.float64)))
 
     return twins(*(quiet(lambda nn=nn: make(nn)) for nn in (torch.nn, foci.nn)))
 

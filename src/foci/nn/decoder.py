@@ -57,6 +57,11 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         adopt(self.self_attn, num_kv_heads=num_kv_heads, rotary=rotary, mask=mask, score=score)
         adopt(self.multihead_attn, num_kv_heads=num_kv_heads)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)  # torch's own makes every activation that is a module relu
+        if not hasattr(self, "activation"):
+            self.activation = relu
+
     def forward(
         self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None, tgt_is_causal: bool = False,
