@@ -73,6 +73,7 @@ CASES = {
         "mask": masks.causal(),
     },
     "jagged D 64": {"jagged": True, "dim": 64},
+    "jagged D 64 causal": {"mask": masks.causal(), "jagged": True, "dim": 64},
     "jagged dropout": {"mask": masks.causal(), "dropout": 0.1, "jagged": True},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k])},
     "mask of a tensor": {"mask": foci.Mask(lambda b, h, q, k, t=KEEP: t[q, k])},
@@ -93,7 +94,7 @@ CASES = {
 PAIRS = {(case, "attention_forward", 90) for case in ("causal", "softcap", "document", "mask of a tensor")}
 """Kernels of which two share a multiprocessor: one alone is slower by a third."""
 
-THREES = {("jagged D 64", "attention_forward", 90)}
+THREES = {(case, "attention_forward", 90) for case in ("jagged D 64", "jagged D 64 causal")}
 """Of which three do: with more registers than 168 for a thread of four warps there is room for two, slower by a quarter."""
 
 

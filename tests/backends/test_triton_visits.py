@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from foci.backends.triton import kernel, sparsity
+from foci.backends.triton import keeping, kernel, sparsity
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
 
@@ -94,6 +94,51 @@ def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     assert sparsity.visits_of(made, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
     sparsity.visits_of(made, call, Schedule(32, 64, 4, 2), "queries")
     assert len(looked) == 2
+
+
+LENGTHS = [5, 0, 130, 64, 130, 1, 63]
+
+
+def placed(lengths, others):
+    """Sequences whose queries have such lengths, and their keys `others`."""
+    places = [
+        torch.tensor(given, dtype=torch.int32, device=DEVICE)
+        for n in (lengths, others)
+        for given in ([10 + sum(n[:i]) for i in range(len(n))], n)
+    ]
+    return sparsity.Sequences(*places)
+
+
+@pytest.mark.parametrize("is_by_query", [True, False])
+@pytest.mark.parametrize("spare", [1, 2, 200])
+def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
+    others = [9, 7, 300, 0, 20, 64, 2]
+    sequences = placed(*((LENGTHS, others) if is_by_query else (others, LENGTHS)))
+    tiles = [-(-n // 64) for n in LENGTHS]
+    table = sparsity._assigned(sequences, 64, sum(tiles) + spare, is_by_query=is_by_query).tolist()
+    order = sorted(range(len(LENGTHS)), key=lambda b: (-LENGTHS[b], b))
+    there = list(zip(*(t.tolist() for t in sequences.tensors), strict=True))
+    assert [row[:6] for row in table[1 : sum(tiles) + 1]] == [[b, n, *there[b]] for b in order for n in reversed(range(tiles[b]))]
+    assert [row[:2] for row in (table[0], *table[sum(tiles) + 1 :])] == [[-1, n] for n in range(spare)]
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_no_task_is_written_beyond_the_table(room, monkeypatch):
+    # as where a call says that its longest sequence is shorter than it is
+    allocated = []
+
+    def within(self, shape, strides, dtype, like):
+        whole = torch.full((room + 40, 8), 77, dtype=dtype, device=like.device)
+        allocated.append(whole)
+        return whole[:room]
+
+    monkeypatch.setattr(Recorder, "empty", within)
+    for known in ("_ways", "_runs"):
+        monkeypatch.setattr(sparsity, known, keeping.Kept(8))
+    sparsity._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
+    (whole,) = allocated
+    assert bool((whole[room:] == 77).all())
+    assert whole[0, 0] == -1
 
 
 class Noted:

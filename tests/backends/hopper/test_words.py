@@ -75,7 +75,7 @@ def test_every_bit_says_what_the_mask_does(name, monkeypatch):
     for row, (full, part) in enumerate(table.counts[:, :2].tolist()):
         h, task, length = row // tasks, row % tasks, 500
         if spans.tasks is not None:
-            b, task = spans.tasks[row].tolist()
+            b, task = spans.tasks[row, :2].tolist()
             if b < 0:  # a spare task
                 continue
             length = int(spans.q_length[b])

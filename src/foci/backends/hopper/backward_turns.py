@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma
 from foci.backends.hopper.reduction import begin_add
-from foci.backends.triton.tiles import number, sequence
+from foci.backends.triton.tiles import RECORD, number, sequence
 
 
 class Order(NamedTuple):
@@ -61,9 +61,9 @@ def take_place(order, size, spans, c):
     b = memory_b
     tile = task
     if c.JAGGED:
-        b = gl.load(spans.tasks + 2 * task)
+        b = gl.load(spans.tasks + RECORD * task)
         # tasks count a sequence's tiles down
-        tile = gl.load(spans.tasks + 2 * task + 1)
+        tile = gl.load(spans.tasks + RECORD * task + 1)
         if b >= 0:
             tile = (gl.load(spans.kv_length + b) + c.TILE_KV - 1) // c.TILE_KV - 1 - tile
     return b, memory_b, h, tile

@@ -8,7 +8,7 @@ is attended to, so that a mask costs a kernel the same whatever it reads. Rows a
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, number, sequence
+from foci.backends.triton.tiles import FORCED, RECORD, number, sequence
 
 __all__ = ["pack_masks", "pack_queries"]
 
@@ -42,8 +42,8 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
     part, row, task, b, h = place_of(size, heads, c.TILE_Q)
     tile = task
     if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
+        b = tl.load(spans.tasks + RECORD * task)
+        tile = tl.load(spans.tasks + RECORD * task + 1)
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)

@@ -89,8 +89,8 @@ class Size(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 2] of (sequence, tile), or (-1, n) for the
-    n-th spare task; `sequences` is their encoded number."""
+    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 8], see `visits.assign_tasks`; `sequences` is their
+    encoded number."""
 
     tasks: Tensor | None
     q_start: Tensor | None

@@ -21,7 +21,7 @@ from foci.backends.triton.tiles import (
     number,
     product,
     rows_pointer,
-    sequence,
+    sequence_at,
     start_of,
     stream_tile,
     tile_offsets,
@@ -169,12 +169,12 @@ def attention_query_gradient(
 ):
     """dq of one tile of queries, and what the other kernels need to know of its rows."""
     b, memory_b, h, task, tile = find_for_gradient(size, spans, c, True)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
             clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
         return
     kv_h = h // number(size.group)
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_Q
     limit = q_len - first
     q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
@@ -205,7 +205,7 @@ def attention_query_gradient(
     acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, False, False)
     whole = part
     if not EDGE:
-        last = visited(table, line, part - 1, part_first, before, gap, c)
+        last = visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
         whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
     acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, MASKED, EDGE)
@@ -345,6 +345,7 @@ def attention_key_gradient(
 ):
     """dk and dv of one tile of keys, summed over the query heads that share it."""
     b, memory_b, kv_h, task, tile = find_for_gradient(size, spans, c, False)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
             columns = number(size.columns)
@@ -353,7 +354,6 @@ def attention_key_gradient(
             if dv is not None:
                 clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.DV, c.DV_PAD)
         return
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     first = tile * c.TILE_KV
     limit = kv_len - first
     k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
@@ -397,7 +397,7 @@ def attention_key_gradient(
         )
         whole = part
         if not EDGE:
-            last = visited(table, line, part - 1, part_first, before, gap, c)
+            last = visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
             whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
             if first + c.TILE_KV > kv_len:
                 whole = whole * 0

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from foci.problem import Operands
 
-__all__ = ["Count", "Tokens", "row_of", "tokens_of"]
+__all__ = ["Count", "Tokens", "at_most", "row_of", "tokens_of"]
 
 Tokens: TypeAlias = tuple[int, int]
 """Queries and keys of a head; packed, of all sequences together."""
@@ -51,6 +51,11 @@ class Count(int):
 def row_of(numbers: Sequence[int]) -> Callable[[Tokens], tuple[int, ...]]:
     """How numbers follow, some of them `Count`s."""
     return _function(f"({''.join(f'{_text(n)}, ' for n in numbers)})")
+
+
+def at_most(number: int, most: int) -> int:
+    """The number, or what it is not to exceed."""
+    return Count(min(number, most), f"min({number.text}, {most})") if isinstance(number, Count) else min(number, most)
 
 
 def _text(number: int) -> str:

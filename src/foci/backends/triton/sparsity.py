@@ -18,12 +18,13 @@ from foci.backends.contract import Inputs, Offsets
 from foci.backends.triton.arguments import Size, Spans, Table, encode, table_config
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.convexity import is_convex
-from foci.backends.triton.counts import Count, Tokens
+from foci.backends.triton.counts import Count, Tokens, at_most
 from foci.backends.triton.keeping import Kept
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule
 from foci.backends.triton.surroundings import free_stream, is_for_graphs, places_of, stream_of
 from foci.backends.triton.templates import Recording, Source, Template
+from foci.backends.triton.tiles import RECORD
 from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.problem import Operands
 
@@ -273,9 +274,11 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
     heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1
     batch = operands.query.shape[0] if "b" in reads or (blocks is not None and blocks.shape[0] > 1) else 1
     if operands.cu_q is not None:
-        count += operands.cu_q.shape[0] - 1
+        sequences = operands.cu_q.shape[0] - 1
+        # at most so many end within a tile, and none has more tiles than the longest; one task is spare
+        count = at_most(count + sequences, sequences * triton.cdiv(operands.max_q if is_by_query else operands.max_kv, tile) + 1)
         table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query)
-        spans = Spans(table, *call.sequences.tensors, encode(operands.cu_q.shape[0] - 1))
+        spans = Spans(table, *call.sequences.tensors, encode(sequences))
         width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
     if operands.page_table is not None:
         spans = DENSE._replace(kv_length=call.sequences.kv_length)
@@ -294,12 +297,13 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool)
 
     def assign(recorder: Recorder) -> list[Tensor]:
         rows = Count(count, "t[0]")
-        made = recorder.empty((rows, 2), (2, 1), torch.int32, length)
+        made = recorder.empty((rows, record), (record, 1), torch.int32, length)
         sizes = (encode(length.shape[0]), encode(rows))
-        recorder.launch(assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, *sizes, tile, 32, 128)
+        recorder.launch(assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, sequences.tensors, *sizes, tile, 32, 128)
         return [made]
 
-    (table,) = _repeated(("tasks", tile, length.shape[0]), (length,), (count, 0), assign)
+    record: int = RECORD.value
+    (table,) = _repeated(("tasks", tile, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
     sequences.tables[known] = table
     return table
 

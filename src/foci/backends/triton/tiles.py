@@ -9,6 +9,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 HEAD_GROUP = tl.constexpr(8)
 GRADIENT_GROUP = tl.constexpr(2)
 FORCED = tl.constexpr(1 << 30)
+RECORD = tl.constexpr(8)
+"""Numbers of a task of packed sequences, see `visits.assign_tasks`."""
 
 
 @triton.jit
@@ -62,8 +64,8 @@ def find_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.cons
     b = memory_b
     tile = task
     if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
+        b = tl.load(spans.tasks + RECORD * task)
+        tile = tl.load(spans.tasks + RECORD * task + 1)
     return b, memory_b, h, task, tile
 
 
@@ -193,6 +195,16 @@ def sequence(spans, size, b, c):
         return b * 0, number(size.rows), b * 0, tl.minimum(tl.load(spans.kv_length + b), number(size.columns)).to(tl.int32)
     else:
         return b * 0, number(size.rows), b * 0, number(size.columns)
+
+
+@triton.jit
+def sequence_at(spans, size, b, task, c):
+    """`sequence` of a task: packed, what its record says, for which nobody waits for b; a spare one's says nothing."""
+    if c.JAGGED:
+        record = spans.tasks + RECORD * task
+        return tl.load(record + 2), tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+    else:
+        return sequence(spans, size, b, c)
 
 
 @triton.jit

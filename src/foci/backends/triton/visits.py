@@ -9,7 +9,7 @@ tiles run from p0 to p1 except the full ones from f0 to f1.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, number, sequence
+from foci.backends.triton.tiles import FORCED, RECORD, number, sequence_at
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -34,13 +34,13 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
     b = (bh // number(heads)).to(tl.int32)
     tile = task
     if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
-        tile = tl.load(spans.tasks + 2 * task + 1)
+        b = tl.load(spans.tasks + RECORD * task)
+        tile = tl.load(spans.tasks + RECORD * task + 1)
         if b < 0:
             return
     q_tile = tile if KEYS else column
     kv_tile = column if KEYS else tile
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     known = PARTIAL + 0 * column
     if given is not None:
         block = (q_tile // number(per_q)) * number(given_width) + kv_tile // number(per_kv)
@@ -96,10 +96,10 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
     bh = pid // number(size.tasks)
     b = (bh // number(heads)).to(tl.int32)
     if c.JAGGED:
-        b = tl.load(spans.tasks + 2 * task)
+        b = tl.load(spans.tasks + RECORD * task)
         if b < 0:
             return
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     complete = tl.where(number(is_by_query) > 0, kv_len, q_len) // number(tile)
     first_line = task * number(per_task)
     row = classes + bh * number(area) + first_line * number(step)
@@ -162,17 +162,23 @@ def place_sequences(ends, given, starts, lengths, sequences, BLOCK: tl.constexpr
 
 
 @triton.jit
-def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Tasks of a jagged call, tiles of the longest sequences first; (sequence, tile), or (-1, n) for the n-th spare one.
+def assign_tasks(tasks, lengths, places, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Tasks of a jagged call, tiles of the longest sequences first: RECORD numbers each, of which the first six are sequence, tile and
+    `places`, where the sequence's queries begin and how many they are, and its keys. The first and those left over are spare, (-1, n).
 
-    Each program places BLOCK sequences: a sequence comes after those that are longer, or as long and earlier. The last
-    program marks the spare tasks.
+    Each program places BLOCK sequences: a sequence comes after those that are longer, or as long and earlier. The first program marks the
+    spare tasks. What a wrong bound of lengths leaves no room for is left out.
     """
     n = number(sequences)
     me = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(lengths + me, mask=me < n, other=0)
-    before = tl.zeros([BLOCK], tl.int32)
-    used = 0
+    q_start, q_length, kv_start, kv_length = places
+    q_first = tl.load(q_start + me, mask=me < n, other=0)
+    q_count = tl.load(q_length + me, mask=me < n, other=0)
+    kv_first = tl.load(kv_start + me, mask=me < n, other=0)
+    kv_count = tl.load(kv_length + me, mask=me < n, other=0)
+    before = tl.zeros([BLOCK], tl.int32) + 1
+    used = 1
     for start in range(0, n, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = tl.load(lengths + other, mask=other < n, other=0)
@@ -185,10 +191,18 @@ def assign_tasks(tasks, lengths, sequences, total, TILE: tl.constexpr, BLOCK: tl
     for i in range(0, most):
         # the last tile first: under a causal mask it is the longest
         at = before + i
-        tl.store(tasks + 2 * at, me, mask=i < count)
-        tl.store(tasks + 2 * at + 1, count - 1 - i, mask=i < count)
+        record = tasks + RECORD * at
+        inside = (i < count) & (at < number(total))
+        tl.store(record, me, mask=inside)
+        tl.store(record + 1, count - 1 - i, mask=inside)
+        tl.store(record + 2, q_first, mask=inside)
+        tl.store(record + 3, q_count, mask=inside)
+        tl.store(record + 4, kv_first, mask=inside)
+        tl.store(record + 5, kv_count, mask=inside)
     if tl.program_id(0) == 0:
+        tl.store(tasks, -1)
+        tl.store(tasks + 1, 0)
         for start in range(used, number(total), CHUNK):
             spare = start + tl.arange(0, CHUNK)
-            tl.store(tasks + 2 * spare, -1, mask=spare < number(total))
-            tl.store(tasks + 2 * spare + 1, spare - used, mask=spare < number(total))
+            tl.store(tasks + RECORD * spare, -1, mask=spare < number(total))
+            tl.store(tasks + RECORD * spare + 1, spare - used + 1, mask=spare < number(total))

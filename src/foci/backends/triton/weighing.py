@@ -15,7 +15,7 @@ from foci.backends.triton.tiles import (
     load_tile,
     number,
     rows_pointer,
-    sequence,
+    sequence_at,
     start_of,
     stream_tile,
     tile_offsets,
@@ -54,7 +54,7 @@ def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numb
     if c.JAGGED and b < 0:
         return
     kv_h = h // number(size.group)
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     first = tile * c.TILE_KV
     kv_idx = first + tl.arange(0, c.TILE_KV)
     pointer = rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c)
@@ -84,7 +84,7 @@ def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c,
     if c.JAGGED and b < 0:
         return
     kv_h = h // number(size.group)
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     first = tile * c.TILE_Q
     rows = first + tl.arange(0, c.TILE_Q)
     pointer = rows_pointer(q, strides.q, memory_b, h, q_start + first, c)
