@@ -40,10 +40,11 @@ def fold_bias_gradient(
     q, do, lse2, delta = queries
     strides, out_strides, numbers, env = given
     b, h, kv_h, rows, q_len, kv_len = at
-    low, high, stretch, is_first, is_last = run
+    low, high, is_back, is_first, is_last = run
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     for i in tl.range(low, high, num_stages=1 if EDGE else c.STAGES):
-        tile = b * 0 + i
+        # every other entry goes back: what the one before it left last is still in the cache
+        tile = tl.where(is_back, low + high - 1 - i, i) if SUMMED else b * 0 + i
         here = tile * c.TILE_KV
         keys = stream_tile(k, strides.k, b, kv_h, here * 0, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
@@ -154,14 +155,15 @@ def attention_bias_gradient(
             turn = b - outer * number(entries)
             is_first = (turn == 0).to(tl.int32)
             is_last = (turn == number(entries) - 1).to(tl.int32)
-            run = (low, high, stretch, is_first, is_last)
+            is_back = turn % 2 != 0
+            run = (low, high, is_back, is_first, is_last)
             mine = (queries, douts, row_lse, row_delta)
             given = (strides, out_strides, numbers, env)
             acc = fold_bias_gradient(acc, mine, k, v, here, own, at, run, given, c, both, mask, SUMMED, CONTIGUOUS, False)
             past = own
             if SUMMED:
                 past = own + (whole - low) * (c.TILE_Q * c.TILE_KV)
-            last = (low * 0 + whole, tl.where(is_end, tiles_of_keys, whole), stretch, is_first, is_last)
+            last = (low * 0 + whole, tl.where(is_end, tiles_of_keys, whole), is_back, is_first, is_last)
             acc = fold_bias_gradient(acc, mine, k, v, here, past, at, last, given, c, both, mask, SUMMED, CONTIGUOUS, True)
             if SUMMED:
                 tl.store(kept + lying, acc, mask=(lying >= 0) & (is_end == 0))
