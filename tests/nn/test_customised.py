@@ -2,10 +2,11 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
-from twins import FF, B, E, H, S, T, as_float, padding, quiet, rand, same, stacks
+from twins import FF, B, E, H, S, T, as_float, outcome, padding, quiet, rand, same, stacks
 
 import foci
 import foci.nn
@@ -214,3 +215,42 @@ def test_a_converted_decoder_keeps_the_activation_that_torch_made_of_it():
     ours = foci.nn.convert(copy.deepcopy(theirs))
     same(theirs, ours, (rand(B, S, E), rand(B, T, E)))
     same(theirs, copy.deepcopy(ours), (rand(B, S, E), rand(B, T, E)))
+
+
+def checkpointed(layer):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(layer)
+
+
+def compiled(layer):
+    return torch.compile(layer, backend="eager")
+
+
+def compiled_in_place(layer):
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled, lambda layer: checkpointed(compiled(layer)), compiled_in_place])
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_wrapped_layers_are_given_tokens(kind, wrap):
+    torch._dynamo.reset()
+    _, ours = stacks(kind, batch_first=True)
+    inputs, hidden = (rand(B, S, E),) * (1 if kind == "Encoder" else 2), padding("right")
+    options = {"src_key_padding_mask" if kind == "Encoder" else "tgt_key_padding_mask": hidden}
+    want = outcome(ours, inputs, ~hidden, **options)
+    for n, layer in enumerate(ours.layers):
+        ours.layers[n] = wrap(layer)
+    with warnings.catch_warnings(), foci.observe() as log:
+        warnings.filterwarnings("error", message=".*hands padded batches")
+        found = outcome(ours, inputs, ~hidden, **options)
+    assert {call.problem.formula.layout.value for call in log.calls} == {"jagged"}
+    torch.testing.assert_close(found, want)
+
+
+def test_a_wrapped_subclass_is_given_padded_batches():
+    encoder = foci.nn.TransformerEncoder(Doubled(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 1)
+    encoder.layers[0] = checkpointed(encoder.layers[0])
+    with pytest.warns(UserWarning, match="Doubled has a forward of its own"):
+        encoder(rand(B, S, E), src_key_padding_mask=padding("right"))

@@ -14,7 +14,17 @@ from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended
 from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
 from foci.nn.direct import caller, is_alone, is_silent
-from foci.nn.encoder import Activation, attend_self, clones, feed_forward, is_batch_first, set_variants, warn_padded, why_not_tokens
+from foci.nn.encoder import (
+    Activation,
+    attend_self,
+    clones,
+    feed_forward,
+    is_batch_first,
+    set_variants,
+    unwrapped,
+    warn_padded,
+    why_not_tokens,
+)
 from foci.nn.masking import check_input, check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
@@ -290,6 +300,7 @@ def enter_both(
 
 def overridden(layer: torch.nn.Module) -> str | None:
     """Why a layer may not be given tokens [T, E], if it may not."""
+    layer = unwrapped(layer)
     if not isinstance(layer, TransformerDecoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerDecoderLayer"
     return why_not_tokens(layer, TransformerDecoderLayer, ("forward", "_run", *_BLOCKS))

@@ -30,6 +30,7 @@ __all__ = [
     "is_batch_first",
     "overridden",
     "set_variants",
+    "unwrapped",
     "warn_padded",
 ]
 
@@ -288,8 +289,18 @@ def set_variants(layers: Any, *, masks: Sequence[Variant] | None, scores: Sequen
             setattr(layer.self_attn, name, variant)
 
 
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # where torch.compile and checkpoint_wrapper keep what they call
+
+
+def unwrapped(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer inside those of torch's wrappers that hand on what they are given."""
+    inside = next((layer._modules[name] for name in _WRAPPED if name in layer._modules), None)
+    return layer if inside is None else unwrapped(inside)
+
+
 def overridden(layer: torch.nn.Module) -> str | None:
     """Why a layer may not be given tokens [T, E], if it may not."""
+    layer = unwrapped(layer)
     if not isinstance(layer, TransformerEncoderLayer):
         return f"its layers are {type(layer).__name__}, not foci.nn.TransformerEncoderLayer"
     return why_not_tokens(layer, TransformerEncoderLayer, ("forward", "_run", *_BLOCKS))
