@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from foci.blocks import EMPTY, FULL, PARTIAL, from_lists, to_lists, transpose_lists
+from foci.blocks import EMPTY, FULL, PARTIAL, classes_of_lists, to_lists, transpose_lists
 
 __all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
 
@@ -342,12 +342,8 @@ def block_classes(block_mask: BlockMask) -> Tensor:
         tensor([[[[1, 0],
                   [2, 1]]]], dtype=torch.int8)
     """
-    columns = block_mask.kv_indices.shape[-1]
-    classes = from_lists(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.int8) * PARTIAL
-    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
-        return classes
-    full = from_lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
-    return classes.masked_fill(full, FULL)
+    b = block_mask
+    return classes_of_lists(b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices)
 
 
 def as_block_mask(block_mask: Any) -> BlockMask:

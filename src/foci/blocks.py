@@ -21,7 +21,19 @@ from foci.ir.expr import Expr
 from foci.ir.interval import Grid, bounds
 from foci.ir.ranges import Range
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "Extent", "classify", "combine", "from_lists", "resize", "to_lists", "transpose_lists"]
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Extent",
+    "classes_of_lists",
+    "classify",
+    "combine",
+    "from_lists",
+    "resize",
+    "to_lists",
+    "transpose_lists",
+]
 
 EMPTY: Final = 0
 PARTIAL: Final = 1
@@ -320,6 +332,27 @@ def from_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     place = torch.where(used, indices, columns).to(torch.int64)
     present = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return present.scatter_(-1, place, True)[..., :columns]
+
+
+def classes_of_lists(counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None) -> Tensor:
+    """The classes of blocks that lists name: PARTIAL for those of the first, FULL for those of the second, if there are any.
+
+    Args:
+        counts, full_counts: integer [..., rows].
+        indices, full_indices: integer [..., rows, columns].
+
+    Returns:
+        int8 [..., rows, columns].
+
+    Example:
+        >>> classes_of_lists(torch.tensor([1]), torch.tensor([[1, 0]]), torch.tensor([1]), torch.tensor([[0, 1]]))
+        tensor([[2, 1]], dtype=torch.int8)
+    """
+    columns = indices.shape[-1]
+    classes = from_lists(counts, indices, columns).to(torch.int8) * PARTIAL
+    if full_counts is None or full_indices is None:
+        return classes
+    return classes.masked_fill(from_lists(full_counts, full_indices, columns), FULL)
 
 
 def transpose_lists(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

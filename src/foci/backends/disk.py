@@ -7,19 +7,23 @@ import stat
 import tempfile
 from pathlib import Path
 
-__all__ = ["cache_directory", "is_private", "write_atomically"]
+__all__ = ["cache_directory", "cache_root", "is_private", "write_atomically"]
+
+
+def cache_root() -> Path:
+    """Where everything is kept: FOCI_CACHE_DIR, else foci under XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("FOCI_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "foci")
 
 
 def cache_directory(kind: str) -> Path | None:
-    """A folder for one kind of files: under FOCI_CACHE_DIR, else foci under XDG_CACHE_HOME or ~/.cache; None if not usable.
+    """A folder of `cache_root` for one kind of files; None if not usable.
 
     Made on first use, for this user alone. A folder of another user, or one that others may write to, is not usable.
     """
-    chosen = os.environ.get("FOCI_CACHE_DIR")
-    if chosen is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        chosen = os.path.join(base, "foci")
-    directory = Path(chosen) / kind
+    directory = cache_root() / kind
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

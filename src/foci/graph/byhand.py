@@ -22,13 +22,12 @@ from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import Digit, Index, broadcast_index
 from foci.graph.match import path_to
 from foci.graph.products import Product, product_of
-from foci.graph.reading import CASTS, Call, call_of, dtype_of, is_tensor, number_of, rank_of, shape_of, value_of
+from foci.graph.reading import Call, call_of, dtype_of, is_tensor, number_of, rank_of, shape_of, value_of
 from foci.graph.replacing import erase_dead
 from foci.graph.rows import atoms, is_over, less_logsumexp, moved, number_beside, same_shape
 from foci.graph.same import Values
 from foci.graph.truth import is_truth
-from foci.graph.views import VIEWS
-from foci.graph.weights import softmax_of
+from foci.graph.weights import BETWEEN, softmax_of
 from foci.ir import expr as ir
 
 __all__ = ["without_softmaxes_by_hand"]
@@ -305,11 +304,8 @@ def _below(node: fx.Node) -> Iterator[fx.Node]:
                 continue
             seen.add(user)
             yield user
-            if call.name in _ON or call.name in VIEWS or call.name in CASTS:
+            if call.name in BETWEEN:
                 stack.append(user)
-
-
-_ON: Final = frozenset(("dropout", "mul", "div", "masked_fill", "where", "nan_to_num"))
 
 
 def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: Emitter) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from foci.binding import bind
-from foci.blocks import FULL, PARTIAL, from_lists
+from foci.blocks import classes_of_lists
 from foci.graph.emit import Emitter
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index
 from foci.graph.lift import Lift
@@ -130,7 +130,7 @@ def _scored(lift: Lift, index: Index, mask: Any, scale: Any, depth: Size, *, cau
         raise NoRule("a scale that is a tensor")
     score = apply("mul", ir.variable("score"), float(factor))
     if causal:
-        return apply("where", apply("le", *(_position(lift, d) for d in (index[-1], index[-2]))), score, -math.inf)
+        return apply("where", apply("le", *(_position(d) for d in (index[-1], index[-2]))), score, -math.inf)
     if mask is None:
         return score
     if not is_tensor(mask):
@@ -139,7 +139,7 @@ def _scored(lift: Lift, index: Index, mask: Any, scale: Any, depth: Size, *, cau
     return apply("where", value, score, -math.inf) if value.dtype is DType.BOOL else apply("add", score, value)
 
 
-def _position(lift: Lift, digits: Digits) -> Expr:
+def _position(digits: Digits) -> Expr:
     return digits[0].expr if digits else ir.const(0)
 
 
@@ -161,7 +161,7 @@ def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | No
     bound = bind(score, mask, device_of(operands[0]))
     if any(id(t) not in nodes for t in bound.captures):
         raise NoRule("a function of flex_attention makes a tensor of its own")
-    blocks, block_size = _blocks(emitter, parts, operands)
+    blocks, block_size = _blocks(emitter, parts)
     wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
     batch = shape_of(operands[0])[0]
     alike = [same_size(shape_of(t)[0], batch) for t in operands]
@@ -197,18 +197,10 @@ def _function(node: fx.Node, graph: Any, buffers: Any) -> Callable[..., Any]:
     return lambda *symbols: module(*symbols, *given)
 
 
-def _blocks(emitter: Emitter, parts: Sequence[Any], operands: Sequence[fx.Node]) -> tuple[fx.Node | None, tuple[int, int] | None]:
+def _blocks(emitter: Emitter, parts: Sequence[Any]) -> tuple[fx.Node | None, tuple[int, int] | None]:
     """The classes of a block mask's blocks; none where one block covers all."""
     counts, indices, full_counts, full_indices = parts[2:6]
     block = (number_of(parts[-3]), number_of(parts[-2]))
     if min(block) >= _NO_LIMIT:
         return None, None
-    return emitter.call(_classes, counts, indices, full_counts, full_indices), block
-
-
-def _classes(counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None) -> Tensor:
-    columns = indices.shape[-1]
-    classes = from_lists(counts, indices, columns).to(torch.int8) * PARTIAL
-    if full_counts is None or full_indices is None:
-        return classes
-    return classes.masked_fill(from_lists(full_counts, full_indices, columns), FULL)
+    return emitter.call(classes_of_lists, counts, indices, full_counts, full_indices), block

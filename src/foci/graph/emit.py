@@ -110,7 +110,7 @@ class Emitter:
         if any(not is_atom(d) for d in flat):
             raise NoRule("an operand is not read whole")
         have = [d.expr for d in flat]
-        node = self._reshaped(node, [d.size for d in flat], split=[len(dim) for dim in place.index])
+        node = self._reshaped(node, [d.size for d in flat])
         wanted = [d for group in groups for d in group]
         order = [have.index(d.expr) for d in wanted if d.expr in have]
         if len(order) != len(have):
@@ -128,13 +128,13 @@ class Emitter:
             full += [d.size if partly or d.expr in have else 1 for d in group]
         lacking = any(d.expr not in have for group in groups for d in group)
         if lacking:
-            node = self._reshaped(node, sizes, split=None)
+            node = self._reshaped(node, sizes)
             if not all(same_size(a, b) for a, b in zip(sizes, full, strict=True)):
                 node = self.method("expand", node, *(self.size(n) for n in full))
         parts = [size_of(g) if w or any(d.expr in have for d in g) else 1 for g, w in zip(groups, whole, strict=True)]
-        return self._reshaped(node, parts, split=None)
+        return self._reshaped(node, parts)
 
-    def _reshaped(self, node: fx.Node, sizes: Sequence[Size], *, split: Sequence[int] | None) -> fx.Node:
+    def _reshaped(self, node: fx.Node, sizes: Sequence[Size]) -> fx.Node:
         shape = shape_of(node)
         if len(shape) == len(sizes) and all(same_size(a, b) for a, b in zip(shape, sizes, strict=True)):
             return node
@@ -143,12 +143,12 @@ class Emitter:
     def result(self, node: fx.Node, groups: Sequence[Digits], index: Sequence[Digits], shape: Sequence[Size]) -> fx.Node:
         """The inverse: a tensor with a dimension for each group, as one of `shape` whose dimensions count `index`."""
         flat = [d for group in groups for d in group]
-        node = self._reshaped(node, [d.size for d in flat], split=None)
+        node = self._reshaped(node, [d.size for d in flat])
         have = [d.expr for d in flat]
         order = [have.index(d.expr) for dim in index for d in dim]
         if order != sorted(order):
             node = self.method("permute", node, tuple(order))
-        return self._reshaped(node, shape, split=None)
+        return self._reshaped(node, shape)
 
 
 _ARITHMETIC: Final[tuple[tuple[str, Callable[..., Any]], ...]] = (

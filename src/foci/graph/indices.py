@@ -30,8 +30,10 @@ __all__ = [
     "broadcast_index",
     "is_atom",
     "offset",
+    "one_digit",
     "regroup",
     "size_of",
+    "symbolic_expression",
     "value_of_digits",
 ]
 
@@ -93,6 +95,11 @@ def as_dimension(digits: Digits, size: Size, number: Number) -> Digits:
     if same_size(size_of(digits), size):
         return digits
     return (Digit(value_of_digits(digits, number), size),)
+
+
+def one_digit(value: Expr, size: Size) -> Digits:
+    """The index `value` of a dimension of `size`."""
+    return () if same_size(size, 1) else (Digit(value, size),)
 
 
 def offset(digits: Digits, start: Expr, step: int, size: Size, number: Number) -> Digits:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, symbolic_expression, value_of_digits
+from foci.graph.indices import Index, NoRule, broadcast_index, one_digit, symbolic_expression, value_of_digits
 from foci.graph.reading import (
     CASTS,
     Call,
@@ -26,6 +26,7 @@ from foci.graph.reading import (
     is_written,
     location_of,
     number_of,
+    padding_of,
     reads_only_shape,
     same_size,
     shape_of,
@@ -335,9 +336,7 @@ def _eye(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
 
 def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
     source, amounts = call.args[0], call.argument(1, "pad")
-    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value")
-    if isinstance(mode, (int, float)):  # ATen's has no mode
-        mode, fill = "constant", mode
+    mode, fill = padding_of(call)
     if mode != "constant" or source in lift._on_path:
         return None
     shape, result, inside = shape_of(source), list(index), ir.const(True)
@@ -348,7 +347,7 @@ def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
             continue
         moved = apply("sub", value_of_digits(index[dim], lift.number), lift.number(before))
         inside = apply("and", inside, apply("and", apply("le", 0, moved), apply("lt", moved, lift.number(shape[dim]))))
-        result[dim] = _one_digit(moved, shape[dim])
+        result[dim] = one_digit(moved, shape[dim])
     value = lift.element(source, tuple(result))
     return apply("where", inside, value, cast(ir.const(0.0 if fill is None else float(fill)), value.dtype))
 
@@ -363,17 +362,13 @@ def _cat(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
     for part in parts:
         size = shape_of(part)[dim]
         moved = apply("sub", position, lift.number(start))
-        at = (*index[:dim], _one_digit(moved, size), *index[dim + 1 :])
+        at = (*index[:dim], one_digit(moved, size), *index[dim + 1 :])
         start = start + size
         choices.append((apply("lt", position, lift.number(start)), lift.element(part, at)))
     value = choices[-1][1]
     for inside, other in reversed(choices[:-1]):
         value = apply("where", inside, other, value)
     return value
-
-
-def _one_digit(value: Expr, size: Size) -> Digits:
-    return () if same_size(size, 1) else (Digit(value, size),)
 
 
 def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
@@ -387,7 +382,7 @@ def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
     size, position = shape_of(source)[dim], value_of_digits(index[dim], lift.number)
 
     def at(value: Expr) -> Expr:
-        return lift.element(source, (*index[:dim], _one_digit(value, size), *index[dim + 1 :]))
+        return lift.element(source, (*index[:dim], one_digit(value, size), *index[dim + 1 :]))
 
     if before is None:
         return apply("sub", at(apply("add", position, 1)), at(position))

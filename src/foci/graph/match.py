@@ -29,9 +29,11 @@ from foci.graph.reading import (
     is_tensor,
     needs_grad,
     number_of,
+    padding_of,
     rank_of,
     same_size,
     shape_of,
+    single,
     value_of,
 )
 from foci.graph.weights import Softmax, Walk, walk_up
@@ -297,8 +299,7 @@ def _is_logsumexp(node: fx.Node, dim: int) -> bool:
     call = call_of(node)
     if call is None or call.name != "logsumexp":
         return False
-    given = call.argument(1, "dim")
-    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    given = single(call.argument(1, "dim"))
     return isinstance(given, int) and given % len(shape_of(call.args[0])) == dim
 
 
@@ -309,8 +310,7 @@ def _is_row_statistic(node: fx.Node, of: fx.Node, dim: int, on_path: frozenset[f
             continue
         if call.name not in ("amax", "max", "logsumexp", "mean", "amin", "min"):
             return False
-        given = call.argument(1, "dim", call.kwargs.get("axis"))
-        given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+        given = single(call.argument(1, "dim", call.kwargs.get("axis")))
         rank = len(shape_of(of))
         return isinstance(given, int) and given % rank == dim and _through_casts(call.args[0], on_path) is _through_casts(of, on_path)
     return False
@@ -365,9 +365,7 @@ def _unpadded(call: Call, dim: int, wanted: tuple[int, int], on_path: frozenset[
 
 
 def _filling(call: Call) -> float:
-    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value")
-    if isinstance(mode, (int, float)):  # ATen's has no mode
-        mode, fill = "constant", mode
+    mode, fill = padding_of(call)
     number = 0.0 if fill is None else number_of(fill)
     if mode != "constant" or not isinstance(number, (int, float)) or number == math.inf:
         raise NoRule("the scores are padded with something that is no number")
@@ -394,9 +392,8 @@ def _operands(first: Product, index: Index, shared: Digits, queries: Digits, key
     rows = sides[1 - columns]
     batch = tuple(d for name in first.shared for d in at[name])
     known = {d.expr for d in (*shared, *queries)}
-    if any(not is_atom(d) or d.expr not in known for d in (*rows, *batch)) or len({d.expr for d in (*rows, *batch)}) != len(
-        (*rows, *batch)
-    ):
+    read = (*rows, *batch)
+    if any(not is_atom(d) or d.expr not in known for d in read) or len({d.expr for d in read}) != len(read):
         raise NoRule("the first product is not read row by row")
     if not {d.expr for d in queries} <= {d.expr for d in rows} and queries:
         raise NoRule("the queries of the two products are not the same")

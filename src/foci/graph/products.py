@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from foci.graph.reading import Call, call_of, is_tensor, is_written, number_of, rank_of, same_size, shape_of
+from foci.graph.reading import Call, call_of, is_tensor, is_written, number_of, rank_of, same_size, shape_of, single
 
 __all__ = ["Label", "Product", "product_of"]
 
@@ -135,8 +135,7 @@ def _tensordot(node: fx.Node, call: Call) -> Product | None:
 
 def _summed_products(node: fx.Node, call: Call) -> Product | None:
     """(a * b).sum(dim) of operands that are broadcast to each other: each has a dimension that the other lacks."""
-    given, source = call.argument(1, "dim", call.kwargs.get("axis")), call.argument(0, "input")
-    given = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    given, source = single(call.argument(1, "dim", call.kwargs.get("axis"))), call.argument(0, "input")
     inner = call_of(source) if is_tensor(source) else None
     if inner is None or inner.name != "mul" or inner.in_place or is_written(source) or not isinstance(given, int):
         return None

@@ -29,10 +29,12 @@ __all__ = [
     "mark_written",
     "needs_grad",
     "number_of",
+    "padding_of",
     "rank_of",
     "reads_only_shape",
     "same_size",
     "shape_of",
+    "single",
     "storage_of",
     "tensor_of",
     "value_of",
@@ -126,6 +128,17 @@ def number_of(arg: Any) -> Any:
     if isinstance(value, Tensor):
         return None
     return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def single(dim: Any) -> Any:
+    """The one of a list of one; anything else as it is."""
+    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+
+
+def padding_of(call: Call) -> tuple[Any, Any]:
+    """Mode and value of a `pad`: ATen's has no mode."""
+    mode, fill = call.argument(2, "mode", "constant"), call.argument(3, "value")
+    return ("constant", mode) if isinstance(mode, (int, float)) else (mode, fill)
 
 
 def tensor_of(arg: Any) -> Tensor | None:

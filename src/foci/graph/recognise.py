@@ -27,13 +27,12 @@ from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.nested import body_of
 from foci.graph.products import Product, product_of
-from foci.graph.reading import CASTS, call_of, location_of, rank_of, reads_only_shape, value_of
+from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
 from foci.graph.replacing import erase, erase_dead, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
 from foci.graph.sums import join_products
-from foci.graph.views import VIEWS
-from foci.graph.weights import Softmax, softmax_of
+from foci.graph.weights import BETWEEN, Softmax, softmax_of
 from foci.ir.trace import TraceError
 
 __all__ = ["fuse"]
@@ -200,7 +199,7 @@ def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
 def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
     """What became of one softmax; None where it is no attention."""
     below = _below(softmax.node)
-    seconds = [(product, side) for product, side in _products_of(below)]
+    seconds = _products_of(below)
     above, passed = path_to(softmax.source)
     location = location_of(softmax.node)
     if not above:
@@ -228,7 +227,6 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
 
 _MOST_CANDIDATES: Final = 8
 _MOST_SPLITS: Final = 16
-_BELOW: Final = frozenset({*VIEWS, *CASTS, "dropout", "mul", "div", "masked_fill", "where", "nan_to_num"})
 
 
 def _below(softmax: fx.Node) -> frozenset[fx.Node]:
@@ -237,7 +235,7 @@ def _below(softmax: fx.Node) -> frozenset[fx.Node]:
     while stack:
         for user in stack.pop().users:
             call = call_of(user)
-            if call is not None and call.name in _BELOW and user not in found and not reads_only_shape(user):
+            if call is not None and call.name in BETWEEN and user not in found and not reads_only_shape(user):
                 found.add(user)
                 stack.append(user)
     return frozenset(found)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from foci.graph.indices import Digit, Index, NeedsSplit, NoRule, broadcast_index
-from foci.graph.reading import Call, Size, call_of, is_tensor, is_written, needs_grad, number_of, rank_of, same_size, shape_of
+from foci.graph.reading import Call, Size, call_of, is_tensor, is_written, needs_grad, number_of, rank_of, same_size, shape_of, single
 from foci.graph.same import Values
 from foci.graph.views import step
 from foci.ir import expr as ir
 
-__all__ = ["atoms", "is_over", "less_logsumexp", "moved", "same_shape", "single"]
+__all__ = ["atoms", "is_over", "less_logsumexp", "moved", "number_beside", "same_shape"]
 
 
 def atoms(shape: Sequence[Size]) -> Index:
@@ -24,11 +23,6 @@ def atoms(shape: Sequence[Size]) -> Index:
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes have equal sizes for every value of their symbols."""
     return rank_of(a) == rank_of(b) and all(map(same_size, shape_of(a), shape_of(b)))
-
-
-def single(dim: Any) -> Any:
-    """The one of a list of one."""
-    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
 
 
 def moved(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:

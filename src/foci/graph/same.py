@@ -20,7 +20,7 @@ class Values:
     """Numbers nodes by value when first asked; linear in the graph. Nodes in memory that the graph writes are like no other."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        Writes.of(graph)
+        Writes.of(graph)  # marks what is written
         self._graph = graph
         self._numbers: dict[fx.Node, int] = {}
 

@@ -13,13 +13,13 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
-from foci.graph.indices import Digit, Digits, Index, NoRule, broadcast_index, offset, regroup, value_of_digits
+from foci.graph.indices import Digits, Index, NoRule, broadcast_index, offset, one_digit, regroup, value_of_digits
 from foci.graph.reading import Call, Size, call_of, is_tensor, is_written, rank_of, same_size, shape_of, storage_of, tensor_of, value_of
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
 
-__all__ = ["VIEWS", "At", "step"]
+__all__ = ["VIEWS", "At", "source_of", "step"]
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,6 @@ def _selected(at: At, dim: int, digits: Digits | None, *, inserted: bool = False
     return at.source, (*before, digits or (), *after)
 
 
-def _constant(value: Expr, size: Size) -> Digits:
-    return () if same_size(size, 1) else (Digit(value, size),)
-
-
 def _integer(at: At, value: Any) -> Expr:
     """An integer argument, which may be a symbolic one, as an expression."""
     found = value_of(value)
@@ -204,7 +200,7 @@ def _counted(at: At, value: Any, size: Size) -> Expr:
 def _select(at: At) -> Place:
     shape = shape_of(at.source)
     dim = _dim(at.call.argument(1, "dim"), len(shape))
-    return _selected(at, dim, _constant(_counted(at, at.call.argument(2, "index"), shape[dim]), shape[dim]), inserted=True)
+    return _selected(at, dim, one_digit(_counted(at, at.call.argument(2, "index"), shape[dim]), shape[dim]), inserted=True)
 
 
 def _sliced(at: At, digits: Digits, size: Size, taken: Size, start: Any, step_size: Any) -> Digits:
@@ -247,7 +243,7 @@ def _flip(at: At) -> Place:
     index = list(at.index)
     for dim in dims:
         last = apply("sub", at.number(shape[dim]), 1)
-        index[dim] = _constant(apply("sub", last, value_of_digits(index[dim], at.number)), shape[dim])
+        index[dim] = one_digit(apply("sub", last, value_of_digits(index[dim], at.number)), shape[dim])
     return at.source, tuple(index)
 
 
@@ -260,7 +256,7 @@ def _diagonal(at: At) -> Place:
     rest = iter(at.index[:-1])
     shape = shape_of(at.source)
     value = value_of_digits(at.index[-1], at.number)
-    return at.source, tuple(_constant(value, shape[d]) if d in (a, b) else next(rest) for d in range(rank))
+    return at.source, tuple(one_digit(value, shape[d]) if d in (a, b) else next(rest) for d in range(rank))
 
 
 def _gather(at: At) -> Place:
@@ -271,7 +267,7 @@ def _gather(at: At) -> Place:
         raise NoRule("gather by something that is no tensor")
     size = shape_of(source)[dim]
     at_index = broadcast_index(at.index, shape_of(index_node))
-    picked = _constant(at.element(index_node, at_index), size)
+    picked = one_digit(at.element(index_node, at_index), size)
     own = list(broadcast_index(at.index, shape_of(source)) if along else at.index)
     own[dim] = picked
     return source, tuple(() if same_size(n, 1) else d for d, n in zip(own, shape_of(source), strict=True))
@@ -280,7 +276,7 @@ def _gather(at: At) -> Place:
 def _index_select(at: At) -> Place:
     dim = _dim(at.call.argument(1, "dim"), rank_of(at.source))
     picked = at.element(at.call.argument(2, "index"), (at.index[dim],))
-    return _selected(at, dim, _constant(picked, shape_of(at.source)[dim]))
+    return _selected(at, dim, one_digit(picked, shape_of(at.source)[dim]))
 
 
 def _embedding(at: At) -> Place:
@@ -290,7 +286,7 @@ def _embedding(at: At) -> Place:
     if value_of(at.call.argument(3, "max_norm")) is not None and table is second:
         raise NoRule("an embedding that renormalises its table")
     rows = shape_of(table)[0]
-    return table, (_constant(at.element(ids, at.index[:-1]), rows), at.index[-1])
+    return table, (one_digit(at.element(ids, at.index[:-1]), rows), at.index[-1])
 
 
 def _getitem(at: At) -> Place:
@@ -331,9 +327,9 @@ def _indexed(at: At, entries: list[Any], shape: Sequence[Size]) -> Index:
             result.append(_by_slice(at, next(remaining), size, entry))
         elif is_tensor(entry):
             value = at.element(entry, broadcast_index(picked, shape_of(entry)))
-            result.append(_constant(value, size))
+            result.append(one_digit(value, size))
         else:
-            result.append(_constant(_counted(at, entry, size), size))
+            result.append(one_digit(_counted(at, entry, size), size))
     return tuple(result)
 
 
@@ -358,7 +354,7 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     dim = _dim(made.argument(_PARTS[made.name], "dim", 0), len(shape))
     which = call.args[1] % len(parts)
     if made.name == "unbind":
-        return source, (*index[:dim], _constant(number(which), shape[dim]), *index[dim:])
+        return source, (*index[:dim], one_digit(number(which), shape[dim]), *index[dim:])
     start = sum(p.shape[dim] for p in parts[:which])
     digits = index[dim]
     if not (isinstance(start, int) and start == 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,13 +24,17 @@ from foci.graph.reading import (
     rank_of,
     same_size,
     shape_of,
+    single,
     value_of,
 )
 from foci.graph.truth import is_truth
-from foci.graph.views import step
+from foci.graph.views import VIEWS, step
 from foci.ir.simplify import simplify
 
-__all__ = ["Softmax", "Walk", "softmax_of", "walk_up"]
+__all__ = ["BETWEEN", "Softmax", "Walk", "softmax_of", "walk_up"]
+
+BETWEEN: Final = frozenset({*VIEWS, *CASTS, "dropout", "mul", "div", "masked_fill", "where", "nan_to_num"})
+"""Operations that may stand between a softmax and the second product."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,11 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
         return None
     if needs_grad(inner.args[1]) != needs_grad(source):
         return None
-    dim, rank = _single(made.argument(1, "dim", made.kwargs.get("axis"))), rank_of(source)
+    dim, rank = single(made.argument(1, "dim", made.kwargs.get("axis"))), rank_of(source)
     kept = bool(made.argument(2, "keepdim", False))
     if not isinstance(dim, int) or kept != (back is None) or (back is not None and back % rank != dim % rank):
         return None
     return Softmax(node, source, dim % rank, frozenset(inside))
-
-
-def _single(dim: Any) -> Any:
-    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
 
 
 @dataclass
@@ -223,7 +222,7 @@ def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None
     walk.factors.append(other)
 
 
-_RANDOM: Final[Mapping[str, None]] = dict.fromkeys(("rand", "rand_like"))
+_RANDOM: Final = frozenset(("rand", "rand_like"))
 
 
 def _kept_at_random(node: fx.Node) -> float | None:

@@ -214,9 +214,7 @@ class LayerCache:
                 for buffer, tokens in zip(buffers, (key, value), strict=True):
                     buffer.write(start, tokens.detach())
             else:
-                keep = torch.ones((key.shape[0], new), dtype=torch.bool, device=key.device) if padding is None else ~padding
-                counts = torch.full((key.shape[0],), start, device=key.device) if self.counts is None else self.counts
-                positions = counts[:, None] + keep.long().cumsum(1) - 1
+                keep, counts, positions = self._coming(key.shape[0], new, padding, key.device)
                 for buffer, tokens in zip(buffers, (key, value), strict=True):
                     buffer.scatter(torch.where(keep, positions, -1), tokens.detach(), stop)
                 self.counts = counts + keep.sum(1)
@@ -238,9 +236,13 @@ class LayerCache:
         """Positions that the next `append` will give to new tokens: int64 [n], or [B, n] where rows differ."""
         if padding is None and self.counts is None:
             return torch.arange(self.longest, self.longest + new, device=device)
+        return self._coming(batch, new, padding, device)[2].clamp_min(0)
+
+    def _coming(self, batch: int, new: int, padding: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Which of the new tokens are stored, bool [B, n]; how many tokens rows have, [B]; and the places that the new ones take."""
         keep = torch.ones((batch, new), dtype=torch.bool, device=device) if padding is None else ~padding
         counts = torch.full((batch,), self.longest, device=device) if self.counts is None else self.counts
-        return (counts[:, None] + keep.long().cumsum(1) - 1).clamp_min(0)
+        return keep, counts, counts[:, None] + keep.long().cumsum(1) - 1
 
     def _buffer(self, like: Tensor) -> Any:
         return _Static(like, self.max_length) if self.page_size is None else _Paged(like, self.page_size)

@@ -22,6 +22,7 @@ from foci.nn.rotary import RotaryEmbedding
 from foci.nn.straight import noted
 
 __all__ = [
+    "Activation",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "attend_self",
@@ -32,6 +33,7 @@ __all__ = [
     "set_variants",
     "unwrapped",
     "warn_padded",
+    "why_not_tokens",
 ]
 
 Activation = str | Callable[[Tensor], Tensor]

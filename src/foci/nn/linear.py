@@ -13,13 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from foci.graph.padding import is_profitable_to_pad, machine_of
 from foci.graph.padding.grouped import groups_of, mm_into_rows
 from foci.graph.padding.model import seconds
-from foci.graph.padding.strides import round_up
+from foci.graph.padding.strides import LOAD, round_up
 from foci.graph.padding.tables import Fault, Role, Shape
 
 __all__ = ["PaddedLinear", "pad_storage"]
-
-LOAD = 16
-"""Bytes that fast products read at once."""
 
 
 class PaddedLinear(torch.nn.Linear):

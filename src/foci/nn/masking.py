@@ -29,6 +29,7 @@ __all__ = [
     "check_shapes",
     "check_variants",
     "detect_causal",
+    "dropped",
     "explicit",
     "itself",
     "key_padding",

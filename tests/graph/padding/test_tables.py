@@ -41,7 +41,7 @@ def test_new_measurements_replace_old_ones(tmp_path):
 
 
 def test_what_was_tuned_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("FOCI_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
     extend(table("a device"))
     find_table.cache_clear()
     try:
@@ -114,7 +114,7 @@ def test_the_machine_at_hand():
 
 @pytest.mark.parametrize("kind", [options.SizesPass, options.StridesPass])
 def test_what_was_tuned_makes_compiled_graphs_in_caches_old(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("FOCI_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
     seen = []
     for measured in (None, table(misaligned=3e-6), table(misaligned=4e-6), table(misaligned=4e-6)):
         if measured is not None:

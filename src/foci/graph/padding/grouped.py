@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.graph.padding.strides import round_up
+from foci.graph.padding.strides import LOAD, round_up
 
 __all__ = ["Groups", "bytes_read_by_rows", "bytes_written_by_rows", "groups_of", "mm_by_rows", "mm_into_rows"]
-
-LOAD = 16
-"""Bytes."""
 
 
 @dataclass(frozen=True)

@@ -40,23 +40,23 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     products = list(products_of(graph, machine.load))
     paddings = []
     for product in products:
-        found = _cut(graph, products, product, relations, machine)
+        found = _cut(products, product, relations, machine)
         if found is not None:
             paddings.append(_cut_entry(*found))
             cut(graph, found[0])
             relations.cache_clear()
     if paddings:
         products = list(products_of(graph, machine.load))
-    growths = list(_growths(graph, products, relations, machine))
+    growths = list(_growths(products, relations, machine))
     legal = [growth for growth, obstacle in growths if obstacle is None]
-    taken = _chosen(legal, graph, products, machine)
+    taken = _chosen(legal, products, machine)
     for growth, obstacle in growths:
         reason = obstacle if growth not in taken else None
         touched = [product for product in products if _touches(product, growth)]
         gain = 0.0
         if obstacle is None:
             others = [other for other in taken if other is not growth]
-            gain = _net(graph, products, [*others, growth], machine) - _net(graph, products, others, machine)
+            gain = _net(products, [*others, growth], machine) - _net(products, others, machine)
             reason = None if growth in taken else f"it gains {gain * 1e6:.1f} us, copies counted"
         paddings += _entries(touched, growth, gain, reason)
     if taken:
@@ -64,7 +64,7 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     return tuple(paddings)
 
 
-def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, relations: Reader, machine: Machine) -> tuple[Cut, float] | None:
+def _cut(products: Sequence[Product], product: Product, relations: Reader, machine: Machine) -> tuple[Cut, float] | None:
     """How a product is cut and what that gains, if it is more than by growing or by groups of rows."""
     if not may_be_cut(product, machine):
         return None
@@ -75,11 +75,11 @@ def _cut(graph: fx.Graph, products: Sequence[Product], product: Product, relatio
     if found is None or before is None or aligned is None:
         return None
     after = seconds_cut(product, aligned, machine)
-    others = before - seconds_by_rows(product, aligned, machine), _net(graph, products, [growth], machine)
+    others = before - seconds_by_rows(product, aligned, machine), _net(products, [growth], machine)
     return (found, before - after) if is_profitable_to_pad(before, after, 0.0) and before - after >= max(others) else None
 
 
-def _growths(graph: fx.Graph, products: Sequence[Product], relations: Reader, machine: Machine) -> Iterator[tuple[Growth, str | None]]:
+def _growths(products: Sequence[Product], relations: Reader, machine: Machine) -> Iterator[tuple[Growth, str | None]]:
     """Every set of dims of bad size that products read or write, with what forbids it to grow; none that is left to groups of rows."""
     done: set[tuple[fx.Node, int]] = set()
     for product in products:
@@ -87,7 +87,7 @@ def _growths(graph: fx.Graph, products: Sequence[Product], relations: Reader, ma
             if matrix.extent < machine.load and (matrix.node, matrix.inner) not in done:
                 growth, obstacle = _growth(matrix, relations, machine)
                 done |= growth.lengths.keys()
-                if obstacle is not None or not _goes_by_rows(graph, products, matrix, growth, machine):
+                if obstacle is not None or not _goes_by_rows(products, matrix, growth, machine):
                     yield growth, obstacle
 
 
@@ -106,7 +106,7 @@ def _growth(start: Matrix, relations: Reader, machine: Machine) -> tuple[Growth,
     return growth, None
 
 
-def _goes_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> bool:
+def _goes_by_rows(products: Sequence[Product], matrix: Matrix, growth: Growth, machine: Machine) -> bool:
     """Whether a product's only bad matrix is better read or written where it lies, which may cost less than a copy of it."""
     readers = [product for product in products if any(m.base is matrix.base for m in product.matrices)]
     bad = [m for m in readers[0].matrices if m.fault(machine.load) is not None]
@@ -116,7 +116,7 @@ def _goes_by_rows(graph: fx.Graph, products: Sequence[Product], matrix: Matrix, 
     if before is None or aligned is None:
         return False
     after = seconds_by_rows(readers[0], aligned, machine)
-    return is_profitable_to_pad(before, after, 0.0) and before - after > _net(graph, products, [growth], machine)
+    return is_profitable_to_pad(before, after, 0.0) and before - after > _net(products, [growth], machine)
 
 
 def _has_one_home(products: Sequence[Product], matrix: Matrix, growth: Growth) -> bool:
@@ -126,15 +126,15 @@ def _has_one_home(products: Sequence[Product], matrix: Matrix, growth: Growth) -
     return origin_of(matrix.base) not in (Origin.PRODUCT, Origin.CONSTANT) and matrix.base is matrix.node
 
 
-def _chosen(legal: Sequence[Growth], graph: fx.Graph, products: Sequence[Product], machine: Machine) -> list[Growth]:
+def _chosen(legal: Sequence[Growth], products: Sequence[Product], machine: Machine) -> list[Growth]:
     taken = list(legal)
     while taken:
         without = [[other for other in taken if other is not growth] for growth in taken]
-        nets = [_net(graph, products, rest, machine) for rest in without]
+        nets = [_net(products, rest, machine) for rest in without]
         best = max(range(len(nets)), key=lambda index: nets[index])
         touched = [product for product in products if _touches(product, taken[best])]
         before = sum(time for product in touched if (time := _time(product, None, machine)) is not None)
-        if is_profitable_to_pad(before, before - (_net(graph, products, taken, machine) - nets[best]), 0.0):
+        if is_profitable_to_pad(before, before - (_net(products, taken, machine) - nets[best]), 0.0):
             return taken
         taken = without[best]
     return taken
@@ -144,12 +144,12 @@ def _touches(product: Product, growth: Growth) -> bool:
     return any((m.node, m.inner) in growth.lengths for m in product.matrices)
 
 
-def _net(graph: fx.Graph, products: Sequence[Product], growths: Sequence[Growth], machine: Machine) -> float:
+def _net(products: Sequence[Product], growths: Sequence[Growth], machine: Machine) -> float:
     """Seconds that growing gains over all products, less those that it costs."""
     if not growths:
         return 0.0
     together = growths[0].and_also(*growths[1:])
-    return _gain(products, together, machine) - _cost(graph, together, machine)
+    return _gain(products, together, machine) - _cost(together, machine)
 
 
 def _time(product: Product, growth: Growth | None, machine: Machine) -> float | None:
@@ -166,7 +166,7 @@ def _gain(products: Sequence[Product], growth: Growth, machine: Machine) -> floa
     return sum(before - after for before, after in times if before is not None and after is not None)
 
 
-def _cost(graph: fx.Graph, growth: Growth, machine: Machine) -> float:
+def _cost(growth: Growth, machine: Machine) -> float:
     """Seconds of copies at the borders, and of masking what no generated loop reads or writes."""
     if machine.table is None:
         return 0.0

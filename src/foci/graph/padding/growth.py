@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from foci.graph.padding.dims import CREATIONS, REDUCTIONS, RESHAPES, Reader, Slot, relations_of
 from foci.graph.padding.fills import Fill, Rows, fill_of
-from foci.graph.padding.reading import VIEWS, hints, value_of
+from foci.graph.padding.reading import VIEWS, hints, meta_like, value_of
 
 __all__ = ["Growth", "call", "grow", "lengthened", "resized"]
 
@@ -139,7 +139,7 @@ def call(
     """
     node = graph.call_function(target, tuple(arguments), dict(keywords or {}))
     if like is not None:
-        node.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
+        node.meta = meta_like(like)
         dtype = dtype if dtype is not None or sizes is None else like.meta["val"].dtype
     node.meta["val"] = _result(node, sizes, dtype)
     return node

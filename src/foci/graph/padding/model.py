@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from foci.graph.padding.strides import LOAD
 from foci.graph.padding.tables import Fault, Kind, Role, Shape, Table, find_table
 from foci.graph.padding.tuning import device_name, family
 
@@ -59,7 +60,7 @@ def machine_of(device: torch.device) -> Machine:
 
 @functools.cache
 def _machine(name: str, kin: str, tf32: bool) -> Machine:
-    return Machine(name, 16, tf32, find_table(name, kin))
+    return Machine(name, LOAD, tf32, find_table(name, kin))
 
 
 def seconds(table: Table, kind: Kind, shape: Shape, faults: Mapping[Role, Fault]) -> float | None:

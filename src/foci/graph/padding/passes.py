@@ -14,9 +14,9 @@ from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows
 from foci.graph.padding.legal import Fix, How
 from foci.graph.padding.model import Machine, machine_of
 from foci.graph.padding.operators import OPERATORS
-from foci.graph.padding.reading import VIEWS, Matrix, Product, base_of, chain_to, hints, location_of, products_of, value_of
+from foci.graph.padding.reading import VIEWS, Matrix, Product, base_of, chain_to, hints, location_of, meta_like, products_of, value_of
 from foci.graph.padding.report import Padding
-from foci.graph.padding.strides import pad_strides, padding_bytes
+from foci.graph.padding.strides import LOAD, pad_strides, padding_bytes
 
 __all__ = ["Padded", "default_machine", "note_outputs", "pad", "visible_outputs"]
 
@@ -79,10 +79,10 @@ def pad(
     products = list(products_of(graph, machine.load))
     outputs = visible_outputs(graph) if visible is None else frozenset(visible)
     verdicts, by_rows = decide(products, outputs, machine)
-    paddings = tuple(_entry(verdict, products) for verdict in verdicts)
+    paddings = tuple(_entry(verdict) for verdict in verdicts)
     for verdict in verdicts:
         if verdict.fix is not None and verdict.fix.only is None:
-            _REWRITES[verdict.fix.how](graph, verdict.fix, products, outputs)
+            _REWRITES[verdict.fix.how](graph, verdict.fix, products)
     for node, fix in by_rows.items():
         _by_rows(node, fix)
     if any(verdict.fix for verdict in verdicts):
@@ -112,7 +112,7 @@ def _refresh_views(node: fx.Node) -> None:
 
 def default_machine(graph: fx.Graph) -> Machine | None:
     """The device of a graph's first product; None where there is none, or it is no GPU and no CPU."""
-    for product in products_of(graph, 16):
+    for product in products_of(graph, LOAD):
         value = value_of(product.node)
         assert value is not None
         return machine_of(value.device) if value.device.type in ("cuda", "cpu") else None
@@ -164,7 +164,7 @@ def _by_rows(product: fx.Node, fix: Fix) -> None:
 
 
 def _describe(made: fx.Node, like: fx.Node) -> None:
-    made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
+    made.meta = meta_like(like)
     arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: n.meta["val"])
     made.meta["val"] = made.target(*arguments, **keywords)  # type: ignore[operator]
 
@@ -173,7 +173,7 @@ def _grow(fix: Fix) -> tuple[int, int]:
     return fix.alignment, fix.smallest
 
 
-def _in_place(graph: fx.Graph, fix: Fix, products: Sequence[Product], visible: frozenset[fx.Node]) -> None:
+def _in_place(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
     """Whoever writes the tensor writes it in padded strides, and there is no other."""
     base = fix.base
     if base.target in _WRITERS:
@@ -198,11 +198,11 @@ def _writer_arguments(node: fx.Node) -> tuple[Any, ...]:
     return (node.args[0], dim % value.dim())  # type: ignore[operator]
 
 
-def _written_twice(graph: fx.Graph, fix: Fix, products: Sequence[Product], visible: frozenset[fx.Node]) -> None:
+def _written_twice(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
     """Products read and write padded strides; whoever may look at strides gets the usual ones."""
     base = fix.base
     if base.target not in _WRITERS:
-        _copied(graph, fix, products, visible)
+        _copied(graph, fix, products)
         return
     value = value_of(base)
     usual = graph.call_function(aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
@@ -219,7 +219,7 @@ def _written_twice(graph: fx.Graph, fix: Fix, products: Sequence[Product], visib
         _reread(graph, matrix, products, chain_to(matrix.node, usual), made)
 
 
-def _copied(graph: fx.Graph, fix: Fix, products: Sequence[Product], visible: frozenset[fx.Node]) -> None:
+def _copied(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
     """Products read a padded copy."""
     base = fix.base
     last = base
@@ -246,7 +246,7 @@ def _reread(graph: fx.Graph, matrix: Matrix, products: Sequence[Product], chain:
         reader.replace_input_with(matrix.node, current)
 
 
-def _copied_once(graph: fx.Graph, fix: Fix, products: Sequence[Product], visible: frozenset[fx.Node]) -> None:
+def _copied_once(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
     """A constant takes padded strides while compiling."""
     module, base = graph.owning_module, fix.base
     assert module is not None
@@ -276,7 +276,7 @@ def _attribute(module: torch.nn.Module, path: str) -> Tensor:
     return value.detach()  # type: ignore[no-any-return]
 
 
-_Rewrite = Callable[[fx.Graph, Fix, Sequence[Product], frozenset[fx.Node]], None]
+_Rewrite = Callable[[fx.Graph, Fix, Sequence[Product]], None]
 
 _REWRITES: Final[Mapping[How, _Rewrite]] = {
     How.IN_PLACE: _in_place,
@@ -289,7 +289,7 @@ _REWRITES: Final[Mapping[How, _Rewrite]] = {
 # -- report ------------------------------------------------------------------------------------------------------------------
 
 
-def _entry(verdict: Verdict, products: Sequence[Product]) -> Padding:
+def _entry(verdict: Verdict) -> Padding:
     value = value_of(verdict.base)
     sizes, strides = (hints(value.shape), hints(value.stride())) if value is not None else ((), ())
     named = tuple(dict.fromkeys(map(str, verdict.products)))

@@ -22,6 +22,7 @@ __all__ = [
     "chain_to",
     "hints",
     "location_of",
+    "meta_like",
     "origin_of",
     "products_of",
     "replayed",
@@ -154,6 +155,11 @@ def value_of(node: Any) -> Tensor | None:
     """The fake tensor that stands for a node's value; None for anything but one strided tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) and value.layout is torch.strided else None
+
+
+def meta_like(node: fx.Node) -> dict[str, Any]:
+    """What is noted of a node, but for its value: for another that takes its place."""
+    return {name: value for name, value in node.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
 
 
 def hints(values: Sequence[Any]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "ALIGNMENT",
+    "LOAD",
     "SMALLEST_STRIDE",
     "is_channels_last",
     "known",
@@ -21,6 +22,9 @@ __all__ = [
 
 ALIGNMENT: Final = 128
 """Bytes that padded strides are multiples of: what a warp of a GPU reads at once, and two cache lines of a CPU."""
+
+LOAD: Final = 16
+"""Bytes that fast products read at once."""
 
 SMALLEST_STRIDE: Final = 1024
 """Strides below it stay: padding them would cost a large share of the tensor."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
+
+from foci.backends.disk import cache_root
 
 __all__ = ["KINDS", "ROLES", "Fault", "Kind", "Role", "Row", "Shape", "Table", "extend", "find_table", "folder", "read", "write"]
 
@@ -140,9 +141,8 @@ class Table:
 
 
 def folder() -> Path:
-    """Where `foci tune` writes: $FOCI_CACHE, else the user's cache."""
-    given = os.environ.get("FOCI_CACHE")
-    return (Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foci") / "padding"
+    """Where `foci tune` writes."""
+    return cache_root() / "padding"
 
 
 def _file_name(device: str) -> str:
