@@ -55,6 +55,7 @@ class Layer(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor, pattern: Pattern) -> Tensor:
+        """The layer's output for `hidden`, [B, S, width], attended to as the pattern says."""
         packed = self.project_in(self.norm_attention(hidden)).unflatten(-1, (3, self.heads, -1))
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, heads, S, D] each, views of one tensor
         attended: Tensor = foci.attention(query, key, value, mask=pattern.mask, score=pattern.score)
@@ -79,6 +80,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: Tensor, pattern: Pattern) -> Tensor:
+        """Logits of the next byte at each position of `text`, integers [B, S]."""
         hidden = self.tokens(text) + self.positions.weight[: text.shape[1]]
         for layer in self.layers:
             hidden = layer(hidden, pattern)

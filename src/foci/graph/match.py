@@ -109,9 +109,15 @@ class Naming:
         self.digits: dict[str, list[Digit]] = {name: [] if same_size(n, 1) else [self.atom(n)] for name, n in sizes.items()}
 
     def atom(self, size: Size) -> Digit:
+        """A digit of its own."""
         return Digit(ir.axis(-next(self._fresh)), size)
 
     def split(self, request: NeedsSplit) -> None:
+        """Puts two digits in the place of one, as a view asks for.
+
+        Raises:
+            NoRule: where none of these dimensions has that digit.
+        """
         for digits in self.digits.values():
             for n, digit in enumerate(digits):
                 if digit.expr is request.atom:
@@ -120,9 +126,11 @@ class Naming:
         raise NoRule("a head dim is split between two dimensions")
 
     def index(self, labels: tuple[str | None, ...]) -> Index:
+        """The digits of an operand's dimensions; a dimension without a label has none."""
         return tuple(() if name is None else tuple(self.digits[name]) for name in labels)
 
     def all(self, labels: tuple[str, ...]) -> Digits:
+        """The digits of these labels, in a row."""
         return tuple(d for name in labels for d in self.digits[name])
 
 

@@ -24,9 +24,11 @@ class Range:
     hi: Tensor
 
     def where(self, keep: Tensor, other: Range) -> Range:
+        """These bounds where `keep`, elsewhere those of another."""
         return Range(torch.where(keep, self.lo, other.lo), torch.where(keep, self.hi, other.hi))
 
     def hull(self, other: Range) -> Range:
+        """The narrowest bounds that hold both."""
         return Range(torch.minimum(self.lo, other.lo), torch.maximum(self.hi, other.hi))
 
 
@@ -69,10 +71,12 @@ def unknown(*args: Range) -> Range:
 
 
 def add(a: Range, b: Range) -> Range:
+    """The rule of a sum."""
     return _sound(a.lo + b.lo, a.hi + b.hi)
 
 
 def sub(a: Range, b: Range) -> Range:
+    """The rule of a difference."""
     return _sound(a.lo - b.hi, a.hi - b.lo)
 
 
@@ -85,6 +89,7 @@ def _corners(f: Callable[[Tensor, Tensor], Tensor], a: Range, b: Range) -> Range
 
 
 def mul(a: Range, b: Range) -> Range:
+    """The rule of a product."""
     return _corners(torch.mul, a, b)
 
 
@@ -98,14 +103,17 @@ def _is_divisor(b: Range) -> Tensor:
 
 
 def div(a: Range, b: Range) -> Range:
+    """The rule of a quotient; unknown where the divisor may be zero."""
     return _by_divisor(torch.div, a, b)
 
 
 def floordiv(a: Range, b: Range) -> Range:
+    """The rule of a quotient rounded down."""
     return _by_divisor(lambda x, y: torch.floor(x / y), a, b)
 
 
 def mod(a: Range, b: Range) -> Range:
+    """The rule of a remainder with the divisor's sign: exact where the dividend stays within one turn."""
     point = (b.lo == b.hi) & (b.lo > 0)
     turn = torch.floor(a.lo / b.lo)
     proper = _is_divisor(b) & _is_finite(a)
@@ -115,6 +123,7 @@ def mod(a: Range, b: Range) -> Range:
 
 
 def fmod(a: Range, b: Range) -> Range:
+    """The rule of a remainder with the dividend's sign."""
     most = torch.maximum(b.lo.abs(), b.hi.abs())
     zero = torch.zeros_like(most)
     found = Range(torch.where(a.lo < 0, -most, zero), torch.where(a.hi > 0, most, zero))
@@ -122,24 +131,29 @@ def fmod(a: Range, b: Range) -> Range:
 
 
 def minimum(a: Range, b: Range) -> Range:
+    """The rule of the smaller of two."""
     return Range(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi))
 
 
 def maximum(a: Range, b: Range) -> Range:
+    """The rule of the larger of two."""
     return Range(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
 
 
 def absolute(a: Range) -> Range:
+    """The rule of an absolute value."""
     crosses = (a.lo <= 0) & (a.hi >= 0)
     least = torch.minimum(a.lo.abs(), a.hi.abs())
     return Range(torch.where(crosses, torch.zeros_like(least), least), torch.maximum(a.lo.abs(), a.hi.abs()))
 
 
 def cosh(a: Range) -> Range:
+    """The rule of the hyperbolic cosine."""
     return increasing(torch.cosh)(absolute(a))
 
 
 def power(a: Range, b: Range) -> Range:
+    """The rule of a power: of a positive base, or a square."""
     # Monotone corners hold for a positive base only.
     return _corners(torch.pow, a, b).where((a.lo > 0) & (b.lo == b.hi), _square_or_unknown(a, b))
 
@@ -154,49 +168,59 @@ def _truth(sure: Tensor, possible: Tensor) -> Range:
 
 
 def lt(a: Range, b: Range) -> Range:
+    """The rule of `a < b`."""
     return _truth(a.hi < b.lo, a.lo < b.hi)
 
 
 def le(a: Range, b: Range) -> Range:
+    """The rule of `a <= b`."""
     sure = (a.hi < b.lo) | ((a.hi == b.lo) & torch.isfinite(a.hi))  # what has no bounds may be nan
     return _truth(sure, a.lo <= b.hi)
 
 
 def eq(a: Range, b: Range) -> Range:
+    """The rule of `a == b`."""
     return _truth((a.lo == a.hi) & (b.lo == b.hi) & (a.lo == b.lo), (a.lo <= b.hi) & (b.lo <= a.hi))
 
 
 def negated(a: Range) -> Range:
+    """The rule of `not`."""
     return Range(1 - a.hi, 1 - a.lo)
 
 
 def ne(a: Range, b: Range) -> Range:
+    """The rule of `a != b`."""
     return negated(eq(a, b))
 
 
+def _are_natural(a: Range, b: Range) -> Tensor:
+    return (a.lo >= 0) & (b.lo >= 0)
+
+
+def _are_bools(a: Range, b: Range) -> Tensor:
+    return _are_natural(a, b) & (a.hi <= 1) & (b.hi <= 1)
+
+
 def bit_and(a: Range, b: Range) -> Range:
-    # For non-negative integers; exact for booleans.
-    truth = Range(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi))
-    is_bool = (a.lo >= 0) & (b.lo >= 0) & (a.hi <= 1) & (b.hi <= 1)
-    natural = (a.lo >= 0) & (b.lo >= 0)
-    loose = Range(torch.zeros_like(truth.lo), truth.hi).where(natural, unknown(truth))
-    return truth.where(is_bool, loose)
+    """The rule of `&`: exact for booleans, of non-negative integers no larger than either."""
+    truth = minimum(a, b)
+    loose = Range(torch.zeros_like(truth.lo), truth.hi).where(_are_natural(a, b), unknown(truth))
+    return truth.where(_are_bools(a, b), loose)
 
 
 def bit_or(a: Range, b: Range) -> Range:
-    truth = Range(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
-    is_bool = (a.lo >= 0) & (b.lo >= 0) & (a.hi <= 1) & (b.hi <= 1)
-    natural = (a.lo >= 0) & (b.lo >= 0)
-    loose = Range(truth.lo, a.hi + b.hi).where(natural, unknown(truth))  # a | b <= a + b
-    return truth.where(is_bool, loose)
+    """The rule of `|`: exact for booleans, of non-negative integers no larger than their sum."""
+    truth = maximum(a, b)
+    loose = Range(truth.lo, a.hi + b.hi).where(_are_natural(a, b), unknown(truth))  # a | b <= a + b
+    return truth.where(_are_bools(a, b), loose)
 
 
 def bit_xor(a: Range, b: Range) -> Range:
-    is_bool = (a.lo >= 0) & (b.lo >= 0) & (a.hi <= 1) & (b.hi <= 1)
-    natural = (a.lo >= 0) & (b.lo >= 0)
-    loose = Range(torch.zeros_like(a.hi + b.hi), a.hi + b.hi).where(natural, unknown(add(a, b)))
-    return ne(a, b).where(is_bool, loose)
+    """The rule of `^`: exact for booleans, of non-negative integers no larger than their sum."""
+    loose = Range(torch.zeros_like(a.hi + b.hi), a.hi + b.hi).where(_are_natural(a, b), unknown(add(a, b)))
+    return ne(a, b).where(_are_bools(a, b), loose)
 
 
 def select(cond: Range, a: Range, b: Range) -> Range:
+    """The rule of a choice by a condition."""
     return a.where(cond.lo == 1, b.where(cond.hi == 0, a.hull(b)))

@@ -150,28 +150,35 @@ class Symbol:
 
     @property
     def dtype(self) -> torch.dtype:
+        """What torch's would be."""
         return _TORCH_DTYPES[self.expr.dtype]
 
     @property
     def device(self) -> torch.device:
+        """That of the call."""
         return self.tracer.device
 
     @property
     def shape(self) -> torch.Size:
+        """The lengths of the axes that are still free."""
         return torch.Size([axis.length for axis in self.axes])
 
     @property
     def ndim(self) -> int:
+        """How many dimensions there are."""
         return len(self.axes)
 
     @property
     def requires_grad(self) -> bool:
+        """False: gradients are derived, not recorded."""
         return False
 
     def dim(self) -> int:
+        """As `ndim`."""
         return len(self.axes)
 
     def size(self, dim: int | None = None) -> Any:
+        """As `shape`, or of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def __bool__(self) -> bool:
@@ -353,6 +360,7 @@ class Tracer:
         raise TraceError(complaint(f"a value of type {type(value).__name__}"))
 
     def fresh_axis(self, extent: Expr, length: int) -> Axis:
+        """An axis that no other expression has."""
         self._fresh += 1
         return Axis(ir.axis(-self._fresh), extent, length)
 

@@ -52,9 +52,9 @@ class Config(NamedTuple):
 class Marked(NamedTuple):
     """A `foci.backends.triton.arguments.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.words`).
 
-    tickets: int32 [1] of zero, how many tasks persistent programs have taken besides their first, None if each takes
-    every so-manieth. halved: how many of the
-    last tasks are for two programs each, encoded."""
+    tickets: int32 [1] of zero, how many tasks persistent programs have taken besides their first, None if each takes every so-manieth.
+    halved: how many of the last tasks are for two programs each, encoded.
+    """
 
     counts: Any
     lists: Any

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the two backward kernels share: weights and their gradient in a tile, and which tiles are visited how.
+"""What the backward kernels share: weights and their gradient in a tile, and which tiles are visited how.
 
 With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delta = sum_j p dp = sum(out * do) - dlse
 (Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.

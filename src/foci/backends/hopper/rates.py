@@ -24,10 +24,12 @@ class Pair:
 
     @property
     def best(self) -> float:
+        """The higher of both."""
         return max(self.hopper, self.triton)
 
     @property
     def is_ahead(self) -> bool:
+        """Whether `hopper` is as fast, or faster."""
         return self.hopper >= self.triton
 
 

@@ -52,6 +52,7 @@ class Schedule:
 
     @property
     def tile_q(self) -> int:
+        """Rows of a program: 64 to a consumer."""
         return 64 * self.consumers
 
 

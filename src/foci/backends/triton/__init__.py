@@ -12,6 +12,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
+from foci.backends.sequences import shapeless_weights
 from foci.backends.triton.schedules import padded, schedule_for, scratch_of
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
@@ -43,15 +44,14 @@ class TritonBackend:
         return self._reject_problem(problem, target)
 
     def _reject_problem(self, problem: Problem, target: Target) -> str | None:
-        outputs = problem.formula.outputs
         if problem.dtype not in _DTYPES:
             return f"computes in float32; {str(problem.dtype).removeprefix('torch.')} needs more"
         if problem.dtype == torch.bfloat16 and target.device == "cpu":
             return "Triton's interpreter has no products of bfloat16"
         if max(problem.head_dim, problem.value_dim) > 512:
             return f"head dims go to 512; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
-        if outputs.weights and problem.formula.layout is not Layout.DENSE:
-            return f"the weights of a {problem.formula.layout.value} call have no rectangular shape; take the dense layout"
+        if (reason := shapeless_weights(problem.formula)) is not None:
+            return reason
         if problem.formula.block_size is not None and any(size % 16 for size in problem.formula.block_size):
             return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
         if problem.formula.block_size is not None and problem.formula.layout is not Layout.DENSE:

@@ -31,17 +31,16 @@ __all__ = [
 class Config(NamedTuple):
     """What a kernel is compiled for; each field a `tl.constexpr`.
 
-    TILE_Q, TILE_KV: rows and keys of a tile. D, DV: head dims; D_PAD, DV_PAD: the same, padded to a power of two.
-    STAGES: loads in flight. TURNED: the kernel of
-    dk and dv holds scores as rows of queries, as the others do: fewer registers, but products read them from shared memory.
-    MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`).
-    JAGGED: packed sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every
-    tensor has a contiguous last dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets
-    within a tile. PLAIN: the kernel asks no score function: scores are products, or products on a LINE, whose function takes its place
-    (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that
-    overhangs the keys is visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks,
-    and a tile marked FORCED is attended to whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for
-    none beyond the last (see `foci.backends.triton.bounds`). PRECISION: of float32 products.
+    TILE_Q, TILE_KV: rows and keys of a tile. D, DV: head dims; D_PAD, DV_PAD: the same, padded to a power of two. STAGES: loads in
+    flight. TURNED: the kernel of dk and dv holds scores as rows of queries, as the others do: fewer registers, but products read them
+    from shared memory. MODE: which tiles are visited: "all", "ranges" or "lists" (see `foci.backends.triton.visits`). JAGGED: packed
+    sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every tensor has a contiguous last
+    dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets within a tile. PLAIN: the kernel asks no score
+    function: scores are products, or products on a line. LINE: they are the latter, and the function `line` takes the score function's
+    place (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that overhangs the keys is
+    visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
+    whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for none beyond the last (see
+    `foci.backends.triton.bounds`). PRECISION: of float32 products.
     """
 
     TILE_Q: Any

@@ -1,9 +1,8 @@
 """Masks that keep one run of keys for each query, or of queries for each key, as its first and last one.
 
 Such masks are conjunctions of comparisons in which that position stands alone: causal ones, windows, lengths. That a distance is at
-most so much is two of them. Their tiles
-can be found by arithmetic, with nothing to look up, and two comparisons a score mask what is partial: bounds are worked out row by
-row, or column by column.
+most so much is two of them. Their tiles can be found by arithmetic, with nothing to look up, and two comparisons a score mask what is
+partial: bounds are worked out row by row, or column by column.
 """
 
 from __future__ import annotations

@@ -281,6 +281,7 @@ class Recording:
 
     @property
     def tokens(self) -> Tokens:
+        """How many queries and keys there are, where they are packed."""
         return self._binding.tokens
 
     def returning(self, count: int, *, packed: bool) -> Recording:
