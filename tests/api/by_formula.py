@@ -2,16 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from drawn import rand
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foci
 
 BACKENDS = ("reference", "blocked", None)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + 7 * len(shape) + sum(shape)))
 
 
 def use(backend):

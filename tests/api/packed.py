@@ -2,15 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from drawn import rand
 
 import foci
 
 ASKED = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
 BACKENDS = ("reference", "blocked")
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def nested(lengths, heads, dim, *, seed=0, dtype=torch.float64):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from drawn import rand
 from torch.nn.attention import flex_attention as theirs
 
 import foci
@@ -14,10 +15,6 @@ from foci import binding, execution
 from foci.ir import eager
 
 BACKENDS = ("reference", "blocked")
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def qkv(batch=2, heads=4, kv_heads=4, sq=9, skv=12, dtype=torch.float64):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from packed import ASKED, BACKENDS, nested, pieces, rand, unpacked
+from drawn import rand
+from packed import ASKED, BACKENDS, nested, pieces, unpacked
 
 import foci
 from foci import jagged

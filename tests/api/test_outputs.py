@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from by_formula import BACKENDS, check, rand, use
+from by_formula import BACKENDS, check, use
+from drawn import rand
 
 import foci
 

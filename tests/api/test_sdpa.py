@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from by_formula import BACKENDS, check, gradients, math_path, rand, use
+from by_formula import BACKENDS, check, gradients, math_path, use
+from drawn import rand
 from torch.nn.attention import bias as torch_bias
 
 import foci

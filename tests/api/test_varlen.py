@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from packed import ASKED, BACKENDS, per_sequence, pieces, rand
+from drawn import rand
+from packed import ASKED, BACKENDS, per_sequence, pieces
 
 import foci
 

@@ -5,15 +5,12 @@ import math
 
 import pytest
 import torch
+from twins import rand
 
 import foci
 import foci.nn
 
 B, L, S, E, H = 3, 5, 7, 12, 3
-
-
-def rand(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def pair(dtype=torch.float64, **options):

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from twins import rand
 
 import foci
 import foci.nn
 
 B, N, E, H, FF = 3, 12, 16, 4, 24
 KINDS = [None, 1, 4, 64]  # static, and pages of one token, some, more than there are
-
-
-def rand(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def encoder(depth=2, **options):

@@ -7,16 +7,13 @@ import warnings
 import pytest
 import torch
 from torch.nn.utils import parametrize, prune
+from twins import rand
 
 import foci.nn
 from foci import recall
 
 B, S, T, E, H, FF = 3, 6, 5, 8, 2, 12
 HIDDEN = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]], dtype=torch.bool)
-
-
-def rand(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def stack(kind="Encoder", nn=torch.nn, **options):
