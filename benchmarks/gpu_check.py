@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -188,14 +189,9 @@ def cases() -> list[Case]:
     cu = ([0, 20, 20, 37, 60], [0, 10, 30, 50, 71]) if small else ([0, 200, 200, 337, 1060], [0, 110, 330, 550, 1271])
     spans = (cu[0][-1], cu[1][-1])
     lengths = ([18, 0, 17, 20], [10, 3, 0, 17]) if small else ([180, 0, 137, 700], [110, 3, 0, 600])
-    case: Callable[..., Case] = (
-        Case
-        if not small
-        else lambda name, **kw: Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | kw))
-    )
+    case: Callable[..., Case] = functools.partial(_small_case, n, m) if small else Case
     block = 32 if small else 128
-    nq, nkv = -(-n // block), -(-m // block)
-    classes = torch.randint(0, 3, (2, 1, nq, nkv), generator=g).to(torch.int8)
+    classes = torch.randint(0, 3, (2, 1, -(-n // block), -(-m // block)), generator=g).to(torch.int8)
     heads, long = (2, 150) if small else (4, 5000)
     window = foci.Mask(lambda b, h, q, k: (q - k < 9) & (q >= k)) if small else foci.Mask(lambda b, h, q, k: (q - k < 150) & (q >= k))
     every = [
@@ -212,8 +208,7 @@ def cases() -> list[Case]:
         case("softcap", score=scores.softcap(20.0)), case("softcap half", score=scores.softcap(20.0), dtype=half, dims=(128, 128), mask=masks.causal()),
         case("bias", score=scores.bias(random(2, heads, n, m))), case("bias heads aligned", score=scores.bias(random(heads, n, 648 if not small else 48)[..., :m])),
         case("bias broadcast", score=scores.bias(random(heads, 1, m))), case("relative", score=foci.Score(lambda s, b, h, q, k: s + table[h, q - k + m])),
-        case("squared", score=foci.Score(lambda s, b, h, q, k: s * s)),
-        case("sin cos where", score=foci.Score(lambda s, b, h, q, k: torch.sin(s) + torch.cos(s) * torch.where(q > k, 0.5, 1.5))),
+        case("squared", score=foci.Score(lambda s, b, h, q, k: s * s)), case("sin cos where", score=foci.Score(lambda s, b, h, q, k: torch.sin(s) + torch.cos(s) * torch.where(q > k, 0.5, 1.5))),
         case("floor division", score=foci.Score(lambda s, b, h, q, k: torch.where((q - k) // 3 % 2 == 0, s, s * 0.7))),
         case("modulo mask", mask=foci.Mask(lambda b, h, q, k: (k - q) // 7 % 3 != 1)), case("document", lengths=(m, m), mask=foci.Mask(lambda b, h, q, k: ids[q] == ids[k])),
         case("bool tensor", mask=foci.Mask(lambda b, h, q, k: kept[h, q, k])), case("bool tensor D 128", dims=(128, 128), mask=foci.Mask(lambda b, h, q, k: kept[h, q, k])), case("empty rows", mask=foci.Mask(lambda b, h, q, k: (q >= 20) & (k <= q))),
@@ -222,11 +217,9 @@ def cases() -> list[Case]:
         case("dropout", dropout=0.3, mask=masks.causal()), case("all dropped", dropout=1.0),
         case("blocks", blocks=classes, block_size=(block, block), mask=masks.causal()), case("block rows", blocks=classes[:1], block_size=(block, block)),
         case("jagged", batch=1, lengths=spans, cu=(*cu, None, None)), case("jagged causal gqa", batch=1, heads=(2 * heads, heads), lengths=spans, mask=masks.causal(), cu=(*cu, None, None)),
-        case("jagged lengths alibi", batch=1, lengths=spans, score=scores.alibi(heads), cu=(*cu, *lengths)),
-        case("jagged dropout window", batch=1, lengths=spans, dropout=0.2, mask=window, cu=(*cu, None, None)),
+        case("jagged lengths alibi", batch=1, lengths=spans, score=scores.alibi(heads), cu=(*cu, *lengths)), case("jagged dropout window", batch=1, lengths=spans, dropout=0.2, mask=window, cu=(*cu, None, None)),
         case("learned bias", score=scores.bias(random(1, heads, n, m)), capture_grads=True), case("learned bias causal", score=scores.bias(random(2, 1, n, m)), mask=masks.causal(), capture_grads=True),
-        case("learned bias half", score=scores.bias(random(heads, n, m).to(half)), dtype=half, capture_grads=True),
-        case("learned bias aligned", lengths=(n, 48 if small else 640), score=scores.bias(random(1, heads, n, 48 if small else 640)), capture_grads=True),
+        case("learned bias half", score=scores.bias(random(heads, n, m).to(half)), dtype=half, capture_grads=True), case("learned bias aligned", lengths=(n, 48 if small else 640), score=scores.bias(random(1, heads, n, 48 if small else 640)), capture_grads=True),
         case("learned key bias", score=scores.bias(random(heads, 1, m)), capture_grads=True, mask=masks.causal()), case("learned row bias", score=scores.bias(random(2, 1, n, 1)), capture_grads=True),
         case("learned slopes", score=scores.alibi(random(heads)), capture_grads=True, mask=masks.causal()), case("learned temperature", score=scores.temperature(random(heads).abs() + 1), capture_grads=True, scale=-0.2),
         case("learned scalar", score=foci.Score(lambda s, b, h, q, k, t=random(1)[0]: s * t + t), capture_grads=True),
@@ -234,26 +227,36 @@ def cases() -> list[Case]:
         case("learned gather", score=foci.Score(lambda s, b, h, q, k: s + table[h, ids[q % n]] * 0.5), capture_grads=True, dropout=0.2),
         case("learned table jagged", batch=1, lengths=spans, score=foci.Score(lambda s, b, h, q, k: s + table[h, q - k + m] * 0.1), capture_grads=True, cu=(*cu, *lengths)),
         case("learned bias jagged", batch=1, lengths=spans, score=scores.bias(random(heads, n + m, n + m)), mask=masks.causal(), capture_grads=True, cu=(*cu, None, None)),
+        *_decodes(case, heads, long),
+        case("one", lengths=(1, 1)), case("one query", lengths=(1, m)), case("more queries", lengths=(m, 9), mask=masks.causal()),
+    ]  # fmt: skip
+    return every if small else every + _large()
+
+
+def _small_case(n: int, m: int, name: str, **given: Any) -> Case:
+    return Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | given))
+
+
+def _decodes(case: Callable[..., Case], heads: int, long: int) -> list[Case]:
+    return [
         case("decode", lengths=(1, long), heads=(2 * heads, heads), row_max=True), case("decode alibi 4", lengths=(4, long), heads=(heads, heads), score=scores.alibi(heads), memory="bshd"),
         case("decode window", lengths=(3, long), heads=(4 * heads, heads), mask=foci.Mask(lambda b, h, q, k: (q + long - 3 >= k) & (q + long - 3 - k < 20))),
         case("decode list dropout", lengths=(2, long), mask=foci.Mask(lambda b, h, q, k: (k // 7) % 5 == b), dropout=0.1, dims=(40, 72)), case("decode nothing", lengths=(2, long), mask=foci.Mask(lambda b, h, q, k: (k < 0) | (q > 0))),
-        case("one", lengths=(1, 1)), case("one query", lengths=(1, m)), case("more queries", lengths=(m, 9), mask=masks.causal()),
     ]  # fmt: skip
-    if not small:
-        every += [
-            Case("large causal", mask=masks.causal(), batch=1, lengths=(4096, 4096), dims=(128, 128), heads=(2, 2)),
-            Case("large alibi", mask=masks.causal(), score=scores.alibi(2), batch=1, lengths=(4000, 4000), dims=(64, 64), heads=(2, 2)),
-            Case("large values", batch=1, lengths=(256, 256), scale=0.1),
-            Case("many heads", batch=70000, heads=(1, 1), lengths=(3, 5), dims=(16, 16)),
-        ]
-    return every
+
+
+def _large() -> list[Case]:
+    return [
+        Case("large causal", mask=masks.causal(), batch=1, lengths=(4096, 4096), dims=(128, 128), heads=(2, 2)),
+        Case("large alibi", mask=masks.causal(), score=scores.alibi(2), batch=1, lengths=(4000, 4000), dims=(64, 64), heads=(2, 2)),
+        Case("large values", batch=1, lengths=(256, 256), scale=0.1),
+        Case("many heads", batch=70000, heads=(1, 1), lengths=(3, 5), dims=(16, 16)),
+    ]
 
 
 def main() -> int:
-    real = torch.empty_like
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert real is torch.empty_like
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="0/1", help="i/n: every n-th case, from the i-th")
     parser.add_argument("names", nargs="*")
