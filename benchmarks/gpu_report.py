@@ -1,5 +1,5 @@
-"""Writes the tables of docs/gpu.md from benchmarks/results/{gpu_attention,gpu_overhead,first_call,gpu_tuning,gpu_packed}.jsonl: between its
-marks, the rest stays.
+"""Writes the tables of docs/gpu.md from benchmarks/results/{gpu_attention,gpu_overhead,first_call,gpu_packed}.jsonl: between its marks, the
+rest stays.
 
 python benchmarks/gpu_report.py
 """
@@ -52,15 +52,6 @@ def first_call() -> str:
     return markdown(["new function", *(f"{COLUMNS[name]}, s" for name in used)], rows)
 
 
-def tuning() -> str:
-    """TFLOP/s forward / backward by the table of schedules and by those that timing chose."""
-    rows = []
-    for line in results("gpu_tuning"):
-        rates = (" / ".join(f"{rate:.0f}" for rate in line[f"{which}_tflops"]) for which in ("table", "tuned"))
-        rows.append([line["row"], ",".join(map(str, line["shape"])), *rates, f"{line['tuning_s']:.0f}"])
-    return markdown(["problem", "B,H,S,D", "by the table", "tuned", "tuning, s"], rows)
-
-
 def packed() -> str:
     """Times of packed calls over those of dense ones of equal lengths, and over the padded batch's."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
@@ -88,7 +79,6 @@ def main() -> None:
         "attention": ("gpu_attention", attention),
         "overhead": ("gpu_overhead", overhead),
         "first call": ("first_call", first_call),
-        "tuning": ("gpu_tuning", tuning),
         "packed": ("gpu_packed", packed),
     }
     fill("gpu.md", {mark: table() for mark, (measured, table) in tables.items() if results(measured)})
