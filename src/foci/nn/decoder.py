@@ -68,7 +68,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         adopt(self.multihead_attn, num_kv_heads=num_kv_heads)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.nn.Module.__setstate__(self, state)  # torch's own makes every activation that is a module relu
+        torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch's own makes activations that are modules relu
         if not hasattr(self, "activation"):
             self.activation = relu
 
