@@ -277,6 +277,10 @@ def parametrized(encoder):
     torch.nn.utils.parametrize.register_parametrization(part_of(encoder, "linear1"), "weight", torch.nn.Identity())
 
 
+def parametrized_bias(encoder):
+    torch.nn.utils.parametrize.register_parametrization(part_of(encoder, "norm2"), "bias", torch.nn.Identity())
+
+
 def pruned(encoder):
     torch.nn.utils.prune.identity(part_of(encoder, "linear2"), "weight")
 
@@ -300,6 +304,7 @@ CHANGES = {
     "sparse weights": sparse,
     "a parameter of another class": subclass_of_a_parameter,
     "a parametrization": parametrized,
+    "a parametrization of a bias": parametrized_bias,
     "a pruned weight": pruned,
     "rotary positions": rotary,
 }
@@ -522,6 +527,17 @@ def test_copies_and_pickles(taken):
     torch.testing.assert_close(shallow(source(), src_key_padding_mask=PADDING)[~PADDING], want[~PADDING] + 1)
     torch.testing.assert_close(encoder(source(), src_key_padding_mask=PADDING), want, rtol=0, atol=0)
     assert all(taken)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_of_what_was_called(taken):
+    encoder, x = model().eval(), source(grad=False)
+    want = encoder(x, src_key_padding_mask=PADDING).detach()
+    compiled = torch.compile(encoder, backend="eager", fullgraph=True)
+    exported = torch.export.export(encoder, (x,), {"src_key_padding_mask": PADDING}).module()
+    for graph in (compiled, exported, torch.jit.script(encoder)):
+        torch.testing.assert_close(graph(x, src_key_padding_mask=PADDING), want, rtol=1e-5, atol=1e-6)
+    assert taken == [True]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["stack", "layer"])

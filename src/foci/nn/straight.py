@@ -74,6 +74,8 @@ class Stack:
         self._layers = [self._looked_at(kind, layer) for layer in layers]
         self._kinds = [*map(type, self._parts)]
         self._values = [state[name] for state, name in self._settings]
+        if not all(name in own for own, name in self._places):
+            raise _Unlike  # parametrized
         self._lacks = [own[name] is None for own, name in self._places]
         self._lacks_some = True in self._lacks
 
@@ -118,7 +120,7 @@ class Stack:
                 if not (_is_bare(kind, layer) and state["norm_first"] == norm_first and state["activation"] is activation):
                     return False
             values = [state[name] for state, name in self._settings]
-        except (KeyError, ValueError):  # others, or another number of them
+        except (AttributeError, KeyError, ValueError):  # others, or another number of them
             return False
         return (
             len(parts) == len(self._parts)
