@@ -37,9 +37,10 @@ def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tupl
     Returns:
         Four int64 tensors of uniform words in [0, 2**32).
 
-    >>> words = philox(torch.tensor([0]), tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4)))
-    >>> [hex(int(word)) for word in words]
-    ['0x5f6fb709', '0xd893f64', '0x4f121f81', '0x4f730a48']
+    Example:
+        >>> words = philox(torch.tensor([0]), tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4)))
+        >>> [hex(int(word)) for word in words]
+        ['0x5f6fb709', '0xd893f64', '0x4f121f81', '0x4f730a48']
     """
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1, c2, c3 = (c.to(torch.int64) for c in counter)
@@ -69,9 +70,10 @@ def keep(seed: Tensor, probability: float, b: Tensor, h: Tensor, q: Tensor, kv: 
     Returns:
         bool, of the broadcast shape. A kept weight is to be divided by `1 - probability`.
 
-    >>> at = torch.arange(4)
-    >>> keep(torch.tensor([7]), 0.5, at[:1], at[:1], at[:, None], at).shape
-    torch.Size([4, 4])
+    Example:
+        >>> at = torch.arange(4)
+        >>> keep(torch.tensor([7]), 0.5, at[:1], at[:1], at[:, None], at).shape
+        torch.Size([4, 4])
     """
     shape = _broadcast(b, h, q, kv)
     if probability >= 1:

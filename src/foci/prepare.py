@@ -52,7 +52,7 @@ class Extras:
 
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit
     per head without a value. `exact_lengths`: max_q and max_kv are lengths, not bounds on them. `part`: functions are told indices
-    in a whole.
+    in a whole. The others are as `Formula` and `Operands` have them.
     """
 
     outputs: Outputs

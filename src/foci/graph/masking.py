@@ -190,9 +190,10 @@ def _true_for_positions(e: Expr) -> bool:
 def leading_scale(score: Expr) -> tuple[Expr, float]:
     """`f(score * c)` as `f` and c, where every use of the score is multiplied or divided by one constant; else c is 1.
 
-    >>> from foci.ir.expr import variable
-    >>> leading_scale(apply("add", apply("mul", variable("score"), 0.125), variable("kv_idx")))
-    (score + float(kv_idx), 0.125)
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> leading_scale(apply("add", apply("mul", variable("score"), 0.125), variable("kv_idx")))
+        (score + float(kv_idx), 0.125)
     """
     total = 1.0
     while (found := _one_scale(score)) is not None:

@@ -37,10 +37,11 @@ class CaptureDerivative:
 def score_derivative(expr: Expr) -> Expr:
     """d expr / d score, at the same score and coordinates; the constant 0 where `expr` does not read the score.
 
-    >>> from foci.ir.expr import param
-    >>> cap = param(0, DType.FLOAT)
-    >>> score_derivative(apply("mul", apply("tanh", apply("div", variable("score"), cap)), cap))
-    1.0 - tanh(score / f0) * tanh(score / f0)
+    Example:
+        >>> from foci.ir.expr import param
+        >>> cap = param(0, DType.FLOAT)
+        >>> score_derivative(apply("mul", apply("tanh", apply("div", variable("score"), cap)), cap))
+        1.0 - tanh(score / f0) * tanh(score / f0)
     """
     score = variable("score")
     found = _Reverse(expr, lambda e: e is score).run().get(score, const(0.0))
@@ -51,9 +52,10 @@ def score_derivative(expr: Expr) -> Expr:
 def capture_derivatives(expr: Expr) -> tuple[CaptureDerivative, ...]:
     """Derivatives of `expr` by every element of a captured float tensor that it reads.
 
-    >>> from foci.ir.expr import load
-    >>> capture_derivatives(apply("mul", variable("score"), load(0, (variable("h"),), DType.FLOAT)))
-    (CaptureDerivative(slot=0, indices=(h,), weight=score, axes=()),)
+    Example:
+        >>> from foci.ir.expr import load
+        >>> capture_derivatives(apply("mul", variable("score"), load(0, (variable("h"),), DType.FLOAT)))
+        (CaptureDerivative(slot=0, indices=(h,), weight=score, axes=()),)
     """
     reverse = _Reverse(expr, lambda e: e.op == "load" and e.dtype is DType.FLOAT)
     reverse.run()

@@ -55,12 +55,13 @@ def evaluate(exprs: Sequence[Expr], env: Env) -> tuple[Tensor, ...]:
 
     Differentiable by autograd in `score` and in captured tensors.
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> causal = apply("le", variable("kv_idx"), variable("q_idx"))
-    >>> evaluate([causal], Env({"q_idx": torch.arange(2)[:, None], "kv_idx": torch.arange(2)}))
-    (tensor([[ True, False],
-            [ True,  True]]),)
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> causal = apply("le", variable("kv_idx"), variable("q_idx"))
+        >>> evaluate([causal], Env({"q_idx": torch.arange(2)[:, None], "kv_idx": torch.arange(2)}))
+        (tensor([[ True, False],
+                [ True,  True]]),)
     """
     return _compiled(tuple(exprs))(env)
 

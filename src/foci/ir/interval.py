@@ -44,16 +44,17 @@ class Grid:
 def bounds(expr: Expr, grid: Grid) -> Range:
     """The range of `expr` over each block, in the broadcast shape of what it reads. A BOOL is within [0, 1].
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> first = torch.tensor([0.0, 4.0], dtype=torch.float64)
-    >>> grid = Grid({"q_idx": Range(first[:, None], first[:, None] + 3), "kv_idx": Range(first, first + 3)})
-    >>> causal = bounds(apply("le", variable("kv_idx"), variable("q_idx")), grid)
-    >>> causal.lo.tolist(), causal.hi.tolist()
-    ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]])
-
     Raises:
         ValueError: for a variable that the grid does not give.
+
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> first = torch.tensor([0.0, 4.0], dtype=torch.float64)
+        >>> grid = Grid({"q_idx": Range(first[:, None], first[:, None] + 3), "kv_idx": Range(first, first + 3)})
+        >>> causal = bounds(apply("le", variable("kv_idx"), variable("q_idx")), grid)
+        >>> causal.lo.tolist(), causal.hi.tolist()
+        ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]])
     """
     return _Analysis(grid, expr).range_of(expr, (_Frame(None),))
 

@@ -20,17 +20,17 @@ def lift_constants(exprs: Sequence[Expr]) -> tuple[tuple[Expr, ...], tuple[int, 
     """`exprs` with constants replaced by `param`, and the values of the parameters, ints and floats.
 
     Tiny constants (0, 1, -1, 2; 0.5; infinities, nan) and booleans stay, as do divisors of integer division and modulo,
-    shift amounts and exponents. Equal numbers of one type share a slot; slots count by first appearance.
-
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> lift_constants([apply("le", apply("sub", variable("q_idx"), variable("kv_idx")), 128)])
-    ((q_idx - kv_idx <= i0,), (128,), ())
-
-    Parameters that the expressions have already keep their slots.
+    shift amounts and exponents. Equal numbers of one type share a slot; slots count by first appearance. Parameters that
+    the expressions have already keep their slots.
 
     Raises:
         ValueError: where such a slot is one of the new ones.
+
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> lift_constants([apply("le", apply("sub", variable("q_idx"), variable("kv_idx")), 128)])
+        ((q_idx - kv_idx <= i0,), (128,), ())
     """
     ints: dict[tuple[DType, int], Expr] = {}
     floats: dict[str, Expr] = {}

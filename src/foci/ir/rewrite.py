@@ -44,10 +44,11 @@ def reduction(expr: Expr) -> tuple[str, int]:
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """`expr` with `rule` applied to every node, operands first; None keeps the node. Each distinct node is seen once.
 
-    >>> from foci.ir.expr import const, variable
-    >>> from foci.ir.ops import apply
-    >>> rewrite(apply("add", variable("q_idx"), 3), lambda e: const(e.value + 1) if e.op == "const" else None)
-    q_idx + 4
+    Example:
+        >>> from foci.ir.expr import const, variable
+        >>> from foci.ir.ops import apply
+        >>> rewrite(apply("add", variable("q_idx"), 3), lambda e: const(e.value + 1) if e.op == "const" else None)
+        q_idx + 4
     """
     done: dict[Expr, Expr] = {}
     for e in expr.walk():
@@ -60,10 +61,11 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
 def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     """`expr` with each node that is a key replaced by its value. Replacements are not searched again.
 
-    >>> from foci.ir.expr import const, variable
-    >>> from foci.ir.ops import apply
-    >>> substitute(apply("add", variable("q_idx"), 3), {variable("q_idx"): variable("kv_idx")})
-    kv_idx + 3
+    Example:
+        >>> from foci.ir.expr import const, variable
+        >>> from foci.ir.ops import apply
+        >>> substitute(apply("add", variable("q_idx"), 3), {variable("q_idx"): variable("kv_idx")})
+        kv_idx + 3
     """
     # A replacement that reduces must not catch the axes of reductions around it: those move out of the way first.
     apart = expr.levels > 0 and any(new.levels for new in replacements.values())

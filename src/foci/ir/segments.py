@@ -32,10 +32,11 @@ def segment_range(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Ran
         A range in their common shape: exact, or a little wide where rows hold many millions of elements. Elements
         that are nan give an unbounded range.
 
-    >>> rows = torch.tensor([[3, 1, 4, 1, 5, 9]])
-    >>> found = segment_range(rows, torch.tensor(0), torch.tensor([0, 2]), torch.tensor([2, 5]))
-    >>> found.lo, found.hi
-    (tensor([1., 1.], dtype=torch.float64), tensor([4., 9.], dtype=torch.float64))
+    Example:
+        >>> rows = torch.tensor([[3, 1, 4, 1, 5, 9]])
+        >>> found = segment_range(rows, torch.tensor(0), torch.tensor([0, 2]), torch.tensor([2, 5]))
+        >>> found.lo, found.hi
+        (tensor([1., 1.], dtype=torch.float64), tensor([4., 9.], dtype=torch.float64))
     """
     if rows.dtype in (torch.bool, torch.float16, torch.bfloat16):
         rows = rows.to(torch.uint8 if rows.dtype is torch.bool else torch.float32)

@@ -28,10 +28,11 @@ _TRUE, _FALSE = const(True), const(False)
 def simplify(expr: Expr) -> Expr:
     """`expr` in canonical form.
 
-    >>> from foci.ir.expr import variable
-    >>> q, kv = variable("q_idx"), variable("kv_idx")
-    >>> simplify(apply("lt", apply("sub", q, kv), 4)), simplify(apply("not", apply("lt", 3, apply("sub", q, kv))))
-    (q_idx - kv_idx <= 3, q_idx - kv_idx <= 3)
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> q, kv = variable("q_idx"), variable("kv_idx")
+        >>> simplify(apply("lt", apply("sub", q, kv), 4)), simplify(apply("not", apply("lt", 3, apply("sub", q, kv))))
+        (q_idx - kv_idx <= 3, q_idx - kv_idx <= 3)
     """
     return rewrite(expr, _settled)
 
@@ -426,10 +427,11 @@ def lift_mask(score: Expr) -> tuple[Expr, Expr]:
     Pulls `where(cond, x, -inf)` out of sums, products with positive constants, minima and other `where`s, when cond does
     not read the score and the other terms can't be +inf or nan by a constant of theirs.
 
-    >>> from foci.ir.expr import variable
-    >>> s, q, kv = variable("score"), variable("q_idx"), variable("kv_idx")
-    >>> lift_mask(apply("add", apply("where", apply("le", kv, q), s, -math.inf), 1.5))
-    (score + 1.5, kv_idx <= q_idx)
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> s, q, kv = variable("score"), variable("q_idx"), variable("kv_idx")
+        >>> lift_mask(apply("add", apply("where", apply("le", kv, q), s, -math.inf), 1.5))
+        (score + 1.5, kv_idx <= q_idx)
     """
     score = simplify(score)
     rest, mask = _split(score)

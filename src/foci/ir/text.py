@@ -26,13 +26,14 @@ _BOOLS: Final = {"False": False, "True": True}
 def to_text(exprs: Sequence[Expr]) -> str:
     """The canonical text of `exprs`, shared nodes once.
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> print(to_text([apply("le", variable("kv_idx"), variable("q_idx"))]))
-    %0 = var[kv_idx] i32
-    %1 = var[q_idx] i32
-    %2 = le bool %0 %1
-    return %2
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> print(to_text([apply("le", variable("kv_idx"), variable("q_idx"))]))
+        %0 = var[kv_idx] i32
+        %1 = var[q_idx] i32
+        %2 = le bool %0 %1
+        return %2
     """
     names: dict[Expr, str] = {}
     lines = []
@@ -139,10 +140,11 @@ def to_infix(expr: Expr) -> str:
 
     An expression whose text would be very long names its shared parts: `t0 = ...; t1 = ...; result`.
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> to_infix(apply("mul", apply("add", variable("q_idx"), 1), 2))
-    '(q_idx + 1) * 2'
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> to_infix(apply("mul", apply("add", variable("q_idx"), 1), 2))
+        '(q_idx + 1) * 2'
     """
     nodes = list(expr.walk())
     lengths: dict[Expr, int] = {}

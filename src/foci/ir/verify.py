@@ -26,10 +26,11 @@ def verify(expr: Expr, captures: int) -> None:
     Raises:
         IllFormedExpression: naming the node.
 
-    >>> from foci.ir.expr import node, variable
-    >>> verify(node("add", (variable("q_idx"),), DType.INT32), 0)
-    Traceback (most recent call last):
-    foci.ir.verify.IllFormedExpression: add takes 2 operands, got 1, in: add(q_idx)
+    Example:
+        >>> from foci.ir.expr import node, variable
+        >>> verify(node("add", (variable("q_idx"),), DType.INT32), 0)
+        Traceback (most recent call last):
+        foci.ir.verify.IllFormedExpression: add takes 2 operands, got 1, in: add(q_idx)
     """
     loads: dict[int, tuple[int, DType]] = {}
     for e in expr.walk():

@@ -22,8 +22,9 @@ _SEQUENCES: Final = 8
 def rounded(count: int, *, least: int, parts: int) -> int:
     """The next multiple of `least`, or of a share of the power of two above, whichever is larger.
 
-    >>> [rounded(n, least=64, parts=32) for n in (0, 1, 65, 5151)]
-    [64, 64, 128, 5376]
+    Example:
+        >>> [rounded(n, least=64, parts=32) for n in (0, 1, 65, 5151)]
+        [64, 64, 128, 5376]
     """
     step = max(least, (1 << max(0, count - 1).bit_length()) // parts)
     return max(1, -(-count // step)) * step

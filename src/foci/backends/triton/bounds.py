@@ -40,10 +40,11 @@ class Bounds:
 def bounds_of(mask: Expr, name: str = "kv_idx") -> Bounds | None:
     """The bounds of a variable, "kv_idx" or "q_idx", in a mask, or None where it is not seen to have any.
 
-    >>> from foci.ir.ops import apply
-    >>> causal = apply("le", variable("kv_idx"), variable("q_idx"))
-    >>> bounds_of(causal).high, bounds_of(causal, "q_idx").low
-    (min(kv_len - 1, q_idx), max(0, kv_idx))
+    Example:
+        >>> from foci.ir.ops import apply
+        >>> causal = apply("le", variable("kv_idx"), variable("q_idx"))
+        >>> bounds_of(causal).high, bounds_of(causal, "q_idx").low
+        (min(kv_len - 1, q_idx), max(0, kv_idx))
     """
     low: Expr = const(0)
     high = apply("sub", variable(_LENGTHS[name]), const(1))
@@ -73,11 +74,12 @@ def within(mask: Expr, name: str, *, is_inside: bool = False) -> Expr | None:
     Args:
         is_inside: positions beyond the last are nobody's concern; otherwise it holds for none of them.
 
-    >>> from foci.ir.ops import apply
-    >>> within(apply("le", variable("kv_idx"), variable("q_idx")), "kv_idx")
-    kv_idx <= min(kv_len - 1, q_idx)
-    >>> within(apply("le", variable("kv_idx"), variable("q_idx")), "q_idx", is_inside=True)
-    max(0, kv_idx) <= q_idx
+    Example:
+        >>> from foci.ir.ops import apply
+        >>> within(apply("le", variable("kv_idx"), variable("q_idx")), "kv_idx")
+        kv_idx <= min(kv_len - 1, q_idx)
+        >>> within(apply("le", variable("kv_idx"), variable("q_idx")), "q_idx", is_inside=True)
+        max(0, kv_idx) <= q_idx
     """
     found = bounds_of(mask, name)
     if found is None:
@@ -104,10 +106,11 @@ def _narrow(bound: Expr) -> Expr:
 def comparisons(mask: Expr) -> Iterator[Expr]:
     """What holds together where a mask does, absolute values of positions, and the larger of two, taken apart.
 
-    >>> from foci.ir.ops import apply
-    >>> distance = apply("abs", apply("sub", variable("q_idx"), variable("kv_idx")))
-    >>> list(comparisons(apply("le", distance, 3)))
-    [q_idx - kv_idx - 3 <= 0, kv_idx - q_idx - 3 <= 0]
+    Example:
+        >>> from foci.ir.ops import apply
+        >>> distance = apply("abs", apply("sub", variable("q_idx"), variable("kv_idx")))
+        >>> list(comparisons(apply("le", distance, 3)))
+        [q_idx - kv_idx - 3 <= 0, kv_idx - q_idx - 3 <= 0]
     """
     if mask.op == "and":
         for part in mask.args:

@@ -18,10 +18,11 @@ def is_convex(mask: Expr, name: str) -> bool:
 
     Proved for conjunctions of comparisons between sides that rise or fall; False where there is no such proof.
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> is_convex(apply("le", variable("kv_idx"), variable("q_idx")), "kv_idx")
-    True
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> is_convex(apply("le", variable("kv_idx"), variable("q_idx")), "kv_idx")
+        True
     """
     return all(_is_interval(part, name) for part in comparisons(mask))
 
@@ -39,10 +40,11 @@ def _is_interval(part: Expr, name: str) -> bool:
 def begins_late(mask: Expr) -> bool:
     """Whether a convex mask bounds the keys of a query from below as well, as a window does, so that a query may have few.
 
-    >>> from foci.ir.expr import variable
-    >>> from foci.ir.ops import apply
-    >>> begins_late(apply("le", variable("kv_idx"), variable("q_idx"))), begins_late(apply("le", variable("q_idx"), variable("kv_idx")))
-    (False, True)
+    Example:
+        >>> from foci.ir.expr import variable
+        >>> from foci.ir.ops import apply
+        >>> begins_late(apply("le", variable("kv_idx"), variable("q_idx"))), begins_late(apply("le", variable("q_idx"), variable("kv_idx")))
+        (False, True)
     """
     return any(map(_is_lower, comparisons(mask)))
 

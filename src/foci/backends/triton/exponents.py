@@ -28,10 +28,11 @@ ONE: Final = const(1.0)
 def exponent_of(score: Expr, *, half: bool) -> Expr:
     """log2 of a weight: the score in base 2 less `lse2`.
 
-    >>> exponent_of(apply("add", variable("score"), 3.0), half=False)
-    (raw * scale + 3.0) * 1.4426950408889634 - lse2
-    >>> exponent_of(apply("mul", variable("score"), 3.0), half=True)
-    raw * (scale * 3.0 * 1.4426950408889634) - lse2
+    Example:
+        >>> exponent_of(apply("add", variable("score"), 3.0), half=False)
+        (raw * scale + 3.0) * 1.4426950408889634 - lse2
+        >>> exponent_of(apply("mul", variable("score"), 3.0), half=True)
+        raw * (scale * 3.0 * 1.4426950408889634) - lse2
     """
     scaled = _scaled(score)
     if not half:

@@ -26,11 +26,12 @@ def line_of(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
     Nothing that is read from memory may differ from row to row. With `streaming` of "q_idx" rows are keys: what it rises by from one
     query to the next.
 
-    >>> from foci.ir.ops import cast
-    >>> from foci.ir.expr import DType
-    >>> distance = apply("sub", cast(variable("kv_idx"), DType.FLOAT), cast(variable("q_idx"), DType.FLOAT))
-    >>> line_of(apply("add", _SCORE, apply("mul", distance, 0.5)))
-    ((float(kv_idx) - float(q_idx)) * 0.5, 0.5)
+    Example:
+        >>> from foci.ir.ops import cast
+        >>> from foci.ir.expr import DType
+        >>> distance = apply("sub", cast(variable("kv_idx"), DType.FLOAT), cast(variable("q_idx"), DType.FLOAT))
+        >>> line_of(apply("add", _SCORE, apply("mul", distance, 0.5)))
+        ((float(kv_idx) - float(q_idx)) * 0.5, 0.5)
     """
     if score.op != "add" or _SCORE not in score.args:
         return None
