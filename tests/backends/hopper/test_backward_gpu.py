@@ -72,6 +72,11 @@ CASES = {
     "D 256, jagged, causal": {"dim": 256, "lengths": LENGTHS, "mask": masks.causal()},
     "D 256, softcap": {"dim": 256, "score": scores.softcap(20.0), "rows": 300, "keys": 400},
     "D 256, Dv 64": {"dim": 256, "value_dim": 64, "rows": 300},
+    "D 96": {"dim": 96, "rows": 517, "keys": 389},
+    "D 96, grouped heads, causal": {"mask": masks.causal(), "dim": 96, "rows": 700, "heads": 8, "kv_heads": 2},
+    "D 96, jagged, causal": {"dim": 96, "lengths": LENGTHS, "mask": masks.causal()},
+    "D 96, window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "dim": 96, "rows": 900},
+    "D 72, Dv 96, alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dim": 72, "value_dim": 96, "rows": 700},
     "D 192": {"dim": 192, "rows": 389, "keys": 517},
     "D 192, Dv 128, grouped heads, causal": {
         "mask": masks.causal(),
@@ -113,7 +118,9 @@ def test_gradients_are_those_of_float64(name, apart):
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document", "D 192", "D 256"])
+@pytest.mark.parametrize(
+    "name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document", "D 96", "D 192", "D 256"]
+)
 def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})
     kernel = kernel_of("hopper", asked)

@@ -2,21 +2,33 @@
 """dq, dk and dv of a tile of keys in one pass: five products instead of the seven of two kernels.
 
 Two warpgroups hold 64 keys each, as in `backward_keys`. They exchange the gradients of their scores through shared memory, and
-each computes half of the tile's share in dq, 64 columns of 128 or 64 rows of 128, and leaves it in shared memory. From there a warp
-adds it to float32 sums in device memory by TMA, in a fixed order (`backward_turns`), while the warpgroups go on.
+each computes half of the tile's share in dq, 64 columns of 128 or 64 rows of 128, or a piece of the columns where there are two, and
+leaves it in shared memory. From there a warp adds it to float32 sums in device memory by TMA, in a fixed order (`backward_turns`), while
+the warpgroups go on.
 
 Which tiles are visited is found by arithmetic without a mask and under the causal one; else they come from a table, with their ranks.
 A score is the product and what is added to it: what other functions need would not fit the registers besides.
 """
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
-from foci.backends.hopper.backward_turns import SHARE, add_shares, members_of, nth_tile, put_share, query_runs, take_place, tile_at
+from foci.backends.hopper.backward_turns import (
+    SHARE,
+    add_shares,
+    members_of,
+    nth_tile,
+    put_share,
+    query_runs,
+    share_columns,
+    take_place,
+    tile_at,
+)
 from foci.backends.hopper.dropping import dropped, drops_by_key, odds_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, viewed, warpgroup_mma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import operand, product, shared
+from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
+from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.softmax import rounded
-from foci.backends.hopper.tiles import barriers, copy_in, copy_out
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import number, sequence
 
 ROWS = gl.constexpr(64)
@@ -35,8 +47,8 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
     group = members_of(size, c)
     mbarrier.expect(kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
-        copy_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, k_tiles.index(half), c.JAGGED)
-        copy_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, v_tiles.index(half), c.JAGGED)
+        copy_pieces_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
+        copy_pieces_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
     runs = query_runs(table, ranks, b, kv_h * group, tile, q_len, kv_len, c)
     for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
         h = kv_h * group + n % group
@@ -46,23 +58,27 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
         mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-        copy_in(q, memory_b, h, here, q_start, q_len, ready, q_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
         bring(lse, [at], ready, lse_rows.index(stage))
         ready = do_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
-        copy_in(do, memory_b, h, here, q_start, q_len, ready, do_tiles.index(stage), c.JAGGED)
+        copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
         bring(delta, [at], ready, delta_rows.index(stage))
 
 
 @gluon.jit
 def begin_share(ds_tiles, k_tiles, two, c, half: gl.constexpr):
     """Begins this warpgroup's half of a tile's share in dq: the gradients of both warpgroups' scores by all the keys."""
-    none = gl.zeros([64, 64], gl.float32, product(64))
+    COLUMNS: gl.constexpr = share_columns(c.TILE_Q, c.D_PAD, half)
+    none = gl.zeros([64, COLUMNS], gl.float32, product(COLUMNS))
     first_ds, second_ds = ds_tiles.index(two * 2), ds_tiles.index(two * 2 + 1)
-    first_k, second_k = k_tiles.index(0), k_tiles.index(1)
-    if c.D_PAD == 128:
-        first_k, second_k = first_k.slice(half * 64, 64, dim=1), second_k.slice(half * 64, 64, dim=1)
+    if len(k_tiles) == 2:
+        first_k, second_k = k_tiles[half].index(0), k_tiles[half].index(1)
     else:
+        first_k, second_k = k_tiles[0].index(0), k_tiles[0].index(1)
+    if c.TILE_Q == 64 and len(k_tiles) == 1:
+        first_k, second_k = first_k.slice(half * 64, 64, dim=1), second_k.slice(half * 64, 64, dim=1)
+    elif c.TILE_Q == 128:
         first_ds, second_ds = first_ds.slice(half * 64, 64, dim=1), second_ds.slice(half * 64, 64, dim=1)
     share = warpgroup_mma(first_ds.permute((1, 0)), first_k, none, use_acc=False, is_async=True)
     return warpgroup_mma(second_ds.permute((1, 0)), second_k, share, is_async=True)
@@ -89,17 +105,17 @@ def fold_fused(
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         two = n % 2
-        queries = q_tiles.index(stage)
-        douts = do_tiles.index(stage)
+        queries = nth(q_tiles, stage)
+        douts = nth(do_tiles, stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k_tiles.index(half), queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = begin_scores(nth(k_tiles, half), queries, zero, False)
         mbarrier.wait(do_full.index(stage), phase)
-        dp = warpgroup_mma(v_tiles.index(half), douts.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = begin_scores(nth(v_tiles, half), douts, zero, False)
         if MASKED and c.WORDS:
             words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         if c.DROPOUT:
             drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, odds, c.TILE_Q)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(len(douts), deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
         if c.LINE:
@@ -115,14 +131,13 @@ def fold_fused(
             p = marked(p, words.to(gl.int32), 0.0)
         if c.DROPOUT:
             p = dropped(p, drops, c)
-        weights = rounded(p, douts.dtype, c)
-        dv = warpgroup_mma(gl.convert_layout(weights, operand(c.DV_PAD), assert_trivial=True), douts, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
+        dv = begin_sums(rounded(p, douts[0].dtype, c), douts, dv)
+        dp = warpgroup_mma_wait(len(dv), deps=[dp])
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
-            ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries.dtype)
+            ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries[0].dtype)
         else:
-            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries.dtype)
+            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
         fence_async_shared()
@@ -132,13 +147,14 @@ def fold_fused(
             mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
         mbarrier.wait(ds_full.index(two), (n // 2) & 1)
         share = begin_share(ds_tiles, k_tiles, two, c, half)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand(c.D_PAD), assert_trivial=True), queries, dk, is_async=True)
-        share, dv = warpgroup_mma_wait(1, deps=[share, dv])
+        dk = begin_sums(ds, queries, dk)
+        found = warpgroup_mma_wait(len(dk), deps=(share,) + dv)
+        share, dv = found[0], found[1:]
         put_share(shares, share, share_bars, n, half)
         if not c.DEFERS:
             fence_async_shared()
             mbarrier.arrive(share_bars[0].index(two), count=1)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = finish_sums(dk)
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, dv, n
@@ -161,8 +177,8 @@ def fused_consumer(
     first = tile * c.TILE_KV
     own = first + half * ROWS
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
-    dk = gl.zeros([ROWS, c.D_PAD], gl.float32, product(c.D_PAD))
-    dv = gl.zeros([ROWS, c.DV_PAD], gl.float32, product(c.DV_PAD))
+    dk = no_sums(ROWS, c.D_PAD)
+    dv = no_sums(ROWS, c.DV_PAD)
     mbarrier.wait(kv_full, 0)
     n = 0
     group = members_of(size, c)
@@ -187,12 +203,12 @@ def fused_consumer(
         fence_async_shared()
         mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
-    v = v_tiles.index(half)
+    v = nth(v_tiles, half)
     if c.DROPOUT:
-        dv = dv * numbers.keep_factor
-    copy_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
+        dv = scaled(dv, numbers.keep_factor)
+    copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
-    copy_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, dk * scale, c.JAGGED)
+    copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, scaled(dk, scale), c.JAGGED)
     tma.store_wait(0)
 
 
@@ -206,10 +222,10 @@ def attention_gradients(
     place = take_place(order, size, spans, c)
     if place[0] < 0:
         return
-    k_tiles = gl.allocate_shared_memory(k.dtype, [2, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
-    v_tiles = gl.allocate_shared_memory(v.dtype, [2, ROWS, c.DV_PAD], shared(ROWS, c.DV_PAD))
-    q_tiles = gl.allocate_shared_memory(q.dtype, [c.STAGES, c.TILE_Q, c.D_PAD], shared(c.TILE_Q, c.D_PAD))
-    do_tiles = gl.allocate_shared_memory(do.dtype, [c.STAGES, c.TILE_Q, c.DV_PAD], shared(c.TILE_Q, c.DV_PAD))
+    k_tiles = buffers_of(k.dtype, 2, ROWS, c.D_PAD)
+    v_tiles = buffers_of(v.dtype, 2, ROWS, c.DV_PAD)
+    q_tiles = buffers_of(q.dtype, c.STAGES, c.TILE_Q, c.D_PAD)
+    do_tiles = buffers_of(do.dtype, c.STAGES, c.TILE_Q, c.DV_PAD)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)

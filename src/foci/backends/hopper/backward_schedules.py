@@ -47,9 +47,17 @@ SPLIT: Final = Cut(64, 64, 2)
 """Of the kernel that splits dk and dv of wide heads between two warpgroups."""
 _NARROW: Final = Cut(128, 128, 2)
 _WIDE: Final = Cut(64, 128, 2)
-QUERIES: Final = {16: _NARROW, 32: _NARROW, 64: _NARROW, 128: _NARROW, 160: Cut(128, 64, 2), 192: Cut(128, 64, 2), 256: Cut(128, 32, 2)}
+QUERIES: Final = {
+    **dict.fromkeys((16, 32, 64, 80, 96, 128), _NARROW),
+    **dict.fromkeys((160, 192), Cut(128, 64, 2)),
+    256: Cut(128, 32, 2),
+}
 """By the wider of the padded head dims."""
-KEYS: Final = {16: _NARROW, 32: _NARROW, 64: _NARROW, 128: _WIDE, 160: Cut(32, 128, 2), 192: Cut(32, 128, 2), 256: Cut(32, 128, 2)}
+KEYS: Final = {
+    **dict.fromkeys((16, 32, 64), _NARROW),
+    **dict.fromkeys((80, 96, 128), _WIDE),
+    **dict.fromkeys((160, 192, 256), Cut(32, 128, 2)),
+}
 FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
     (64, "full"): Fused(_NARROW),
@@ -67,9 +75,10 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
-    """What head dims are padded to: narrow ones to powers of two, as the kernel that takes a problem whole would have them."""
-    dims = problem.head_dim, problem.value_dim
-    return (width_of(dims[0]), width_of(dims[1])) if max(dims) > 128 else (padded(dims[0]), padded(dims[1]))
+    """What head dims are padded to: narrow ones to the same where a kernel may then take the problem whole."""
+    widths = width_of(problem.head_dim), width_of(problem.value_dim)
+    is_alike = padded(widths[0]) == padded(widths[1]) <= 128
+    return (max(widths), max(widths)) if is_alike else widths
 
 
 def is_prefix(problem: Problem) -> bool:

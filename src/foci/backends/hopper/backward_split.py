@@ -8,7 +8,7 @@ for each would take five, and bring queries and gradients of out twice.
 from foci.backends.hopper.backward_keys import bring_queries, key_runs
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import product
+from foci.backends.hopper.layouts import operand, product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import find, number, sequence, start_of, visited
@@ -125,6 +125,15 @@ def fold_scores(dk, v, buffers, bars, count, n, c):
 
 
 @gluon.jit
+def in_registers(tile, c):
+    """A tile as the left factor of products with TILE_Q columns."""
+    found = ()
+    for i in gl.static_range(len(tile)):
+        found = found + (tile[i].load(operand(c.TILE_Q)),)
+    return found
+
+
+@gluon.jit
 def split_consumer(
     VALUE: gl.constexpr, held, buffers, bars, out, task, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
@@ -141,6 +150,10 @@ def split_consumer(
     total = no_sums(ROWS, WIDTH)
     done = bars[5]
     mbarrier.wait(bars[0], 0)
+    factor = k if VALUE else v
+    if c.D_PAD + c.DV_PAD <= 384:
+        # registers are left: products then read shared memory for one factor, not for two, which they would wait for
+        factor = in_registers(factor, c)
     n = 0
     group = number(size.group)
     for member in range(0, group):
@@ -149,11 +162,11 @@ def split_consumer(
         if VALUE:
             aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
             at = (b, h, kv_idx, q_len, kv_len)
-            total, n = fold_values(total, k, buffers, bars, at, whole, line, n, table, scale, env, aux, c, both, mask, False)
-            total, n = fold_values(total, k, buffers, bars, at, masked, line, n, table, scale, env, aux, c, both, mask, True)
+            total, n = fold_values(total, factor, buffers, bars, at, whole, line, n, table, scale, env, aux, c, both, mask, False)
+            total, n = fold_values(total, factor, buffers, bars, at, masked, line, n, table, scale, env, aux, c, both, mask, True)
         else:
-            total, n = fold_scores(total, v, buffers, bars, whole[3], n, c)
-            total, n = fold_scores(total, v, buffers, bars, masked[3], n, c)
+            total, n = fold_scores(total, factor, buffers, bars, whole[3], n, c)
+            total, n = fold_scores(total, factor, buffers, bars, masked[3], n, c)
     # keys and values make room for their gradients once neither is read
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)

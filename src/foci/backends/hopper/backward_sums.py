@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from foci.backends.hopper.backward_turns import share_columns
 from foci.backends.triton.backward import rows_of
 from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, rows_pointer, sequence, tile_offsets
 
@@ -88,15 +89,15 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     total = number(size.batch) * number(size.heads) * number(order.slots)
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
     for half in tl.static_range(2):
-        held = tl.zeros([4096], tl.float32)
+        held = tl.zeros([64 * share_columns(c.TILE_Q, c.D_PAD, half)], tl.float32)
         for n in tl.static_range(order.SUMS):
             is_there = tl.load(order.turns + 1 + n * total + slot) > 0
-            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * 4096 + tl.arange(0, 4096)
+            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * 4096 + tl.arange(0, held.shape[0])
             held += tl.load(at, mask=is_there, other=0.0)
-        share = held.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, 64) * scale
+        share = held.reshape(held.shape[0] // 512, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, held.shape[0] // 64) * scale
         # half of the columns, or half of the rows
         rows = tile * c.TILE_Q + tl.arange(0, 64)
-        cols = tl.arange(0, 64)
+        cols = tl.arange(0, held.shape[0] // 64)
         if c.TILE_Q == 64:
             cols += half * 64
         else:

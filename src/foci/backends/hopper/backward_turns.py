@@ -8,7 +8,8 @@ start, so nothing waits for a tile that has not begun.
 
 from typing import Any, NamedTuple
 
-from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma
+from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma, viewed
+from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.reduction import begin_add
 from foci.backends.triton.tiles import RECORD, number, sequence
 
@@ -204,14 +205,23 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c):
         at_turn(PASS, order.turns + 1 + slot, turn + 1)
 
 
+@gluon.constexpr_function
+def share_columns(rows, width, half):
+    """Columns of a half of a share in dq: of tiles of 128 rows each has 64 rows, of tiles of 64 half of the columns, or a piece."""
+    return 64 if rows == 128 or len(pieces(width)) == 1 else pieces(width)[half]
+
+
 @gluon.jit
 def put_share(shares, share, bars, n, half: gl.constexpr):
-    """Puts half of the n-th share, [64, 64], where the warp that adds it will find it.
+    """Puts half of the n-th share, [64, columns], where the warp that adds it will find it.
 
     It lies as the threads hold it, four numbers of a thread in a row, so that no two write to one bank.
     """
     share_full, share_empty = bars
     at = n % 2
     mbarrier.wait(share_empty.index(at), ((n // 2) & 1) ^ 1)
-    turned = share.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
-    shares.index(at * 2 + half).store(turned)
+    turned = share.reshape([4, 2, 8, share.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * share.shape[1]])
+    to = shares.index(at * 2 + half)
+    if share.shape[1] != 64:
+        to = viewed(to, gl.float32, [64 * share.shape[1]], to.layout)
+    to.store(turned)
