@@ -44,6 +44,8 @@ CASES = {
     "grouped heads": {"kv_heads": 2, "fused": True},
     "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
     "D 16": {"dim": 16},
+    "D 96": {"dim": 96, "fused": True},
+    "D 72, Dv 80, causal": {"mask": masks.causal(), "dim": 72, "value_dim": 80, "fused": True},
     "D 192": {"dim": 192},
     "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192},
     "D 256": {"mask": masks.causal(), "dim": 256},
@@ -78,7 +80,9 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
             assert "wgmma.mma_async" in one.ptx, one.name
             assert ("cp.reduce.async.bulk" in one.ptx) == (one.name == "attention_gradients"), one.name
         if one.stack is not None:
-            assert one.stack <= (case.get("stack", 320) if one.name in GRADIENTS else 32) + SPARE, one.name
+            # what one kernel keeps for all gradients fits the registers, but for random numbers or half as many more scores in a tile
+            most = 32 if one.name == "attention_gradients" and not case.keys() & {"dim", "dropout", "score"} else case.get("stack", 320)
+            assert one.stack <= (most if one.name in GRADIENTS else 32) + SPARE, one.name
 
 
 @pytest.mark.parametrize(

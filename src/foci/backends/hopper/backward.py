@@ -223,7 +223,7 @@ class HopperGradients(host.TritonKernel):
         order = Order(turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._ranked(call, found, cut, by_key.tasks))
         words = self._query_words(call, found, cut, by_key)
         has_words, is_line = words is not None, functions.line is not None
-        config = self._cut_config(call, cut, found.mode, defers=schedule.defers, has_words=has_words, is_line=is_line)
+        config = self._cut_config(call, cut, found.mode, schedule, has_words=has_words, is_line=is_line)
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
@@ -285,14 +285,15 @@ class HopperGradients(host.TritonKernel):
         return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
     def _cut_config(
-        self, call: host.Pass, cut: Cut, mode: str, *, defers: bool = False, has_words: bool = False, is_line: bool = False
+        self, call: host.Pass, cut: Cut, mode: str, whole: Fused | None = None, *, has_words: bool = False, is_line: bool = False
     ) -> Config:
         p = self.problem
+        defers, numbered, late = (False, False, False) if whole is None else (whole.defers, whole.numbered, whole.late)
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line,
+                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line, None, numbered, None, late,
             )
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from foci.backends.hopper.backward_turns import (
     put_share,
     query_runs,
     share_columns,
+    show_share,
     take_place,
     tile_at,
 )
@@ -27,8 +28,9 @@ from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon,
 from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
+from foci.backends.hopper.signals import MEETING, QUERIES, reach
 from foci.backends.hopper.softmax import rounded
-from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth
 from foci.backends.triton.tiles import number, sequence
 
 ROWS = gl.constexpr(64)
@@ -50,12 +52,16 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
         copy_pieces_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
         copy_pieces_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
     runs = query_runs(table, ranks, b, kv_h * group, tile, q_len, kv_len, c)
-    for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
+    total = (runs[2] + runs[4] + runs[6]) * group
+    for n in range(0, total):
         h = kv_h * group + n % group
         here = nth_tile(table, runs, n // group, c) * c.TILE_Q
         at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
         stage = n % c.STAGES
-        mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+        if not c.NUMBERED:
+            mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+        elif n >= c.STAGES:
+            reach("sync", QUERIES + stage, 288)
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
         copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
@@ -64,18 +70,23 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
         copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
         bring(delta, [at], ready, delta_rows.index(stage))
+    if c.NUMBERED:
+        # no barrier is left half reached
+        for n in range(gl.maximum(total - c.STAGES, 0), total):
+            reach("sync", QUERIES + n % c.STAGES, 288)
 
 
 @gluon.jit
-def begin_share(ds_tiles, k_tiles, two, c, half: gl.constexpr):
-    """Begins this warpgroup's half of a tile's share in dq: the gradients of both warpgroups' scores by all the keys."""
+def begin_share(ds_tiles, k_tiles, two, nought, c, half: gl.constexpr):
+    """Begins this warpgroup's half of a tile's share in dq: the gradients of both warpgroups' scores by all the keys. `nought`: see
+    `fold_fused`."""
     COLUMNS: gl.constexpr = share_columns(c.TILE_Q, c.D_PAD, half)
     none = gl.zeros([64, COLUMNS], gl.float32, product(COLUMNS))
     first_ds, second_ds = ds_tiles.index(two * 2), ds_tiles.index(two * 2 + 1)
     if len(k_tiles) == 2:
-        first_k, second_k = k_tiles[half].index(0), k_tiles[half].index(1)
+        first_k, second_k = k_tiles[half].index(nought), k_tiles[half].index(1 + nought)
     else:
-        first_k, second_k = k_tiles[0].index(0), k_tiles[0].index(1)
+        first_k, second_k = k_tiles[0].index(nought), k_tiles[0].index(1 + nought)
     if c.TILE_Q == 64 and len(k_tiles) == 1:
         first_k, second_k = first_k.slice(half * 64, 64, dim=1), second_k.slice(half * 64, 64, dim=1)
     elif c.TILE_Q == 128:
@@ -99,25 +110,32 @@ def fold_fused(
     line, last, count = run
     BARE: gl.constexpr = c.BOUNDED or c.WORDS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
+    # whether registers are left for what is told of rows while products run
+    EARLY: gl.constexpr = c.TILE_Q == 64
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, count * group):
         tile = tile_at(table, line, last - i // group, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         two = n % 2
+        # where keys and values lie is found anew for each tile: kept for each product instead, it takes registers that there are not
+        nought = here_and_now(0)
         queries = nth(q_tiles, stage)
         douts = nth(do_tiles, stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = begin_scores(nth(k_tiles, half), queries, zero, False)
+        s = begin_scores(nth(k_tiles, half + nought), queries, zero, False)
         mbarrier.wait(do_full.index(stage), phase)
-        dp = begin_scores(nth(v_tiles, half), douts, zero, False)
+        dp = begin_scores(nth(v_tiles, half + nought), douts, zero, False)
         if MASKED and c.WORDS:
             words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         if c.DROPOUT:
             drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, odds, c.TILE_Q)
+        if EARLY:
+            lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
         s = warpgroup_mma_wait(len(douts), deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-        lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
+        if not EARLY:
+            lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
         if c.LINE:
             lead, rise = both(b, h, tile * c.TILE_Q, kv_idx, q_len, kv_len, env, aux)
             lse2 = gl.expand_dims(leaned(lse2, rise), 0) - lead
@@ -131,31 +149,45 @@ def fold_fused(
             p = marked(p, words.to(gl.int32), 0.0)
         if c.DROPOUT:
             p = dropped(p, drops, c)
-        dv = begin_sums(rounded(p, douts[0].dtype, c), douts, dv)
-        dp = warpgroup_mma_wait(len(dv), deps=[dp])
-        delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        weights = rounded(p, douts[0].dtype, c)
+        if EARLY:
+            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        if not c.LATE:
+            dv = begin_sums(weights, douts, dv)
+        dp = warpgroup_mma_wait(0 if c.LATE else len(dv), deps=[dp])
+        if not EARLY:
+            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
             ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries[0].dtype)
         else:
             ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
+        if c.LATE:
+            dv = begin_sums(weights, douts, dv)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(two), count=1)
+        if not c.NUMBERED:
+            mbarrier.arrive(ds_full.index(two), count=1)
         if c.DEFERS:
             # one fence for both: that of the share which the tile before left
-            mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
-        mbarrier.wait(ds_full.index(two), (n // 2) & 1)
-        share = begin_share(ds_tiles, k_tiles, two, c, half)
+            show_share(share_bars, 1 - two, n > 0, c)
+        if c.NUMBERED:
+            reach("sync", MEETING, 256)
+        else:
+            mbarrier.wait(ds_full.index(two), (n // 2) & 1)
+        share = begin_share(ds_tiles, k_tiles, two, nought, c, half)
         dk = begin_sums(ds, queries, dk)
         found = warpgroup_mma_wait(len(dk), deps=(share,) + dv)
         share, dv = found[0], found[1:]
-        put_share(shares, share, share_bars, n, half)
+        put_share(shares, share, share_bars, n, c, half)
         if not c.DEFERS:
             fence_async_shared()
-            mbarrier.arrive(share_bars[0].index(two), count=1)
+            show_share(share_bars, two, True, c)
         dk = finish_sums(dk)
-        mbarrier.arrive(empty.index(stage), count=1)
+        if c.NUMBERED:
+            reach("arrive", QUERIES + stage, 288)
+        else:
+            mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
@@ -201,7 +233,7 @@ def fused_consumer(
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, False)
     if c.DEFERS:
         fence_async_shared()
-        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
+        show_share(share_bars, (n + 1) % 2, n > 0, c)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = nth(v_tiles, half)
     if c.DROPOUT:
@@ -244,8 +276,9 @@ def attention_gradients(
             (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
             (fused_consumer, (1, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
             (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, table, order.ranks, c)),
-            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c)),
+            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c, 0)),
+            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c, 1)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

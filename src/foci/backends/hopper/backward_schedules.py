@@ -34,13 +34,15 @@ class Fused:
     """How one kernel computes all gradients.
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
-    tiles of keys add in turn: with more of them fewer wait for each other. `defers`: see `arguments.Config`.
+    tiles of keys add in turn: with more of them fewer wait for each other. `defers`, `late`, `numbered`: see `arguments.Config`.
     """
 
     cut: Cut
     together: int = 4
     sums: int = 2
     defers: bool = True
+    late: bool = True
+    numbered: bool = True
 
 
 SPLIT: Final = Cut(64, 64, 2)
@@ -60,11 +62,11 @@ KEYS: Final = {
 }
 FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
-    (64, "full"): Fused(_NARROW),
-    (64, "causal"): Fused(_NARROW, defers=False),
-    (64, "window"): Fused(_NARROW, sums=1),
-    (64, "document"): Fused(_NARROW),
-    (64, "added"): Fused(_NARROW, defers=False),
+    (64, "full"): Fused(_NARROW, late=False),
+    (64, "causal"): Fused(_NARROW, defers=False, late=False),
+    (64, "window"): Fused(_NARROW, sums=1, late=False),
+    (64, "document"): Fused(_NARROW, late=False),
+    (64, "added"): Fused(_NARROW, defers=False, late=False),
     (128, "full"): Fused(_WIDE),
     (128, "causal"): Fused(_WIDE, defers=False),
     (128, "window"): Fused(_WIDE, sums=1),

@@ -8,6 +8,7 @@ of word l of a row says whether column 8 i + 2 l + j is dropped.
 
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import by_column
+from foci.backends.hopper.tiles import here_and_now
 from foci.backends.triton.tiles import random_words, start_of
 
 __all__ = ["dropped", "drops_by_key", "drops_by_query", "drops_of", "odds_of"]
@@ -65,12 +66,6 @@ def words_layout(columns):
         [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, columns // 8, 4, 2],
     )  # fmt: skip
     return gl.SliceLayout(1, gl.SliceLayout(3, whole))
-
-
-@gluon.jit
-def here_and_now(x):
-    """A number that the compiler takes as it comes, where it stands: what follows from it is neither made earlier nor kept over a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

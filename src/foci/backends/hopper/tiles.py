@@ -13,6 +13,7 @@ __all__ = [
     "copy_out",
     "copy_pieces_in",
     "copy_pieces_out",
+    "here_and_now",
     "nth",
     "run_of",
     "step",
@@ -20,6 +21,12 @@ __all__ = [
 ]
 
 FAR = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def here_and_now(x):
+    """A number that the compiler takes as it comes, where it stands: what follows from it is neither made earlier nor kept over a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
