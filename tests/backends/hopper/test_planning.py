@@ -93,7 +93,7 @@ def test_explain_says_which_kernel_and_why(given, name):
     [
         ((128, 128), ()),
         ((192, 128), ("D = 192 as 128 + 64",)),
-        ((72, 96), ("D = 72 padded to 80 = 64 + 16", "Dv = 96 as 64 + 32", "D = 72 padded to 128", "Dv = 96 padded to 128")),
+        ((72, 96), ("D = 72 padded to 80 = 64 + 16", "Dv = 96 as 64 + 32", "D = 72 padded to 96 = 64 + 32")),
         ((200, 64), ("D = 200 padded to 256",)),
     ],
 )
