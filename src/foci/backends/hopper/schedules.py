@@ -19,6 +19,7 @@ __all__ = [
     "N3",
     "PIECED",
     "RUNS",
+    "SELDOM",
     "SHORT",
     "STEADY",
     "WIDE",
@@ -59,8 +60,9 @@ class Schedule:
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
-RUNS: Final = replace(STEADY, joined=True, numbered=True)
+RUNS: Final = replace(STEADY, joined=True, numbered=True, skips=True)
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
+SELDOM: Final = replace(N3, skips=True)
 SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True, skips=True)
@@ -68,7 +70,7 @@ LOOPED: Final = replace(ALIKE, joined=True, skips=False)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True, skips=True
 )
-WIDER: Final = replace(WIDE, stages=3, numbered=False, skips=False)
+WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
@@ -123,6 +125,7 @@ def forward_schedule(problem: Problem) -> Schedule:
         return RUNS if is_plain else C2
     if is_plain and not is_dense:
         return LOOPED
+    is_whole = len(pieces_of(width)) == 1
     if is_plain and is_full:
-        return ALIKE if len(pieces_of(width)) == 1 else PIECED
-    return N3
+        return ALIKE if is_whole else PIECED
+    return SELDOM if is_plain and is_whole else N3
