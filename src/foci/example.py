@@ -25,7 +25,7 @@ class Sizes:
     D: int = 16
 
     def generator(self) -> torch.Generator:
-        """A generator in a fixed state, so that `build` and `expected` make the same tensors."""
+        """A generator in a fixed state, so that what `tensors` and `formula` draw is the same."""
         return torch.Generator().manual_seed(1)
 
     def positions(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:

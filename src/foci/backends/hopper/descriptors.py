@@ -2,7 +2,7 @@
 
 Dense tensors have descriptors of rank 4. Packed sequences have rank 5: two more dimensions, whose strides cancel by 64-bit
 wraparound, turn the end of a sequence into the end of a dimension, so that rows beyond it read as zeros and are never
-written. `tiles.place_of` makes the coordinates for both.
+written. `tiles.copy_pieces_in` and `tiles.copy_pieces_out` make the coordinates for both.
 """
 
 from __future__ import annotations
