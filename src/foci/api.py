@@ -29,6 +29,13 @@ class AuxOutput(NamedTuple):
         row_max: [B, Hq, Sq] largest score of the row. Carries no gradient.
         column_sums: [B, Hq, Skv] weights summed over the queries.
         weights: [B, Hq, Sq, Skv] the weights themselves, zero rows where nothing is attended.
+
+    Example:
+        >>> import foci, torch
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> out, aux = foci.attention(q, q, q, return_aux=foci.AuxRequest(lse=True))
+        >>> aux.lse.shape, aux.row_max
+        (torch.Size([1, 2, 16]), None)
     """
 
     lse: Tensor | None = None

@@ -57,10 +57,14 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which auxiliary outputs a call asks for.
+    """Which auxiliary outputs a call asks for: `foci.AuxRequest`. What each is, `foci.AuxOutput` says.
 
     Raises:
         TypeError: for anything but True or False.
+
+    Example:
+        >>> Outputs(lse=True)
+        Outputs(lse=True, row_max=False, column_sums=False, weights=False)
     """
 
     lse: bool = False

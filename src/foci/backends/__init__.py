@@ -27,7 +27,12 @@ _changes = 0
 
 
 def names() -> tuple[str, ...]:
-    """Every backend's name, registered ones first."""
+    """Every backend's name, registered ones first.
+
+    Example:
+        >>> "cpu" in names()
+        True
+    """
     return (*_registered, *_MODULES)
 
 
@@ -56,6 +61,23 @@ def register(backend: Backend) -> None:
     Raises:
         TypeError: if it lacks a part of the protocol.
         ValueError: if its name is taken.
+
+    Example:
+        >>> class Never:
+        ...     name = "never"
+        ...
+        ...     def reject(self, problem, target, /):
+        ...         return "never computes anything"
+        ...
+        ...     def cost(self, problem, target, /):
+        ...         return 0.0
+        ...
+        ...     def compile(self, plan, /):
+        ...         raise NotImplementedError
+        >>> register(Never())
+        >>> names()[0]
+        'never'
+        >>> unregister("never")
     """
     missing = [part for part in ("name", "reject", "cost", "compile") if not hasattr(backend, part)]
     if missing:
@@ -68,7 +90,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Takes a registered backend away again. Built-in backends stay.
+    """Takes a registered backend away again. Built-in backends stay; `register` shows an example.
 
     Raises:
         ValueError: if no backend of that name was registered.

@@ -47,6 +47,12 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
 
     Returns:
         The graph and its sites, in the order of the graph. Nothing is compiled.
+
+    Example:
+        >>> import torch
+        >>> graph = fx.symbolic_trace(lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1), -1) @ v)
+        >>> fuse(graph, [torch.randn(1, 4, 256, 16)] * 3).sites[0].variant
+        'score'
     """
     module = _copied(graph_module)
     sites = _fuse_copy(module, _with_values(module, example_inputs))

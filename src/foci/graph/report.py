@@ -26,7 +26,12 @@ def tell(sites: Iterable[Site]) -> None:
 
 
 def summary(sites: Iterable[Site]) -> str:
-    """One line, such as "5 of 6 attentions fused"."""
+    """One line.
+
+    Example:
+        >>> summary([])
+        '0 of 0 attentions fused'
+    """
     found = list(sites)
     return f"{sum(site.fused for site in found)} of {len(found)} attentions fused"
 

@@ -195,6 +195,10 @@ def find_table(device: str, family: str) -> Table | None:
 
     A device that nobody measured goes by a shipped one of its family; None if there is none. Read once: two compilations in
     one process decide alike.
+
+    Example:
+        >>> find_table("NVIDIA H200", "sm_90").device
+        'NVIDIA H200'
     """
     shipped = Path(__file__).parent / "tables"
     paths = [path for path in (shipped / _file_name(device), folder() / _file_name(device)) if path.exists()]
