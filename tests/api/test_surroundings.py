@@ -82,3 +82,21 @@ def test_deterministic_algorithms_with_warnings_only(recwarn):
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert not recwarn.list
+
+
+TRACED = {
+    "plain": lambda q, slope: foci.attention(q, q, q),
+    "a mask": lambda q, slope: foci.scaled_dot_product_attention(q, q, q, is_causal=True),
+    "a captured tensor": lambda q, slope: foci.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s - slope[h] * (i - j)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's of tracing: sizes are compared
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_by_torchscript(name):
+    function = TRACED[name]
+    traced = torch.jit.trace(function, (torch.randn(2, 4, 9, 8), torch.rand(4)), check_trace=False)
+    q, slope = torch.randn(3, 4, 11, 8, requires_grad=True), torch.rand(4)
+    found, want = traced(q, slope), function(q, slope)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), q), torch.autograd.grad(want.square().sum(), q))

@@ -203,3 +203,16 @@ def test_compiled_layers_in_a_packed_encoder():
     for name in ("right", "holes"):
         x, hidden = rand(B, S, E), padding(name)
         torch.testing.assert_close(compiled(x, src_key_padding_mask=hidden), ours(x, src_key_padding_mask=hidden))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's of tracing: sizes are compared
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_tracing(batch_first, tmp_path):
+    _, encoder = stacks("Encoder", batch_first=batch_first)
+    x, other = (rand(B, S, E, seed=n) if batch_first else rand(S, B, E, seed=n) for n in (0, 1))
+    inputs = {"src": x, "src_key_padding_mask": padding("right")}
+    traced = torch.jit.trace(encoder, example_kwarg_inputs=inputs, check_trace=False)
+    assert str(traced.inlined_graph).count("foci::attention") == len(encoder.layers)
+    torch.jit.save(traced, tmp_path / "encoder.pt")
+    found = torch.jit.load(tmp_path / "encoder.pt")(src=other, src_key_padding_mask=padding("holes"))
+    torch.testing.assert_close(found, encoder(other, src_key_padding_mask=padding("holes")))

@@ -98,6 +98,7 @@ def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # torch.jit.trace
         and _PLAIN.issuperset(map(type, tensors))
     )
 
