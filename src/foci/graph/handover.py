@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -71,14 +73,40 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest:
 
 
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from foci.graph import direct
     from foci.graph.padding.options import options
 
     direct.register()
-    compiled: Callable[..., Any] = compile_fx(graph_module, example_inputs, config_patches={**options(), **config})  # type: ignore[assignment]
+    patches = {**options(), **_without_partitions(config), **config}
+    with _uncollected():
+        # a backward graph is compiled later, in the first step
+        made = compile_fx(graph_module, example_inputs, inner_compile=_uncollected()(compile_fx_inner), config_patches=patches)
+    compiled: Callable[..., Any] = made  # type: ignore[assignment]
     return compiled
+
+
+def _without_partitions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Graphs are looked through for partitions that could be recorded as CUDA graphs only where somebody records them."""
+    from torch._inductor import config as defaults
+
+    recorded = config.get("triton.cudagraphs", defaults.triton.cudagraphs)
+    by_others = getattr(defaults, "cudagraph_policy", None) is not None or getattr(defaults, "custom_should_partition_ops", None)
+    return {} if recorded or by_others else {"graph_partition": False}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, Python does not look for garbage: a graph is made of what stays, which the collector would go through again and again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

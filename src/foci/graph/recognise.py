@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
@@ -101,7 +102,7 @@ def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, copies))
-    module = fx.GraphModule(graph_module, graph)
+    module = _make_graph_module(graph_module, graph)  # nobody runs its code: where Dynamo's is not generated, neither is this
     module.meta = dict(graph_module.meta)
     # by these compilers know parameters, which they need not check in each call, nor copy for CUDA graphs
     _hand_on("_param_name_to_source", graph_module, module)
