@@ -11,3 +11,27 @@ def engine(monkeypatch):
     found = Again()
     monkeypatch.setattr(Captured, "engine", found)
     return found
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each stack, and each layer called by itself, was computed straight."""
+    from foci.nn import encoder
+    from foci.nn.straight import Stack
+
+    found, look, run = [], encoder.noted, Stack.run
+
+    def note(*args):
+        stack = look(*args)
+        if stack is None:
+            found.append(False)
+        return stack
+
+    def note_run(*args, **options):
+        out = run(*args, **options)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(encoder, "noted", note)
+    monkeypatch.setattr(Stack, "run", note_run)
+    return found

@@ -46,6 +46,34 @@ def test_encoder(options):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_first": True, "activation": "gelu"}, {"mask": foci.masks.causal()}], ids=["last", "first", "causal"]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_layers_are_one_node(monkeypatch, options, dropout):
+    """And give what their modules give, dropout's draws included."""
+    torch.manual_seed(0)
+    layer = foci.nn.TransformerEncoderLayer(E, H, FF, dropout, batch_first=True, **options)
+    layer.self_attn.dropout = 0.0  # its seeds are drawn in an order of their own
+    model, x = foci.nn.TransformerEncoder(layer, 2).cuda(), rand(B, S, E).cuda().requires_grad_()
+
+    def outcome():
+        torch.manual_seed(1)
+        out = model(x, src_key_padding_mask=padding().cuda())
+        return out, [out, *torch.autograd.grad((out * rand(*out.shape, seed=3).cuda()).sum(), [x, *model.parameters()])]
+
+    out, found = outcome()
+    names, nodes = [], [out.grad_fn]
+    while nodes:
+        one = nodes.pop()
+        names.append(type(one).__name__)
+        nodes += [n for n, _ in one.next_functions if n is not None]
+    assert names.count("_NodeBackward") == 2
+    assert "AddmmBackward0" not in names
+    monkeypatch.setattr("foci.nn.encoder.noted", lambda *_: None)
+    torch.testing.assert_close(found, outcome()[1], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_that_end_with_relu(dtype):
     model, x = encoder().cuda().to(dtype).eval(), rand(B, S, E).cuda().to(dtype)

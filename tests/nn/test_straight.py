@@ -1,10 +1,9 @@
-"""Layers computed from their parameters give what their modules give, derivatives of every order included, and are only where they may be."""
+"""Layers are computed from their parameters where nobody can tell, and are called as modules where somebody can."""
 
 import contextlib
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 
 import pytest
@@ -13,133 +12,10 @@ import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 import torch.overrides
 import torch.utils._python_dispatch
-from torch.utils.checkpoint import checkpoint
+from padded_stacks import PADDING, E, H, by_modules, model, outcome, source
 
 import foci
 import foci.nn
-from foci import recall
-from foci.nn import encoder
-from foci.nn.straight import Stack
-
-B, S, E, H = 3, 9, 32, 4
-LENGTHS = torch.tensor([9, 4, 6])
-PADDING = torch.arange(S) >= LENGTHS[:, None]
-GROUPS = torch.arange(S) // 2
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """Whether each stack, and each layer called by itself, was computed straight."""
-    found, look, run = [], encoder.noted, Stack.run
-
-    def note(*args):
-        stack = look(*args)
-        if stack is None:
-            found.append(False)
-        return stack
-
-    def note_run(*args, **options):
-        out = run(*args, **options)
-        found.append(out is not None)
-        return out
-
-    monkeypatch.setattr(encoder, "noted", note)
-    monkeypatch.setattr(Stack, "run", note_run)
-    return found
-
-
-def model(*, dropout=0.0, activation="relu", norm_first=False, bias=True, dtype=torch.float32, layers=2, **options):
-    torch.manual_seed(0)
-    layer = foci.nn.TransformerEncoderLayer(
-        E, H, 48, dropout, activation, batch_first=True, norm_first=norm_first, bias=bias, dtype=dtype, **options
-    )
-    return foci.nn.TransformerEncoder(layer, layers)
-
-
-def outcome(encoder, x, **options):
-    """Output, and gradients of the input and all parameters."""
-    torch.manual_seed(1)
-    y = encoder(x, src_key_padding_mask=PADDING, **options)
-    wanted = [t for t in (x, *encoder.parameters()) if t.requires_grad]
-    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
-    return [y, *torch.autograd.grad(y, wanted, weights)]
-
-
-def by_modules(monkeypatch, encoder, x, **options):
-    with monkeypatch.context() as patch:
-        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        return outcome(encoder, x, **options)
-
-
-def source(dtype=torch.float32, *, grad=True):
-    return torch.randn(B, S, E, dtype=dtype, generator=torch.Generator().manual_seed(3)).requires_grad_(grad)
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
-def test_as_its_modules(taken, monkeypatch, norm_first, activation, dropout, bias):
-    encoder = model(dropout=dropout, activation=activation, norm_first=norm_first, bias=bias)
-    for grad in (True, False):
-        x = source(grad=grad)
-        found, sought = outcome(encoder, x), by_modules(monkeypatch, encoder, x)
-        torch.testing.assert_close(found, sought, rtol=1e-5, atol=1e-6)
-    assert taken == [True] * 2
-
-
-@pytest.mark.parametrize("frozen", ["linear1.weight", "in_proj_bias", "norm", "out_proj", "layers.0"])
-def test_parameters_that_do_not_learn(taken, monkeypatch, frozen):
-    encoder = model()
-    for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(frozen not in name)
-    for grad in (True, False):
-        x = source(grad=grad)
-        torch.testing.assert_close(outcome(encoder, x), by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
-    assert taken == [True, True]
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_second_derivatives(taken, monkeypatch, norm_first, dropout):
-    encoder, x = model(norm_first=norm_first, activation="gelu", dropout=dropout, dtype=torch.float64), source(torch.float64)
-
-    def twice():
-        torch.manual_seed(1)
-        out = encoder(x, src_key_padding_mask=PADDING)
-        wanted = [x, *encoder.parameters()]
-        first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
-        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)]
-
-    found = twice()
-    assert taken == [True]
-    with monkeypatch.context() as patch:
-        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        torch.testing.assert_close(found, twice())
-
-
-def test_many_cotangents_at_once(taken):
-    encoder, x = model(dtype=torch.float64), source(torch.float64)
-    out = encoder(x, src_key_padding_mask=PADDING)
-    many = torch.randn(2, *out.shape, dtype=out.dtype)
-    together = torch.autograd.grad(out, x, many, is_grads_batched=True, retain_graph=True)[0]
-    apart = [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in many]
-    torch.testing.assert_close(together, torch.stack(apart))
-    assert taken == [True]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"mask": foci.masks.window(3)}, {"num_kv_heads": 2}, {"mask": lambda b, h, i, j, ids=GROUPS: ids[i] >= ids[j]}],
-    ids=["window", "grouped", "captured"],
-)
-def test_attention_of_other_kinds(taken, monkeypatch, options):
-    encoder, x = model(**options), source()
-    torch.testing.assert_close(outcome(encoder, x), by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(S)
-    for given in ({"mask": causal, "is_causal": True}, {"mask": causal}, {"mask": causal == -torch.inf}):
-        torch.testing.assert_close(outcome(encoder, x, **given), by_modules(monkeypatch, encoder, x, **given), rtol=1e-5, atol=1e-6)
-    assert all(taken)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -179,32 +55,6 @@ def test_learned_scores(taken, monkeypatch):
     assert [layer.self_attn.score.calls for layer in encoder.layers] == [1, 1]
     torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
     assert taken == [True]
-
-
-def test_kept_elsewhere_and_computed_again(taken, monkeypatch):
-    encoder, x = model(dropout=0.2), source()
-    sought = by_modules(monkeypatch, encoder, x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        torch.testing.assert_close(outcome(encoder, x), sought, rtol=1e-5, atol=1e-6)
-
-    class Again(torch.nn.Module):
-        def forward(self, x, src_key_padding_mask):
-            return checkpoint(lambda x: encoder(x, src_key_padding_mask=src_key_padding_mask), x, use_reentrant=False)
-
-        def parameters(self):
-            return encoder.parameters()
-
-    torch.testing.assert_close(outcome(Again(), x), sought, rtol=1e-5, atol=1e-6)
-    assert all(taken)
-
-
-def test_a_parameter_changed_in_between_is_an_error():
-    encoder, x = model(), source()
-    out = encoder(x, src_key_padding_mask=PADDING)
-    with torch.no_grad():
-        encoder.layers[0].linear2.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 class Louder(torch.nn.Linear):
@@ -413,80 +263,6 @@ def test_norms_of_another_dtype(taken):
     assert taken == [False]
 
 
-def kept(encoder, x):
-    """Bytes that autograd keeps for backward, each once, but for parameters."""
-    found, lasting = {}, {p.data_ptr() for p in encoder.parameters()}
-
-    def pack(t):
-        if t.data_ptr() not in lasting:
-            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = encoder(x, src_key_padding_mask=PADDING)
-    return sum(found.values()), out
-
-
-@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}, {"dropout": 0.3}], ids=str)
-def test_no_more_is_kept_for_backward(taken, monkeypatch, options):
-    encoder = model(**options)
-    as_nodes, out = kept(encoder, source())
-    with monkeypatch.context() as patch:
-        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        as_modules, other = kept(encoder, source())
-    assert as_nodes <= as_modules
-    assert out.shape == other.shape
-    assert taken == [True]
-
-
-def test_what_is_read_is_let_go(taken):
-    """Not in a second backward pass of one graph."""
-    encoder, x = model(activation="gelu"), source()
-    out = encoder(x, src_key_padding_mask=PADDING)
-    first = torch.autograd.grad(out.sum(), [x, *encoder.parameters()], retain_graph=True)
-    again = torch.autograd.grad(out.sum(), [x, *encoder.parameters()])
-    torch.testing.assert_close(first, again, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out.sum(), x)
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_given_gradients_stay_as_they_are(taken, norm_first):
-    layer, packing = model(norm_first=norm_first).layers[0], foci.nn.Packing.from_mask(PADDING)
-    x = packing.pack(source(grad=False)).requires_grad_()
-    dy = torch.randn(x.shape)
-    given = dy.clone()
-    layer(x, None, packing).backward(dy)
-    assert torch.equal(dy, given)
-    assert taken == [True]
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_numerical_derivatives(taken, norm_first, activation):
-    torch.manual_seed(0)
-    layer = foci.nn.TransformerEncoderLayer(4, 2, 6, 0.0, activation, batch_first=True, norm_first=norm_first, dtype=torch.float64)
-    packing = foci.nn.Packing(torch.tensor([0, 3, 5]), 3, (2, 3))
-    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *_: layer(x, None, packing), (x, *layer.parameters()))
-    if activation == "gelu":
-        assert torch.autograd.gradgradcheck(lambda *_: layer(x, None, packing), (x, *list(layer.parameters())[:2]))
-    assert all(taken)
-
-
-def test_hooks_of_parameters_and_anomalies(taken):
-    encoder, x = model(), source()
-    heard = []
-    for name, parameter in encoder.named_parameters():
-        parameter.register_hook(lambda g, name=name: heard.append(("grad", name)))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard.append(("accumulated", name)))
-    with torch.autograd.detect_anomaly(check_nan=True), warnings.catch_warnings():
-        encoder(x, src_key_padding_mask=PADDING).sum().backward()
-    names = [name for name, _ in encoder.named_parameters()]
-    assert sorted(heard) == sorted((kind, name) for name in names for kind in ("grad", "accumulated"))
-    assert taken == [True]
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}, {"dropout": 0.3}, {"bias": False}], ids=str)
 def test_without_gradients(taken, monkeypatch, mode, options):
@@ -554,22 +330,3 @@ def test_what_is_noted_keeps_nothing_alive(taken, whole):
     finally:
         gc.enable()
     assert taken == [True]
-
-
-def test_observers_see_its_attention(taken):
-    encoder = copy.deepcopy(model())
-    with foci.observe() as log:
-        encoder(source(), src_key_padding_mask=PADDING).sum().backward()
-    assert taken == [True]
-    assert len(log.calls) == len(log.backward_calls) == 2
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
-    monkeypatch.setattr(recall, "_known", type(recall._known)())
-    options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S), "is_causal": True} if causal else {}
-    encoder = model()
-    for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
-        out = encoder(source(), src_key_padding_mask=torch.arange(S) >= torch.tensor(lengths)[:, None], **options)
-        out.sum().backward()
-    assert len(recall._known) == 1

@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foci.dispatch import PackedCall, run_packed
+from foci.ir.memo import fingerprint
 from foci.nn.products import linear, linear_relu
 from foci.prepare import Extras
 
-__all__ = ["Attention", "Heads", "Parameters", "Plan", "computed"]
+__all__ = ["FIRST", "IN", "NORM1", "NORM2", "OUT", "SECOND", "Attention", "Heads", "Parameters", "Plan", "computed"]
 
 Parameters: TypeAlias = Sequence[Tensor | None]
 """Weight and bias of: the projections in and out, the two linear layers, the two norms."""
+IN, OUT, FIRST, SECOND, NORM1, NORM2 = range(0, 12, 2)
+"""Where the weights are among them."""
 Function: TypeAlias = Callable[..., Any] | None
+Attend: TypeAlias = Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]
 
 
 class Heads(NamedTuple):
@@ -48,11 +52,30 @@ class Plan(NamedTuple):
 class Attention:
     """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first."""
 
-    __slots__ = ("_calls", "_extras", "_mask", "_score")
+    __slots__ = ("_calls", "_extras", "_learning", "_mask", "_score")
 
     def __init__(self, score: Function, mask: Function, extras: Extras) -> None:
         self._score, self._mask, self._extras = score, mask, extras
         self._calls: dict[bool, PackedCall] = {}
+        self._learning: PackedCall | None = None
+
+    @property
+    def captures_nothing(self) -> bool:
+        """Whether its gradients are those of query, key and value alone."""
+        if self._score is None and self._mask is None:
+            return True
+        found = [fingerprint(self._score), fingerprint(self._mask)]
+        return all(known is not None and not known.tensors for known in found)
+
+    def learning(self, tensors: tuple[Tensor, Tensor, Tensor]) -> PackedCall:
+        """The call of query, key and value with gradients of them, of an attention that captures nothing."""
+        call = self._learning
+        if call is None:
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=True)
+            assert call is not None, "a plain call is known by functions like these"
+            if not self._extras.dropout_p:
+                self._learning = call
+        return call
 
     def __call__(self, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """[T, H * D] of query, key and value, parts of one product."""
@@ -67,20 +90,22 @@ class Attention:
         return call.differentiable(tensors).flatten(1)
 
 
-def computed(plan: Plan, attention: Attention, x: Tensor, p: Parameters, *, is_seen: bool) -> Tensor:
-    """A layer's output for tokens [T, E]; `is_seen`: autograd or autocast needs to know of each operation."""
+def computed(
+    plan: Plan, attention: Attend, x: Tensor, p: Parameters, *, is_seen: bool, drop: Callable[[Tensor, float], Tensor] = F.dropout
+) -> Tensor:
+    """A layer's output for tokens [T, E]; `is_seen`: autograd or autocast needs to know of each operation; `drop` leaves features out."""
     heads, norm_first, width, (eps1, eps2), is_gelu, (behind, within, last) = plan
     weight_in, bias_in, weight_out, bias_out, weight1, bias1, weight2, bias2, scale1, shift1, scale2, shift2 = p
     multiply: Any = F.linear if is_seen else linear
     y = torch.layer_norm(x, width, scale1, shift1, eps1) if norm_first else x
     y = multiply(attention(heads.split(multiply(y, weight_in, bias_in))), weight_out, bias_out)
-    y = x + (F.dropout(y, behind) if behind else y)
+    y = x + (drop(y, behind) if behind else y)
     x = y if norm_first else torch.layer_norm(y, width, scale1, shift1, eps1)
     y = torch.layer_norm(x, width, scale2, shift2, eps2) if norm_first else x
     if is_gelu:
         y = F.gelu(multiply(y, weight1, bias1))
     else:
         y = torch.relu(multiply(y, weight1, bias1)) if is_seen else linear_relu(y, weight1, bias1)  # type: ignore[arg-type]
-    y = multiply(F.dropout(y, within) if within else y, weight2, bias2)
-    y = x + (F.dropout(y, last) if last else y)
+    y = multiply(drop(y, within) if within else y, weight2, bias2)
+    y = x + (drop(y, last) if last else y)
     return y if norm_first else torch.layer_norm(y, width, scale2, shift2, eps2)

@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.direct import HOOKS, is_silent
 from foci.nn.layer import Attention, Heads, Plan, computed
+from foci.nn.node import computed_as_node
 from foci.nn.packing import Packing
 from foci.operator import is_plain_eager
 
@@ -45,6 +46,8 @@ _WRITTEN: Final = [getattr(kind, name) for kind, name in _METHODS]
 """As they were: some libraries put theirs into torch's classes."""
 _NUMBERS: Final = (float, int)
 _PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
+_AS_NODES = frozenset(("cuda",))
+"""Devices on which the kernels and the nodes between products cost more than a node in Python does."""
 _PLACES: Final = 12
 """Parameters of a layer."""
 
@@ -146,7 +149,8 @@ class Stack:
         if not _PLAIN.issuperset(map(type, tensors)) or [t for t in tensors if t.dtype is not dtype or t.layout is not strided]:
             return None
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
-        is_seen = learns or torch._C._is_any_autocast_enabled()
+        casts = torch._C._is_any_autocast_enabled()
+        is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
         shared: dict[tuple[Heads, float], Attention] = {}
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__
@@ -156,7 +160,11 @@ class Stack:
                 attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal)
             if is_bare:
                 shared[layer.alike] = attention
-            x = computed(layer.plan, attention, x, given[_PLACES * n : _PLACES * (n + 1)], is_seen=is_seen)
+            p = given[_PLACES * n : _PLACES * (n + 1)]
+            if as_node and attention.captures_nothing:
+                x = computed_as_node(layer.plan, attention, x, p)
+            else:
+                x = computed(layer.plan, attention, x, p, is_seen=is_seen)
         return x
 
 

@@ -1,0 +1,240 @@
+"""An encoder layer of packed tokens as one node of autograd: its own nodes, and the kernels between them, cost more than small products.
+
+The operations are those of `foci.nn.layer`, in their order, and their derivatives torch's own. What backward reads is saved once, as
+autograd saves it, and let go as soon as it is read. Derivatives of derivatives run the layer again as autograd knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foci.dispatch import PackedCall
+from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Parameters, Plan, computed
+from foci.nn.products import linear_relu
+
+__all__ = ["computed_as_node"]
+
+_aten: Final = torch.ops.aten
+
+
+def computed_as_node(plan: Plan, attention: Attention, x: Tensor, p: Parameters) -> Tensor:
+    """A layer's output for tokens [T, E], of an attention that captures nothing."""
+    out: Tensor = _apply(plan, attention, x, *p)
+    return out
+
+
+def _forward(plan: Plan, attention: Attention, x: Tensor, p: Parameters, kept: list[Tensor]) -> tuple[Tensor, PackedCall]:
+    """Output and call of attention; what backward reads is added to `kept`."""
+    if plan.norm_first:
+        y, call = _attended(plan, attention, _normed(plan, x, p, NORM1, kept), p, kept)
+        y += x
+        out = _fed(plan, _normed(plan, y, p, NORM2, kept), p, kept)
+        out += y
+        return out, call
+    y, call = _attended(plan, attention, x, p, kept)
+    y += x
+    y = _normed(plan, y, p, NORM1, kept)
+    out = _fed(plan, y, p, kept)
+    out += y
+    return _normed(plan, out, p, NORM2, kept), call
+
+
+def _normed(plan: Plan, x: Tensor, p: Parameters, at: int, kept: list[Tensor]) -> Tensor:
+    out, mean, spread = torch.native_layer_norm(x, plan.width, p[at], p[at + 1], plan.eps[at == NORM2])
+    kept += (x, mean, spread)
+    return out
+
+
+def _attended(plan: Plan, attention: Attention, x: Tensor, p: Parameters, kept: list[Tensor]) -> tuple[Tensor, PackedCall]:
+    projected = F.linear(x, p[IN], p[IN + 1])  # type: ignore[arg-type]
+    tensors = plan.heads.split(projected)
+    call = attention.learning(tensors)
+    out, lse = call.forward(tensors)
+    kept += (x, projected, out, lse)
+    return _dropped(F.linear(out.flatten(1), p[OUT], p[OUT + 1]), plan.drops[0], kept), call  # type: ignore[arg-type]
+
+
+def _fed(plan: Plan, x: Tensor, p: Parameters, kept: list[Tensor]) -> Tensor:
+    if plan.is_gelu:
+        before = F.linear(x, p[FIRST], p[FIRST + 1])  # type: ignore[arg-type]
+        hidden = F.gelu(before)
+    else:
+        before = hidden = linear_relu(x, p[FIRST], p[FIRST + 1])  # type: ignore[arg-type]
+    kept += (x, before)
+    hidden = _dropped(hidden, plan.drops[1], kept)
+    kept.append(hidden)
+    return _dropped(F.linear(hidden, p[SECOND], p[SECOND + 1]), plan.drops[2], kept)  # type: ignore[arg-type]
+
+
+def _dropped(x: Tensor, chance: float, kept: list[Tensor]) -> Tensor:
+    """torch's dropout; kept is what it multiplies by: on a GPU whether that is not 0, elsewhere the factors."""
+    if not chance:
+        return x
+    if x.is_cuda:
+        out, noise = torch.native_dropout(x, chance, True)
+    else:
+        noise = torch.empty_like(x).bernoulli_(1 - chance).div_(1 - chance)
+        out = x * noise
+    kept.append(noise)
+    return out
+
+
+class _Node(torch.autograd.Function):
+    """A layer of tokens, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, attention: Attention, x: Tensor, *p: Tensor | None) -> Tensor:
+        kept: list[Tensor] = []
+        out, call = _forward(plan, attention, x, p, kept)
+        ctx.facts = plan, call.outline, len(call.captures)
+        ctx.save_for_backward(*p, *call.captures, *call.optional, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        plan, outline, count = ctx.facts
+        saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[2:], 12 + count + 7
+        p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
+        call = PackedCall(outline, others[:count], others[count:])
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
+            return (None, None, *_recorded(plan, (kept[0], *p), call, _noises(plan, kept), dy, wanted))
+        del saved
+        ctx.maybe_clear_saved_tensors()  # what is read goes, as it does between autograd's own nodes
+        gradients = _Gradients(plan, p, kept, wanted, call)
+        return (None, None, gradients.of(dy), *gradients.found)
+
+
+_apply: Final[Any] = super(torch.autograd.Function, _Node).apply
+"""`_Node.apply` less what serves torch.func alone, which plain eager calls are outside of."""
+
+
+@functools.lru_cache(maxsize=256)
+def _beyond(wanted: tuple[bool, ...], norm_first: bool) -> dict[int, bool]:
+    """Whether the gradient of each part's input is wanted: by what stands before it, or as the layer's."""
+    last, first = (NORM1, IN, OUT, NORM2, FIRST, SECOND), (IN, OUT, NORM1, FIRST, SECOND, NORM2)
+    reached, found = wanted[0], {}
+    for at in last if norm_first else first:
+        found[at] = reached
+        reached = reached or wanted[1 + at] or wanted[2 + at]
+    return found
+
+
+class _Gradients:
+    """Derivatives of a layer, from its end to its beginning; `kept` is what its forward kept, read from its end."""
+
+    def __init__(self, plan: Plan, p: Parameters, kept: list[Tensor], wanted: tuple[bool, ...], call: PackedCall) -> None:
+        self.plan, self.p, self.kept, self.wanted, self.call = plan, p, kept, wanted, call
+        self.beyond = _beyond(wanted, plan.norm_first)
+        self.found: list[Tensor | None] = [None] * len(p)
+
+    def of(self, dy: Tensor) -> Tensor | None:
+        """The gradient of the layer's input, if it is wanted; those of its parameters are `found`."""
+        given: Tensor | None = dy
+        for body, at in ((self._feed_forward, NORM2), (self._attention, NORM1)):
+            if self.plan.norm_first:
+                inner = body(dy, None)
+                inner = None if inner is None else self._norm(inner, at)
+                given = None if inner is None else inner.add_(dy)
+            else:
+                inner = self._norm(dy, at)
+                given = None if inner is None else body(inner, inner)
+            if given is None:
+                return None
+            dy = given
+        return given
+
+    def _norm(self, dy: Tensor, at: int) -> Tensor | None:
+        spread, mean, x = self.kept.pop(), self.kept.pop(), self.kept.pop()
+        mask = [self.beyond[at], self.wanted[1 + at], self.wanted[2 + at]]
+        dx, self.found[at], self.found[at + 1] = _layer_norm_backward(
+            dy, x, self.plan.width, mean, spread, self.p[at], self.p[at + 1], mask
+        )
+        return dx if mask[0] else None
+
+    def _linear(self, dy: Tensor, x: Tensor, at: int, added: Tensor | None = None) -> Tensor | None:
+        """The gradient of a linear layer's input, added to what is not needed apart."""
+        if self.wanted[1 + at]:
+            self.found[at] = torch.mm(dy.t(), x)
+        if self.wanted[2 + at]:
+            self.found[at + 1] = dy.sum(0)
+        if not self.beyond[at]:
+            return None
+        weight: Any = self.p[at]
+        return torch.mm(dy, weight) if added is None else added.addmm_(dy, weight)
+
+    def _undropped(self, dy: Tensor, chance: float) -> Tensor:
+        return _undropped(dy, self.kept.pop(), chance) if chance else dy
+
+    def _feed_forward(self, dy: Tensor, added: Tensor | None) -> Tensor | None:
+        _, within, behind = self.plan.drops
+        dy = self._undropped(dy, behind)
+        dh = self._linear(dy, self.kept.pop(), SECOND)
+        if dh is None:
+            return None
+        dh = self._undropped(dh, within)
+        before = self.kept.pop()
+        dh = _gelu_backward(dh, before) if self.plan.is_gelu else _threshold_backward(dh, before, 0)
+        del before
+        return self._linear(dh, self.kept.pop(), FIRST, added)
+
+    def _attention(self, dy: Tensor, added: Tensor | None) -> Tensor | None:
+        dy = self._undropped(dy, self.plan.drops[0])
+        lse, out = self.kept.pop(), self.kept.pop()
+        do = self._linear(dy, out.flatten(1), OUT)
+        if do is None:
+            return None
+        parts = self.call.backward(self.plan.heads.split(self.kept.pop()), (out, lse), do.view_as(out))
+        del lse, out, do
+        projected = torch.cat(parts, 1).flatten(1)
+        del parts
+        return self._linear(projected, self.kept.pop(), IN, added)
+
+
+_layer_norm_backward: Final[Any] = _aten.native_layer_norm_backward.default
+_gelu_backward: Final[Any] = _aten.gelu_backward.default
+_threshold_backward: Final[Any] = _aten.threshold_backward.default
+
+
+def _undropped(dy: Tensor, noise: Tensor, chance: float) -> Tensor:
+    if noise.dtype == torch.bool:
+        return _aten.native_dropout_backward.default(dy, noise, 1 / (1 - chance))  # type: ignore[no-any-return]
+    return dy * noise
+
+
+def _noises(plan: Plan, kept: list[Tensor]) -> list[Tensor]:
+    """What dropout multiplied by, of what a forward kept."""
+    behind, within, last = map(bool, plan.drops)
+    start = 3 * plan.norm_first + 4
+    found = kept[start : start + behind]
+    start += behind + 3 + 2
+    found += kept[start : start + within]
+    start += within + 1
+    return found + kept[start : start + last]
+
+
+def _recorded(
+    plan: Plan, inputs: Sequence[Tensor | None], call: PackedCall, noises: list[Tensor], dy: Tensor, wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Gradients as autograd finds them: differentiable again, or for many cotangents at once, with the noise that there was."""
+    x, *p = inputs
+    assert x is not None
+    rest = iter(noises)
+
+    def drop(x: Tensor, chance: float) -> Tensor:
+        noise = next(rest)
+        return x * noise / (1 - chance) if noise.dtype == torch.bool else x * noise
+
+    def attend(tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return call.differentiable(tensors).flatten(1)
+
+    with torch.enable_grad():
+        y = computed(plan, attend, x, p, is_seen=True, drop=drop)
+    sources = [t for t, on in zip(inputs, wanted, strict=True) if on]
+    found = iter(torch.autograd.grad(y, sources, dy, create_graph=torch.is_grad_enabled()))  # type: ignore[arg-type]
+    return [next(found) if on else None for on in wanted]
