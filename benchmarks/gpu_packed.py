@@ -3,8 +3,8 @@
     python benchmarks/gpu_packed.py --compile 0/3        # one of three processes that fill the caches
     python benchmarks/gpu_packed.py [--out FILE]
 
-Bfloat16, no mask but the padded batch's own, the planner's choice of backend; forward without gradients, and the backward pass alone.
-Lengths of the padded comparison are drawn from an eighth of the longest on. `device_us` is what the device needs, behind work that
+Bfloat16, no mask but the padded batch's own, and the causal one; the planner's choice of backend; forward without gradients, and the
+backward pass alone. Lengths of the padded comparison are drawn from an eighth of the longest on. `device_us` is what the device needs, behind work that
 keeps it busy until the host has called it often enough; `host_us` what a call costs the host; `ms` is between events around eager
 calls, both sides in turns, of which the longer of the two decides.
 """
@@ -28,6 +28,7 @@ import foci
 
 SHAPES = ((16, 16, 1024, 64), (64, 16, 256, 64), (8, 16, 2048, 128))
 """Sequences, heads, length, head dim."""
+CASES = tuple((shape, mask) for mask in ("", "causal") for shape in SHAPES)
 CALLS = 20
 AHEAD = 30_000_000
 """Cycles that the device spins meanwhile."""
@@ -39,11 +40,17 @@ def passes(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor)
     return {"forward": lambda: call(*tensors), "backward": lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)}
 
 
-def sides(batch: int, heads: int, length: int, dim: int) -> dict[str, dict[str, Callable[[], object]]]:
-    """Side -> pass -> call."""
+def sides(batch: int, heads: int, length: int, dim: int, mask: str) -> dict[str, dict[str, Callable[[], object]]]:
+    """Side -> pass -> call; under the causal mask beside a dense batch alone."""
     flat = [torch.randn(batch * length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     dense = [t.view(batch, length, heads, dim).transpose(1, 2) for t in flat]
     equal = torch.arange(batch + 1, device="cuda") * length
+    if mask:
+        causal = foci.masks.causal()
+        return {
+            "packed": passes(lambda q, k, v: foci.varlen_attn(q, k, v, equal, equal, length, length, mask=causal), flat[:3], flat[3]),
+            "dense": passes(lambda q, k, v: foci.attention(q, k, v, mask=causal), dense[:3], dense[3]),
+        }
     drawn = [length, *(random.Random(n).randint(length // 8, length) for n in range(batch - 1))]
     own = torch.tensor([0, *drawn], device="cuda").cumsum(0)
     few = [t[: sum(drawn)].contiguous() for t in flat]
@@ -93,8 +100,8 @@ def five(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def rows(shape: tuple[int, int, int, int]) -> list[dict[str, object]]:
-    found = sides(*shape)
+def rows(shape: tuple[int, int, int, int], mask: str) -> list[dict[str, object]]:
+    found = sides(*shape, mask)
     rows = []
     for direction in ("forward", "backward"):
         calls = {side: ways[direction] for side, ways in found.items() if direction in ways}
@@ -106,28 +113,28 @@ def rows(shape: tuple[int, int, int, int]) -> list[dict[str, object]]:
         times = measure.in_turns({side: five(call) for side, call in calls.items()})
         for (side, call), backend in zip(calls.items(), backends, strict=True):
             numbers = {"ms": round(times[side] / 5, 4), "device_us": round(device_us(call), 1), "host_us": round(host_us(call), 1)}
-            rows.append({"shape": list(shape), "direction": direction, "side": side, "backend": backend, **numbers})
+            rows.append({"shape": list(shape), "mask": mask, "direction": direction, "side": side, "backend": backend, **numbers})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", default="", help="i/n: only fill the caches, with every n-th shape from the i-th")
+    parser.add_argument("--compile", default="", help="i/n: only fill the caches, with every n-th case from the i-th")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_packed.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     part, parts = map(int, (options.compile or "0/1").split("/"))
     if options.compile:
-        for shape in SHAPES[part::parts]:
-            for ways in sides(*shape).values():
+        for shape, mask in CASES[part::parts]:
+            for ways in sides(*shape, mask).values():
                 for call in ways.values():
                     call()
         return
     about = measure.facts("cuda")
     with options.out.open("w") as file:
-        for shape in SHAPES:
-            for row in rows(shape):
+        for shape, mask in CASES:
+            for row in rows(shape, mask):
                 print(json.dumps(row), flush=True)
                 file.write(json.dumps(row | about) + "\n")
 

@@ -56,7 +56,8 @@ def packed() -> str:
     """Times of packed calls over those of dense ones of equal lengths, and over the padded batch's."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for line in results("gpu_packed"):
-        found.setdefault((",".join(map(str, line["shape"])), line["direction"]), {})[line["side"]] = line
+        shape = ",".join(map(str, line["shape"]))
+        found.setdefault((f"{shape} {line.get('mask', '')}".strip(), line["direction"]), {})[line["side"]] = line
 
     def over(sides: dict[str, dict[str, float]], one: str, other: str, what: str) -> str:
         a, b = (sides.get(side, {}).get(what) for side in (one, other))
