@@ -1,7 +1,7 @@
 """Time and peak memory of making block masks, each in a process of its own. Prints one JSON line per case.
 
-    python benchmarks/block_mask.py                  # every case
-    python benchmarks/block_mask.py document 131072  # one case
+    python benchmarks/block_mask.py > benchmarks/results/block_mask.jsonl  # every case
+    python benchmarks/block_mask.py document 131072                        # one case
 
 On one thread, so that the barriers of a busy machine are not what is measured; CPU seconds and the load stand beside.
 Peak memory is what the process's resident set grew by at most while the block mask was made (Linux only); the limits are those the project
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from measure import reset_peak, status
 
 import foci
 from foci.mask_mods import create_block_mask
@@ -40,28 +41,16 @@ CASES: dict[str, Callable[[int], foci.Mask]] = {
 LENGTHS = (16384, 131072)
 
 
-def _status(field: str) -> float:
-    """Megabytes of a field of /proc/self/status: VmRSS is the resident set now, VmHWM the largest since it was reset."""
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith(field))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
-def _reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as clear_refs:
-        clear_refs.write("5")
-
-
-def measure(name: str, length: int) -> dict[str, object]:
+def made(name: str, length: int) -> dict[str, object]:
     """One case, made once in this process after a tiny one that loads what is loaded lazily."""
     torch.set_num_threads(1)
     create_block_mask(CASES[name](4096), None, None, 4096, 4096, device="cpu", BLOCK_SIZE=BLOCK)
     mask = CASES[name](length)
-    _reset_peak()
-    before, start, start_cpu = _status("VmRSS"), time.perf_counter(), time.process_time()
+    before = reset_peak()
+    start, start_cpu = time.perf_counter(), time.process_time()
     block_mask = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
-    megabytes = _status("VmHWM") - before
+    megabytes = status("VmHWM") - before
     return {
         "case": name,
         "length": length,
@@ -80,7 +69,7 @@ def measure(name: str, length: int) -> dict[str, object]:
 def main() -> int:
     """All cases, or the one named on the command line; 1 when a limit is broken."""
     if len(sys.argv) == 3:
-        result = measure(sys.argv[1], int(sys.argv[2]))
+        result = made(sys.argv[1], int(sys.argv[2]))
         print(json.dumps(result), flush=True)
         return 0 if result["within_limits"] else 1
     codes = [
