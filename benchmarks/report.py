@@ -72,7 +72,7 @@ def main() -> None:
         timed = [r for r in overhead if "case" in r]
         parts += [
             "## Host cost of one small call, (1, 2, 16, 8)\n",
-            _where(overhead) + " Microseconds; torch is its scaled_dot_product_attention.\n",
+            _where(overhead) + " Microseconds of the processor; torch is its scaled_dot_product_attention.\n",
         ]
         lines = [[r["case"], r["backend"], r["foci_us"], r["torch_us"], r["over_us"]] for r in timed]
         parts += [markdown(["call", "backend", "foci", "torch", "over"], lines) + "\n"]
