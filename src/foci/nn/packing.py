@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,11 +50,15 @@ class _Nest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, like: Any) -> Tensor:
-        return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))
+        return _nested_like(tokens, like)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
         return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
+
+
+def _nested_like(tokens: Tensor, like: Any) -> Tensor:
+    return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))
 
 
 def _scattered(rows: Tensor, indices: Tensor, total: int) -> Tensor:
@@ -179,7 +183,8 @@ class Packing:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
-            nested: Tensor = _Nest.apply(tokens, whole)  # type: ignore[no-untyped-call]
+            learns = torch.is_grad_enabled() and tokens.requires_grad
+            nested: Tensor = _Nest.apply(tokens, whole) if learns else _nested_like(tokens, whole)  # type: ignore[no-untyped-call]
             return nested
         shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
@@ -249,9 +254,10 @@ def pack_nested(tensor: Tensor) -> Packing:
     Raises:
         ValueError: for another number of dims, or another ragged dim.
     """
-    jagged = is_jagged(tensor)
-    if tensor.dim() != 3 or (jagged and tensor._ragged_idx != 1):  # type: ignore[attr-defined]
-        raise ValueError(f"a nested input must be [batch, ragged length, features]; got {tensor.dim()} dimensions")
+    jagged, own = is_jagged(tensor), cast(Any, tensor)
+    dims = own._values.dim() + 1 if type(tensor) is NestedTensor and not torch.compiler.is_compiling() else own.dim()
+    if dims != 3 or (jagged and own._ragged_idx != 1):
+        raise ValueError(f"a nested input must be [batch, ragged length, features]; got {dims} dimensions")
     if not jagged:
         sizes = tensor._nested_tensor_size()[:, 0]
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)

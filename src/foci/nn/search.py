@@ -65,7 +65,7 @@ def _of_bytes(padding: Tensor, *, batch_first: bool) -> Found | None:
             found = _searched(read, read, device, batch_first=batch_first)
         _known[key] = _Known.of(found)
     if len(_known) > _KEPT:
-        _known.pop(next(iter(_known)), None)
+        _known.pop(next(iter(list(_known))), None)  # a list at once: other threads may add
     return found
 
 
