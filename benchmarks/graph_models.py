@@ -6,8 +6,9 @@ counts: with that mask torch takes slower kernels, for BERT none at all ("induct
 GPT-2 small and BERT base of transformers, no dropout, from random parameters: bfloat16 on a GPU; on the CPU two layers in
 float32. Every variant has its own model with the same parameters. A training step is forward with the loss, and backward.
 The first step includes all compilation, from an empty cache of Inductor, but not what a process does once: imports, starting
-workers, Dynamo's first look at transformers; a model of one layer, eager attention under Inductor, goes before it all. Times on the CPU are seconds of processors, of this thread for a step, of this process and its compilers for the first
-one, so that they are those of a machine that does nothing else.
+workers, Dynamo's first look at transformers; a model of one layer, eager attention under Inductor, goes before it all. Times on
+the CPU are seconds of processors, of this thread for a step, of this process and its compilers for the first one, so that they are
+those of a machine that does nothing else.
 
     python benchmarks/graph_models.py --model gpt2 --size 4x2048
 

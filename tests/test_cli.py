@@ -1,6 +1,7 @@
 """The command line, run as a user runs it."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 import foci
 from foci.cli.app import app
+from foci.cli.explanation import verdicts_table
 from foci.cli.language import Unknown, read_mask, read_score
 from foci.example import Sizes
 
@@ -64,6 +66,14 @@ def test_explain_says_what_the_planner_says():
     assert re.search(rf"{decision.plan.backend}\W+runs", printed)
     for rejection in decision.rejections:
         assert rejection.backend in printed
+
+
+def test_explain_says_how_a_backend_would_run():
+    query = torch.zeros(2, 8, 64, 64)
+    decision = foci.explain(query, query, query).decision
+    noted = [replace(v, note=f"the way of {v.backend}") if v.reason is None else v for v in decision.verdicts]
+    cells = list(verdicts_table(replace(decision, verdicts=tuple(noted))).columns[2].cells)
+    assert all(v.reason or cell.endswith(f" ms: {v.note}") for v, cell in zip(noted, cells, strict=True))
 
 
 def test_explain_rejects_an_unknown_mask_and_proposes_the_nearest():

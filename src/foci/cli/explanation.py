@@ -93,15 +93,17 @@ def _tensors(question: Question) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def verdicts_table(decision: Decision) -> Table:
-    """One row per backend, in the registry's order: whether it runs, its estimate, its reason."""
+    """One row per backend, in the registry's order: whether it runs; its estimate, and what it says of how it would run, or its reason."""
     table = Table("backend", "verdict", "why")
     for verdict in decision.verdicts:
         if verdict.reason is not None:
             table.add_row(verdict.backend, "[red]no[/]", verdict.reason)
-        elif decision.plan is not None and decision.plan.backend == verdict.backend:
-            table.add_row(verdict.backend, "[green]runs[/]", f"the least estimate, {_milliseconds(verdict.cost)}")
-        else:
-            table.add_row(verdict.backend, "possible", f"estimate {_milliseconds(verdict.cost)}")
+            continue
+        runs = decision.plan is not None and decision.plan.backend == verdict.backend
+        estimate = f"{'the least estimate,' if runs else 'estimate'} {_milliseconds(verdict.cost)}"
+        table.add_row(
+            verdict.backend, "[green]runs[/]" if runs else "possible", f"{estimate}: {verdict.note}" if verdict.note else estimate
+        )
     return table
 
 
