@@ -72,8 +72,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises a ValueError if there are fewer heads of key or value than of the query, but for one that all share."""
-    having = [t for t in (query, key, value) if not t.is_nested or (t.layout == torch.jagged and _ragged(t) == 2)]
-    heads = [t.shape[1] for t in having if t.dim() == 4]
+    heads = [heads_of(t) for t in (query, key, value) if not t.is_nested or t.layout == torch.jagged]
     if len(set(heads) - {1}) > 1:
         raise ValueError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
 

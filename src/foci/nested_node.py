@@ -62,6 +62,7 @@ def _fit(query: Any, key: Any, value: Any) -> bool:
     """Whether one sequence of queries meets one of keys, and all is of one kind; whatever else is for others to refuse or to take."""
     q, k, v = query._values, key._values, value._values
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and k.shape[:2] == v.shape[:2]
+    alike = alike and q.shape[0] % k.shape[0] == 0  # one head of queries for many of keys is repeated elsewhere
     return alike and key._offsets is value._offsets and query._offsets.shape == key._offsets.shape
 
 
@@ -94,12 +95,15 @@ class _NestedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: PackedCall, *tensors: Tensor) -> Tensor:
         out, lse = call.forward(_rows(tensors))
+        ctx.set_materialize_grads(False)  # torch has no zeros like a NestedTensor whose lengths are symbols
         ctx.outline, ctx.count = call.outline, len(call.captures)
         ctx.save_for_backward(*tensors, out, lse, *call.captures, *call.optional)
         return _nested(out, tensors[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        if gradient is None:
+            return (None,) * 4
         saved = ctx.saved_tensors
         tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
         call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :])

@@ -446,3 +446,42 @@ def test_functions_of_torch_are_traced_for_nested_tensors():
     found = unpacked(foci.attention(njt, njt, njt, score=score))
     wanted = torch.cat([foci.attention(part, part, part, score=score)[0].transpose(0, 1) for part in pieces(values, lengths)])
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("learns", [True, False])
+def test_one_query_head_beside_many_heads_of_the_same_sequences(learns, backend):
+    values, keys = nested((3, 0, 5), 4, 8)
+    rows = rand(8, 1, 8, seed=3).requires_grad_(learns)
+    query = torch.nested.nested_tensor_from_jagged(rows, offsets=keys.offsets()).transpose(1, 2)
+    whole = torch.nested.nested_tensor_from_jagged(rows.expand(-1, 4, -1), offsets=keys.offsets()).transpose(1, 2)
+    with foci.use(backend):
+        found, want = (unpacked(foci.attention(q, keys, keys, mask=foci.masks.causal())) for q in (query, whole))
+    torch.testing.assert_close(found, want)
+    inputs = (rows, values) if learns else (values,)
+    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), inputs) for t in (found, want)))
+
+
+class _Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_undefined_gradients():
+    values, query = nested((3, 0, 5), 4, 8)
+    out = _Undefined.apply(foci.attention(query, query, query))
+    (grad,) = torch.autograd.grad(unpacked(out).sum() + values.sum(), values)
+    torch.testing.assert_close(grad, torch.ones_like(values))
+
+
+def test_grouped_heads_of_entries_are_asked_for():
+    offsets = torch.tensor([0, 2, 5])
+    query, key = (torch.nested.nested_tensor_from_jagged(rand(5, heads, 6, 8), offsets=offsets) for heads in (4, 2))
+    with pytest.raises(ValueError, match="^query, key and value have 4, 2, 2 heads: grouped heads need enable_gqa=True"):
+        foci.scaled_dot_product_attention(query, key, key)
+    assert foci.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape[2] == 4

@@ -254,3 +254,21 @@ def test_a_wrapped_subclass_is_given_padded_batches():
     encoder.layers[0] = checkpointed(encoder.layers[0])
     with pytest.warns(UserWarning, match="Doubled has a forward of its own"):
         encoder(rand(B, S, E), src_key_padding_mask=padding("right"))
+
+
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_undefined_gradients_of_a_nested_output():
+    _, ours = stacks("Encoder", batch_first=True)
+    values = rand(8, E).requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor([0, 3, 8]))
+    (grad,) = torch.autograd.grad(Undefined.apply(ours(nested)).values().sum() + values.sum(), values)
+    torch.testing.assert_close(grad, torch.ones_like(values))

@@ -50,10 +50,13 @@ class _Nest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, like: Any) -> Tensor:
+        ctx.set_materialize_grads(False)  # torch has no zeros like a NestedTensor whose lengths are symbols
         return _nested_like(tokens, like)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
 
 
