@@ -68,18 +68,31 @@ def portion(piece, i: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
+def place(b, h, row, start, length, at, JAGGED: gl.constexpr):
+    """Where columns from `at` of the rows from `row` of a sequence lie, as the copy engine's maps count."""
+    if JAGGED:
+        return [FAR, start + length, h, FAR - length + row, at]
+    else:
+        return [b, h, row, at]
+
+
+@gluon.jit
+def boxed(part, JAGGED: gl.constexpr):
+    """[rows, columns] with the dims of a map."""
+    if JAGGED:
+        return part.reshape([1, 1, 1, part.shape[0], part.shape[1]])
+    else:
+        return part.reshape([1, 1, part.shape[0], part.shape[1]])
+
+
+@gluon.jit
 def copy_pieces_in(source, b, h, row, start, length, barrier, tile, JAGGED: gl.constexpr):
     """Begins to copy the tile at `row` of a sequence into the pieces of one; rows beyond the sequence are zeros."""
     columns: gl.constexpr = source.block_shape[len(source.block_shape) - 1]
-    rows: gl.constexpr = tile[0].shape[0]
     at = 0
     for i in gl.static_range(len(tile)):
         for j in gl.static_range(tile[i].shape[1] // columns):
-            part = portion(tile[i], j, columns)
-            if JAGGED:
-                bring(source, [FAR, start + length, h, FAR - length + row, at], barrier, part.reshape([1, 1, 1, rows, columns]))
-            else:
-                bring(source, [b, h, row, at], barrier, part.reshape([1, 1, rows, columns]))
+            bring(source, place(b, h, row, start, length, at, JAGGED), barrier, boxed(portion(tile[i], j, columns), JAGGED))
             at = at + columns
 
 
@@ -93,17 +106,12 @@ def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.conste
 def copy_pieces_out(target, b, h, row, start, length, tile, values, JAGGED: gl.constexpr):
     """Leaves values in the pieces of a tile and begins to copy them to `row` of a sequence; rows beyond it are not written."""
     columns: gl.constexpr = target.block_shape[len(target.block_shape) - 1]
-    rows: gl.constexpr = tile[0].shape[0]
     at = 0
     for i in gl.static_range(len(values)):
         tile[i].store(values[i].to(tile[i].dtype))
         fence_async_shared()
         for j in gl.static_range(tile[i].shape[1] // columns):
-            part = portion(tile[i], j, columns)
-            if JAGGED:
-                send(target, [FAR, start + length, h, FAR - length + row, at], part.reshape([1, 1, 1, rows, columns]))
-            else:
-                send(target, [b, h, row, at], part.reshape([1, 1, rows, columns]))
+            send(target, place(b, h, row, start, length, at, JAGGED), boxed(portion(tile[i], j, columns), JAGGED))
             at = at + columns
 
 
