@@ -11,13 +11,17 @@ from foci.backends.contract import Plan
 from foci.binding import bind
 from foci.problem import Formula, Operands, Problem, Target
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from foci.backends.triton import keeping, kernel, sparsity
-from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule
+import triton.language as tl  # noqa: E402
+
+from foci.backends.triton import keeping, kernel, sparsity  # noqa: E402
+from foci.backends.triton.arguments import Size, Spans, encode, table_config  # noqa: E402
+from foci.backends.triton.recording import Recorder  # noqa: E402
+from foci.backends.triton.schedules import Schedule  # noqa: E402
+from foci.backends.triton.tiles import find  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 100, 200
@@ -120,6 +124,31 @@ def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
     there = list(zip(*(t.tolist() for t in sequences.tensors), strict=True))
     assert [row[:6] for row in table[1 : sum(tiles) + 1]] == [[b, n, *there[b]] for b in order for n in reversed(range(tiles[b]))]
     assert [row[:2] for row in (table[0], *table[sum(tiles) + 1 :])] == [[-1, n] for n in range(spare)]
+
+
+@triton.jit
+def note_places(found, size, spans, c):
+    b, memory_b, h, task, tile = find(size, spans, c, True)
+    at = found + 4 * tl.program_id(0)
+    tl.store(at, b)
+    tl.store(at + 1, h)
+    tl.store(at + 2, task)
+    tl.store(at + 3, tile)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("heads", [1, 3, 16, 20])
+def test_programs_have_each_head_of_each_task_once(heads, together):
+    sequences = placed(LENGTHS, LENGTHS)
+    count = sum(-(-n // 64) for n in LENGTHS) + 3
+    table = sparsity._assigned(sequences, 64, count, is_by_query=True)
+    spans = Spans(table, *sequences.tensors, encode(len(LENGTHS)), encode(together))
+    found = torch.full((heads * count, 4), -7, dtype=torch.int32, device=DEVICE)
+    size = Size(*map(encode, (1, heads, 1, count, sum(LENGTHS), sum(LENGTHS))))
+    note_places[(heads * count,)](found, size, spans, table_config(64, 64, is_packed=True))
+    wanted = [[b, h, task, tile] for task, (b, tile) in enumerate(table[:, :2].tolist()) for h in range(heads)]
+    assert sorted(found.tolist()) == sorted(wanted)
+    assert (found.tolist() == wanted) is (together or heads <= 8)
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])

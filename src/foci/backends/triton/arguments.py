@@ -89,7 +89,7 @@ class Size(NamedTuple):
 
 class Spans(NamedTuple):
     """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 8], see `visits.assign_tasks`; `sequences` is their
-    encoded number."""
+    encoded number, `together` whether programs take all heads of a task at a time, encoded."""
 
     tasks: Tensor | None
     q_start: Tensor | None
@@ -97,6 +97,7 @@ class Spans(NamedTuple):
     kv_start: Tensor | None
     kv_length: Tensor | None
     sequences: int
+    together: int
 
 
 class Table(NamedTuple):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "visits_of"]
 
-DENSE: Final = Spans(None, None, None, None, None, encode(0))
+DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
 
 
@@ -201,6 +201,10 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     return found
 
 
+_TOGETHER: Final = 1 << 22
+"""Bytes of all heads' keys and values, or queries and their gradients, of the longest sequence, that caches hold some times over."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Tasks:
     """Tasks of a kernel, tiles of `tile` rows, and those of `other` rows that stream by each: of keys, or of queries."""
@@ -278,7 +282,9 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
         # at most so many end within a tile, and none has more tiles than the longest; one task is spare
         count = at_most(count + sequences, sequences * triton.cdiv(operands.max_q if is_by_query else operands.max_kv, tile) + 1)
         table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query)
-        spans = Spans(table, *call.sequences.tensors, encode(sequences))
+        longest = max(operands.max_q, operands.max_kv)
+        together = longest * operands.query.shape[1] * (operands.query.shape[3] + operands.value.shape[3]) * operands.query.itemsize
+        spans = Spans(table, *call.sequences.tensors, encode(sequences), encode(together <= _TOGETHER))
         width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
     if operands.page_table is not None:
         spans = DENSE._replace(kv_length=call.sequences.kv_length)

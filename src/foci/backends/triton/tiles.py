@@ -40,6 +40,19 @@ def place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def place_packed(n, size, spans, TOGETHER: tl.constexpr):
+    """(head, task) of the n-th program of a packed call. All heads go together where that is told, as whole rows of tokens come from
+    memory sooner than parts of many; else groups of TOGETHER."""
+    heads = number(size.heads)
+    if number(spans.together) > 0:
+        task = n // heads
+        h = n - task * heads
+    else:
+        b, h, task = place(n, size, False, TOGETHER)
+    return h, task
+
+
+@triton.jit
 def find(size, spans, c, LONGEST_FIRST: tl.constexpr):
     """`find_nth` of this program."""
     return find_nth(tl.program_id(0), size, spans, c, LONGEST_FIRST)
@@ -60,13 +73,12 @@ def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
 @triton.jit
 def find_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     """`find_nth` with so many heads at a time. Tasks of packed sequences are in their order already."""
-    memory_b, h, task = place(n, size, LONGEST_FIRST and not c.JAGGED, TOGETHER)
-    b = memory_b
-    tile = task
     if c.JAGGED:
-        b = tl.load(spans.tasks + RECORD * task)
-        tile = tl.load(spans.tasks + RECORD * task + 1)
-    return b, memory_b, h, task, tile
+        h, task = place_packed(n, size, spans, TOGETHER)
+        return tl.load(spans.tasks + RECORD * task), h * 0, h, task, tl.load(spans.tasks + RECORD * task + 1)
+    else:
+        b, h, task = place(n, size, LONGEST_FIRST, TOGETHER)
+        return b, b, h, task, task
 
 
 @triton.jit
