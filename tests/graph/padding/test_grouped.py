@@ -59,9 +59,10 @@ class Memory(TorchDispatchMode):
         self.live = self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
         storage = out.untyped_storage()
-        if all(storage._cdata != x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)):
+        if all(storage._cdata != x.untyped_storage()._cdata for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)):
             self._add(storage.nbytes())
             weakref.finalize(storage, self._add, -storage.nbytes())
         return out
@@ -81,6 +82,18 @@ def test_memory_is_what_is_said(biased, dtype):
     said = bytes_read_by_rows(m, k, n, dtype.itemsize) if biased is None else bytes_written_by_rows(m, k, n, dtype.itemsize, biased=biased)
     copied = b.nbytes if biased is None else 0
     assert memory.peak - copied - out.nbytes == said
+
+
+@pytest.mark.parametrize("biased", [None, False, True])
+def test_onednn_stays_as_it_is(biased):
+    a, b, bias = torch.randn(64, 1023).bfloat16(), torch.randn(1023, 1023).bfloat16(), torch.randn(1023).bfloat16() if biased else None
+    before = torch.backends.mkldnn.enabled
+    assert before
+    try:
+        mm_by_rows(a, b[:, :40].contiguous()) if biased is None else mm_into_rows(a, b, bias)
+        assert torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def test_rows_that_make_no_groups():

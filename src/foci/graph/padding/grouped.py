@@ -206,4 +206,8 @@ def _write_groups(out: Tensor, a: Tensor, b: Tensor, groups: Groups, start: int)
     left = a.as_strided((count, m // count, k), (a.stride(0), count * a.stride(0), a.stride(1)), a.storage_offset())
     right = b.as_strided((count, k, width), (skip * b.stride(1), b.stride(0), b.stride(1)), b.storage_offset())
     into = out.as_strided((count, m // count, width), (n + skip, count * n, 1), start)
-    torch.baddbmm(into, left, right, beta=0, out=into)
+    if out.is_cpu:  # one by one: torch turns oneDNN off for the whole process where it cannot describe how a batch lies
+        for group in range(count):
+            torch.mm(left[group], right[group], out=into[group])
+    else:
+        torch.baddbmm(into, left, right, beta=0, out=into)
