@@ -113,10 +113,12 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
     if tensor.dim() == 0:
         return tensor.reshape(1)
+    if tensor.dim() > 4:
+        raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys]; got {describe(tensor)}")
     if is_nested(query, key) or not query.dim() == key.dim() == 4:
         return tensor  # such query and key are another message's matter
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
-    if tensor.dim() > 4 or any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
+    if any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
     return tensor
 
@@ -149,7 +151,7 @@ def checked_sink(sink: Any, query: Tensor) -> Tensor | None:
         return None
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor; got {type(sink).__name__}")
-    if query.dim() < 3:
+    if query.dim() < 3 or (query.is_nested and query.layout != torch.jagged):
         return sink  # such a query is another message's matter
     heads = heads_of(query)
     if not sink.is_floating_point() or list(sink.shape) != [heads]:

@@ -79,7 +79,7 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def heads_of(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
-    dim = 1 if not (is_nested(query) and query.layout == torch.jagged) or _ragged(query) > 1 else 2
+    dim = 1 if not is_nested(query) or _ragged(query) > 1 else 2
     return query.shape[dim] if query.dim() > dim + 2 else 1
 
 

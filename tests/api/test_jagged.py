@@ -485,3 +485,12 @@ def test_grouped_heads_of_entries_are_asked_for():
     with pytest.raises(ValueError, match="^query, key and value have 4, 2, 2 heads: grouped heads need enable_gqa=True"):
         foci.scaled_dot_product_attention(query, key, key)
     assert foci.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape[2] == 4
+
+
+def test_names_of_arguments_that_do_not_fit():
+    _, query = nested((3, 5), 2, 8)
+    strided = torch.nested.nested_tensor([rand(2, 3, 8), rand(2, 5, 8)], layout=torch.strided)
+    with pytest.raises(ValueError, match="^query must be a NestedTensor of jagged layout"):
+        foci.attention(strided, strided, strided, sink=rand(2))
+    with pytest.raises(ValueError, match="^attn_mask must broadcast to .*; got float64.1, 1, 1, 5, 5. on cpu"):
+        foci.scaled_dot_product_attention(query, query, query, attn_mask=rand(1, 1, 1, 5, 5))
