@@ -20,6 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from foci.backends.hurry import unhurried  # noqa: E402
 from foci.backends.triton import compiling  # noqa: E402
 from foci.backends.triton.compiling import after_launches, is_new, launch_ahead, side_by_side  # noqa: E402
 from foci.backends.triton.recording import Recorder  # noqa: E402
@@ -261,3 +262,15 @@ def test_the_switch_interval_is_the_users_again(events):
         compiling._compile = inside
     assert seen == [pytest.approx(2e-4)] * 2
     assert sys.getswitchinterval() == before
+
+
+def test_the_switch_interval_stays_where_nobody_waits(events, monkeypatch):
+    before, seen = sys.getswitchinterval(), []
+    inside = compiling._compile
+    monkeypatch.setattr(compiling, "_compile", lambda new: (seen.append(sys.getswitchinterval()), inside(new)))
+    with unhurried(), side_by_side():
+        launch(first_kernel)
+    with side_by_side():
+        launch(second_kernel)
+    assert seen == [before, pytest.approx(2e-4)]
+    assert ("launch", "first_kernel") in events

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import foci
+from foci.backends.hurry import is_waited_for
 from foci.execution import choose_kernel
 from foci.graph import fuse
-from foci.graph.ahead import begin, calls_of
+from foci.graph.ahead import Call, _rehearse_all, begin, calls_of
 
 
 def attend(q, k, v, keep):
@@ -64,6 +65,16 @@ def test_whether_a_gradient_of_the_logsumexp_comes(read, wanted):
 def test_nothing_is_begun_without_a_gpu(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
     begin(fused_graph(attend, *inputs()))()
+
+
+def test_nobody_waits_for_what_is_rehearsed(monkeypatch):
+    waited = []
+    (call,) = calls_of(fused_graph(attend, *inputs()).graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    monkeypatch.setattr(Call, "rehearse", lambda self: waited.append(is_waited_for()))
+    _rehearse_all([call])
+    assert waited == [False]
+    assert is_waited_for()
 
 
 @pytest.mark.gpu

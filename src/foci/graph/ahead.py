@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from foci.backends.hurry import unhurried
 from foci.context import allowed_backends, is_tuning
 from foci.execution import Needs, choose_kernel
 from foci.graph.nested import graphs_of
@@ -98,7 +99,7 @@ def begin(graph_module: fx.GraphModule) -> Callable[[], None]:
 
 
 def _rehearse_all(calls: Sequence[Call]) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), unhurried():
         for call in calls:
             # what goes wrong here goes wrong in the first step, where somebody sees it
             with contextlib.suppress(Exception), torch.cuda.device(call.device):

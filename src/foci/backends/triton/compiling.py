@@ -24,6 +24,8 @@ from typing import Any, Final, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
+from foci.backends.hurry import is_waited_for
+
 __all__ = ["RELEASE", "Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
 RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -148,7 +150,10 @@ def _compile(new: Sequence[Waiting]) -> None:
 @contextmanager
 def _brisk() -> Iterator[None]:
     """Python's lock goes round faster: a kernel's compiler asks for it a hundred times, for moments, and each time would wait for 5 ms
-    where another kernel is read."""
+    where another kernel is read. Where nobody waits for the kernels, whatever else runs keeps the lock as long as it always does."""
+    if not is_waited_for():
+        yield
+        return
     with _turns:
         _brisk_ones.append(sys.getswitchinterval())
         sys.setswitchinterval(min(_brisk_ones[0], 2e-4))
