@@ -18,10 +18,9 @@ class Config(NamedTuple):
     BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to whatever the mask says. LOW: a row's
     first key need not be 0. WORDS: masks of partial tiles are given as words. PERSISTENT: a program takes one task after
     another. GROUPED: more than one query head shares keys. BOUNDED: queries that attend to a key are one run. DEFERS: a
-    share in dq is shown to the warp that adds it a tile later. LATE: dv waits for the gradients of the scores. LINE: `score`,
-    or `both`, is given as the function `line` (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial
-    tiles. NUMBERED: how warps tell each other of shared memory (`foci.backends.hopper.signals`). SKIPS: sums are rescaled
-    only where a maximum grew much.
+    share in dq is shown to the warp that adds it a tile later. LINE: `score`, or `both`, is given as the function `line`
+    (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles. NUMBERED: how
+    consumers free stages (`foci.backends.hopper.signals`). SKIPS: sums are rescaled only where a maximum grew much.
     """
 
     CONSUMERS: Any
@@ -48,7 +47,6 @@ class Config(NamedTuple):
     JOINED: Any = None
     NUMBERED: Any = None
     SKIPS: Any = None
-    LATE: Any = None
 
 
 class Marked(NamedTuple):

@@ -288,12 +288,11 @@ class HopperGradients(host.TritonKernel):
         self, call: host.Pass, cut: Cut, mode: str, whole: Fused | None = None, *, has_words: bool = False, is_line: bool = False
     ) -> Config:
         p = self.problem
-        defers, numbered, late = (False, False, False) if whole is None else (whole.defers, whole.numbered, whole.late)
         return _config(
             (
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, defers, is_line, None, numbered, None, late,
+                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, whole is not None and whole.defers, is_line,
             )
         )  # fmt: skip
 

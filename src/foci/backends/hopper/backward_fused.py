@@ -7,7 +7,7 @@ leaves it in shared memory. From there a warp adds it to float32 sums in device 
 the warpgroups go on.
 
 Which tiles are visited is found by arithmetic without a mask and under the causal one; else they come from a table, with their ranks.
-A score is the product and what is added to it: what other functions need would not fit the registers besides.
+Scores are any functions that read nothing for each pair of positions; with dropout, the product and what is added to it.
 """
 
 from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
@@ -19,7 +19,6 @@ from foci.backends.hopper.backward_turns import (
     put_share,
     query_runs,
     share_columns,
-    show_share,
     take_place,
     tile_at,
 )
@@ -28,7 +27,6 @@ from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon,
 from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
-from foci.backends.hopper.signals import MEETING, QUERIES, reach
 from foci.backends.hopper.softmax import rounded
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth
 from foci.backends.triton.tiles import number, sequence
@@ -52,16 +50,12 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
         copy_pieces_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
         copy_pieces_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
     runs = query_runs(table, ranks, b, kv_h * group, tile, q_len, kv_len, c)
-    total = (runs[2] + runs[4] + runs[6]) * group
-    for n in range(0, total):
+    for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
         h = kv_h * group + n % group
         here = nth_tile(table, runs, n // group, c) * c.TILE_Q
         at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
         stage = n % c.STAGES
-        if not c.NUMBERED:
-            mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-        elif n >= c.STAGES:
-            reach("sync", QUERIES + stage, 288)
+        mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
         ready = q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
         copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
@@ -70,10 +64,6 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
         copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
         bring(delta, [at], ready, delta_rows.index(stage))
-    if c.NUMBERED:
-        # no barrier is left half reached
-        for n in range(gl.maximum(total - c.STAGES, 0), total):
-            reach("sync", QUERIES + n % c.STAGES, 288)
 
 
 @gluon.jit
@@ -152,9 +142,7 @@ def fold_fused(
         weights = rounded(p, douts[0].dtype, c)
         if EARLY:
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-        if not c.LATE:
-            dv = begin_sums(weights, douts, dv)
-        dp = warpgroup_mma_wait(0 if c.LATE else len(dv), deps=[dp])
+        dp = warpgroup_mma_wait(0, deps=[dp])
         if not EARLY:
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
@@ -163,31 +151,24 @@ def fold_fused(
             ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
-        if c.LATE:
-            dv = begin_sums(weights, douts, dv)
+        # runs while the warpgroups wait for each other
+        dv = begin_sums(weights, douts, dv)
         fence_async_shared()
-        if not c.NUMBERED:
-            mbarrier.arrive(ds_full.index(two), count=1)
+        mbarrier.arrive(ds_full.index(two), count=1)
         if c.DEFERS:
             # one fence for both: that of the share which the tile before left
-            show_share(share_bars, 1 - two, n > 0, c)
-        if c.NUMBERED:
-            reach("sync", MEETING, 256)
-        else:
-            mbarrier.wait(ds_full.index(two), (n // 2) & 1)
+            mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
+        mbarrier.wait(ds_full.index(two), (n // 2) & 1)
         share = begin_share(ds_tiles, k_tiles, two, nought, c, half)
         dk = begin_sums(ds, queries, dk)
         found = warpgroup_mma_wait(len(dk), deps=(share,) + dv)
         share, dv = found[0], found[1:]
-        put_share(shares, share, share_bars, n, c, half)
+        put_share(shares, share, share_bars, n, half)
         if not c.DEFERS:
             fence_async_shared()
-            show_share(share_bars, two, True, c)
+            mbarrier.arrive(share_bars[0].index(two), count=1)
         dk = finish_sums(dk)
-        if c.NUMBERED:
-            reach("arrive", QUERIES + stage, 288)
-        else:
-            mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
@@ -233,7 +214,7 @@ def fused_consumer(
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, False)
     if c.DEFERS:
         fence_async_shared()
-        show_share(share_bars, (n + 1) % 2, n > 0, c)
+        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = nth(v_tiles, half)
     if c.DROPOUT:

@@ -34,15 +34,13 @@ class Fused:
     """How one kernel computes all gradients.
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
-    tiles of keys add in turn: with more of them fewer wait for each other. `defers`, `late`, `numbered`: see `arguments.Config`.
+    tiles of keys add in turn: with more of them fewer wait for each other. `defers`: see `arguments.Config`.
     """
 
     cut: Cut
     together: int = 4
     sums: int = 2
     defers: bool = True
-    late: bool = True
-    numbered: bool = True
 
 
 SPLIT: Final = Cut(64, 64, 2)
@@ -62,18 +60,20 @@ KEYS: Final = {
 }
 FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
-    (64, "full"): Fused(_NARROW, late=False),
-    (64, "causal"): Fused(_NARROW, defers=False, late=False),
-    (64, "window"): Fused(_NARROW, sums=1, late=False),
-    (64, "document"): Fused(_NARROW, late=False),
-    (64, "added"): Fused(_NARROW, defers=False, late=False),
+    (64, "full"): Fused(_NARROW),
+    (64, "causal"): Fused(_NARROW, defers=False),
+    (64, "window"): Fused(_NARROW, sums=1),
+    (64, "document"): Fused(_NARROW),
+    (64, "added"): Fused(_NARROW, defers=False),
+    (64, "score"): Fused(_NARROW),
     (128, "full"): Fused(_WIDE),
     (128, "causal"): Fused(_WIDE, defers=False),
     (128, "window"): Fused(_WIDE, sums=1),
     (128, "document"): Fused(_WIDE, sums=1),
     (128, "added"): Fused(_WIDE),
+    (128, "score"): Fused(_WIDE),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`). What other score functions need would not fit the registers besides."""
+"""As measured on an H200 (`foci.backends.hopper.rates`)."""
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
@@ -97,6 +97,8 @@ def fused_schedule(problem: Problem) -> Fused | None:
     if formula.layout is not Layout.DENSE and not is_prefix(problem):
         return None
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
+    if kind == "score" and formula.dropout:
+        return None
     if found is None or group == 1:
         return found
     if "h" in variant.mask.variables() | variant.score.variables():

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma, viewed
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.reduction import begin_add
-from foci.backends.hopper.signals import ROOM, SHARES, reach
 from foci.backends.triton.tiles import RECORD, number, sequence
 
 
@@ -189,11 +188,7 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
     slots = number(order.slots)
     heads = number(size.heads) * group
     runs = query_runs(table, order.ranks, b, kv_h * group, tile, q_len, kv_len, c)
-    total = (runs[2] + runs[4] + runs[6]) * group
-    if c.NUMBERED and total > WHICH:
-        reach("arrive", ROOM + 2 * WHICH, 160)
-        reach("arrive", ROOM + 2 * WHICH + 1, 160)
-    for n in range(WHICH, total, 2):
+    for n in range(WHICH, (runs[2] + runs[4] + runs[6]) * group, 2):
         query_tile = nth_tile(table, runs, n // group, c)
         rank = rank_of(order, table, runs[0], tile, query_tile, c)
         turn = rank // order.SUMS
@@ -201,22 +196,14 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
         if c.JAGGED:
             slot += q_start // c.TILE_Q + b
         at_turn(AWAIT, order.turns + 1 + slot, turn)
-        if c.NUMBERED:
-            reach("sync", SHARES + WHICH, 288)
-        else:
-            mbarrier.wait(share_full.index(WHICH), (n // 2) & 1)
+        mbarrier.wait(share_full.index(WHICH), (n // 2) & 1)
         # the first to be there stores, so that sums need not be cleared
         if turn == 0:
             send(sums, [slot * SHARE[0], 0], shares.index(WHICH))
         else:
             begin_add(sums, [slot * SHARE[0], 0], shares.index(WHICH))
         tma.store_wait(0)
-        if c.NUMBERED:
-            if n + 2 < total:  # no barrier is left half reached
-                reach("arrive", ROOM + 2 * WHICH, 160)
-                reach("arrive", ROOM + 2 * WHICH + 1, 160)
-        else:
-            mbarrier.arrive(share_empty.index(WHICH), count=1)
+        mbarrier.arrive(share_empty.index(WHICH), count=1)
         at_turn(PASS, order.turns + 1 + slot, turn + 1)
 
 
@@ -227,26 +214,14 @@ def share_columns(rows, width, half):
 
 
 @gluon.jit
-def show_share(bars, at, now, c):
-    """One of two shares lies where the warp that adds it may read it, if it is so now."""
-    if c.NUMBERED:
-        if now:
-            reach("arrive", SHARES + at, 288)
-    else:
-        mbarrier.arrive(bars[0].index(at), count=1, pred=now)
-
-
-@gluon.jit
-def put_share(shares, share, bars, n, c, half: gl.constexpr):
+def put_share(shares, share, bars, n, half: gl.constexpr):
     """Puts half of the n-th share, [64, columns], where the warp that adds it will find it.
 
     It lies as the threads hold it, four numbers of a thread in a row, so that no two write to one bank.
     """
+    share_full, share_empty = bars
     at = n % 2
-    if c.NUMBERED:
-        reach("sync", ROOM + 2 * at + half, 160)
-    else:
-        mbarrier.wait(bars[1].index(at), ((n // 2) & 1) ^ 1)
+    mbarrier.wait(share_empty.index(at), ((n // 2) & 1) ^ 1)
     turned = share.reshape([4, 2, 8, share.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * share.shape[1]])
     to = shares.index(at * 2 + half)
     if share.shape[1] != 64:

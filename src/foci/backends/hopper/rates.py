@@ -60,18 +60,18 @@ class Rates:
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
     # (the wider head dim, padded to a width of this table; kind)
-    (64, "full"): Measured(Pair(489, 450), Backward(478, 445, 401)),
-    (64, "causal"): Measured(Pair(473, 428), Backward(458, 426, 390)),
+    (64, "full"): Measured(Pair(489, 450), Backward(550, 445, 401)),
+    (64, "causal"): Measured(Pair(473, 428), Backward(494, 426, 390)),
     (64, "window"): Measured(Pair(390, 352), Backward(334, 285, 327)),
     (64, "document"): Measured(Pair(366, 350), Backward(325, 290, 312)),
     (64, "added"): Measured(Pair(456, 381), Backward(460, 237, 331)),
-    (64, "score"): Measured(Pair(353, 320), Backward(0, 237, 333)),
-    (128, "full"): Measured(Pair(624, 435), Backward(553, 475, 393)),
+    (64, "score"): Measured(Pair(353, 320), Backward(417, 237, 333)),
+    (128, "full"): Measured(Pair(624, 435), Backward(568, 475, 393)),
     (128, "causal"): Measured(Pair(688, 528), Backward(571, 477, 400)),
     (128, "window"): Measured(Pair(462, 416), Backward(411, 351, 364)),
     (128, "document"): Measured(Pair(472, 416), Backward(420, 357, 358)),
-    (128, "added"): Measured(Pair(636, 463), Backward(544, 473, 411)),
-    (128, "score"): Measured(Pair(549, 413), Backward(0, 369, 367)),
+    (128, "added"): Measured(Pair(636, 463), Backward(579, 473, 411)),
+    (128, "score"): Measured(Pair(549, 413), Backward(506, 369, 367)),
     (128, "pair"): Measured(Pair(360, 389), Backward(0, 0, 300)),
     (128, "mask"): Measured(Pair(599, 338), Backward(0, 0, 325)),
     (192, "full"): Measured(Pair(645, 352), Backward(0, 459, 231)),
@@ -82,7 +82,7 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
 """What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
 
 
-DROPPED: Final = Measured(Pair(354, 289), Backward(428, 0, 240))
+DROPPED: Final = Measured(Pair(354, 289), Backward(455, 0, 240))
 """With dropout, whatever the kind, as measured for heads of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 

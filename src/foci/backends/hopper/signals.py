@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How warpgroups and single warps tell each other that what lies in shared memory is there, or may be overwritten.
+"""How consumers tell the producer that keys, values or queries may be overwritten.
 
 By an mbarrier, at which one thread arrives for all of a warpgroup, which meets before; or, where NUMBERED, by a barrier of the
 multiprocessor, which each warp reaches by itself. Triton has 0, 1 and one for each partition of warps, from 2 on.
@@ -7,14 +7,9 @@ multiprocessor, which each warp reaches by itself. Triton has 0, 1 and one for e
 
 from foci.backends.hopper.interface import gl, gluon, mbarrier
 
-__all__ = ["MEETING", "QUERIES", "ROOM", "SHARES", "await_free", "await_free_queries", "await_last", "free", "free_queries", "reach"]
+__all__ = ["await_free", "await_free_queries", "await_last", "free", "free_queries"]
 
 KEYS = gl.constexpr(5)
-# of the one backward kernel: both consumers meet; two shares are there; two of a consumer each have been added; stages of queries are free
-MEETING = gl.constexpr(5)
-SHARES = gl.constexpr(6)
-ROOM = gl.constexpr(8)
-QUERIES = gl.constexpr(12)
 
 
 @gluon.constexpr_function
@@ -28,8 +23,7 @@ def _reached_if(threads):
 
 
 @gluon.jit
-def reach(WORD: gl.constexpr, which, THREADS: gl.constexpr):
-    """Each warp for itself reaches a barrier of the multiprocessor, to "sync" with so many threads or only to "arrive"."""
+def _reach(WORD: gl.constexpr, which, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(_reached(WORD, THREADS), "=r,r", [gl.to_tensor(which)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -37,7 +31,7 @@ def reach(WORD: gl.constexpr, which, THREADS: gl.constexpr):
 def free(which, stage, c, VALUES: gl.constexpr):
     """A consumer has no more need of the keys, or values, of a stage."""
     if c.NUMBERED:
-        reach("arrive", KEYS + VALUES * c.STAGES + stage, 32 + 128 * c.CONSUMERS)
+        _reach("arrive", KEYS + VALUES * c.STAGES + stage, 32 + 128 * c.CONSUMERS)
     else:
         mbarrier.arrive(which.index(stage), count=1)
 
@@ -49,7 +43,7 @@ def await_free(which, i, c, VALUES: gl.constexpr):
     if not c.NUMBERED:
         mbarrier.wait(which.index(stage), ((i // c.STAGES) & 1) ^ 1)
     elif i >= c.STAGES:
-        reach("sync", KEYS + VALUES * c.STAGES + stage, 32 + 128 * c.CONSUMERS)
+        _reach("sync", KEYS + VALUES * c.STAGES + stage, 32 + 128 * c.CONSUMERS)
 
 
 @gluon.jit
@@ -68,7 +62,7 @@ def await_free_queries(which, ME: gl.constexpr, turn, c):
     if not c.NUMBERED:
         mbarrier.wait(which.index(ME), (turn & 1) ^ 1)
     elif turn > 0:
-        reach("sync", KEYS + 2 * c.STAGES + ME, 160)
+        _reach("sync", KEYS + 2 * c.STAGES + ME, 160)
 
 
 @gluon.jit
