@@ -31,11 +31,12 @@ DOCUMENTS = torch.arange(2048) // 100
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
-    "causal": {"mask": masks.causal(), "stack": 32},
+    "causal": {"mask": masks.causal(), "stack": 48},
+    "long causal": {"mask": masks.causal(), "length": 8192},
     "causal D 64": {"mask": masks.causal(), "dim": 64},
     "D 16": {"dim": 16},
     "D 80": {"dim": 80, "stack": 48},
-    "D 96": {"dim": 96},
+    "D 96": {"dim": 96, "stack": 48},
     "D 96, row_max": {"dim": 96, "row_max": True},
     "D 96, jagged": {"dim": 96, "jagged": True, "stack": 24},
     "D 256, Dv 192": {"dim": 256, "value_dim": 192},
@@ -52,7 +53,7 @@ CASES = {
     "D 72, Dv 160": {"mask": masks.causal(), "dim": 72, "value_dim": 160},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 128, Dv 64": {"value_dim": 64, "stack": 48},
-    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dtype": torch.float16, "stack": 48},
+    "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(2), "dtype": torch.float16, "stack": 80},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 48},
     "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 48},
@@ -108,7 +109,7 @@ def test_masks_of_any_kind_are_read_as_bits(stand_in):
 def launch(case):
     """Compiles what a forward launches."""
     dim, jagged = case.get("dim", 128), case.get("jagged", False)
-    batch, heads, length, dtype = 1 if jagged else 2, 2, 512, case.get("dtype", torch.bfloat16)
+    batch, heads, length, dtype = 1 if jagged else 2, 2, case.get("length", 512), case.get("dtype", torch.bfloat16)
     query, key = (torch.zeros(batch, heads, length, dim, dtype=dtype) for _ in range(2))
     value = torch.zeros(batch, heads, length, case.get("value_dim", dim), dtype=dtype)
     cu = torch.tensor([0, 200, 512])

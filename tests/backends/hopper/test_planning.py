@@ -192,7 +192,7 @@ JAGGED = {"layout": Layout.JAGGED}
     ("given", "wide", "narrow"),
     [
         (KINDS["full"], schedules.ALIKE, schedules.LOOPED),
-        (KINDS["causal"], schedules.SELDOM, schedules.LOOPED),
+        (KINDS["causal"], schedules.N3, schedules.LOOPED),
         (KINDS["window"], schedules.RUNS, schedules.SHORT),
         (KINDS["document"], schedules.RUNS, schedules.LOOPED),
         (KINDS["added"], schedules.N3, schedules.N3),
@@ -209,8 +209,13 @@ def test_programs_take_task_after_task_where_that_was_faster(given, wide, narrow
     assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.WIDE
 
 
+@pytest.mark.parametrize(("kv_len", "expected"), [(2048, schedules.BRIEF), (4096, schedules.BRIEF), (8192, schedules.N3)])
+def test_short_tasks_under_a_causal_mask_are_taken_one_after_another(kv_len, expected):
+    assert forward_schedule(problem(**KINDS["causal"], q_len=kv_len, kv_len=kv_len)) == expected
+
+
 @pytest.mark.parametrize("dim", [80, 96])
-def test_results_of_narrow_heads_in_pieces_are_rescaled_always(dim):
+def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     assert forward_schedule(problem(**KINDS["full"], head_dim=dim, value_dim=dim)) == schedules.PIECED
     assert forward_schedule(problem(**KINDS["causal"], head_dim=dim, value_dim=dim)) == schedules.N3
 

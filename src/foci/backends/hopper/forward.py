@@ -30,7 +30,10 @@ from foci.backends.hopper.signals import await_free, await_free_queries, await_l
 from foci.backends.hopper.softmax import by_thread, fold_softmax, packed, rescaled, rounded, unpacked
 from foci.backends.hopper.tasks import plan
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, step
-from foci.backends.triton.tiles import LN2, LOG2E, find, find_nth, number, sequence, start_of
+from foci.backends.triton.tiles import LN2, LOG2E, find_among, number, sequence, start_of
+
+# heads whose tasks come in turn: as measured, against eight and fewer, where more programs read the same keys at a time
+TOGETHER = gl.constexpr(16)
 
 
 @gluon.jit
@@ -288,7 +291,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
     while ticket < tickets:
         task, half = task_of(ticket, tickets, table)
-        place = find_nth(task, size, spans, c, True)
+        place = find_among(task, size, spans, c, True, TOGETHER)
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
@@ -350,7 +353,7 @@ def attention_forward(
 ):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
     if not c.PERSISTENT:
-        place = find(size, spans, c, True)
+        place = find_among(gl.program_id(0), size, spans, c, True, TOGETHER)
         if place[0] < 0:
             return
         run, cuts = plan(place, spans, size, table, env, c, bounds, 4)

@@ -14,12 +14,12 @@ from foci.problem import Layout, Problem
 
 __all__ = [
     "ALIKE",
+    "BRIEF",
     "C2",
     "LOOPED",
     "N3",
     "PIECED",
     "RUNS",
-    "SELDOM",
     "SHORT",
     "STEADY",
     "WIDE",
@@ -61,16 +61,19 @@ _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
 RUNS: Final = replace(STEADY, joined=True, numbered=True, skips=True)
-N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
-SELDOM: Final = replace(N3, skips=True)
-SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
-PIECED: Final = replace(SHORT, strided=False)
-ALIKE: Final = replace(PIECED, numbered=True, skips=True)
-LOOPED: Final = replace(ALIKE, joined=True, skips=False)
+N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn", skips=True)
+SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True, skips=False)
+PIECED: Final = replace(SHORT, strided=False, skips=True)
+ALIKE: Final = replace(PIECED, numbered=True)
+BRIEF: Final = replace(ALIKE, joined=True)
+LOOPED: Final = replace(BRIEF, skips=False)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True, skips=True
 )
 WIDER: Final = replace(WIDE, stages=3, numbered=False)
+
+FEW_KEYS: Final = 4096
+"""Up to which a causal mask's tasks are short."""
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
@@ -104,7 +107,7 @@ def _steady(problem: Problem, *, is_full: bool) -> Schedule:
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
-    Persistent programs gain where tasks are alike or short: not under a causal mask, whose long tasks come first anyway.
+    Persistent programs gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway.
     """
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 192 or value_width > 128:
@@ -128,4 +131,4 @@ def forward_schedule(problem: Problem) -> Schedule:
     is_whole = len(pieces_of(width)) == 1
     if is_plain and is_full:
         return ALIKE if is_whole else PIECED
-    return SELDOM if is_plain and is_whole else N3
+    return BRIEF if is_plain and is_whole and problem.kv_len <= FEW_KEYS else N3
