@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import foci
 from foci.graph import Compiler
-from foci.graph.recognise import _with_values
+from foci.graph.examples import with_values
 from foci.graph.verify import Float64
 
 BATCH, HEADS, DIM = 2, 4, 8
@@ -196,5 +196,5 @@ def graph_of(function, *tensors):
     Module.forward = space["forward"]
     graph = tracer.trace(root)
     module = fx.GraphModule(root, graph)
-    _with_values(module, tensors)
+    with_values(module, tensors)
     return module

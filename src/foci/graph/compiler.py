@@ -31,6 +31,7 @@ class Compiler:
     torch.compile hands on its own `mode` and `options`; the latter may hold `verify` and `rest`, too.
 
     Raises:
+        TypeError: for an argument or an option of another type.
         ValueError: for a mode, an option or a `rest` that does not exist.
 
     Example:
@@ -51,8 +52,14 @@ class Compiler:
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        _check_flag("verify", self.verify)
         if self.rest not in get_args(Rest):
             raise ValueError(f"rest must be one of {', '.join(get_args(Rest))}, not {self.rest!r}")
+        if not isinstance(self.options, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.options):
+            raise TypeError(f"options must be pairs of a name and a value; got {type(self.options).__name__}")
+        for name, _ in self.options:
+            if name in _OWN:
+                raise ValueError(f"options: {name} is an argument of Compiler itself")
         handover.settings(self.mode, dict(self.options))
 
     @property
@@ -108,13 +115,13 @@ def compile(
         mode, dynamic, fullgraph: as in torch.compile.
         verify: compares each fused graph with the original on its first inputs: outputs and gradients, in the error budget.
         rest: who compiles what is not attention: "inductor", "eager", or "auto" for Inductor where the compiler it needs is there.
-        options: Inductor's, by name.
+        options: Inductor's, by name; also `verify` and `rest`, which count for more than the arguments of these names.
 
     Returns:
         The compiled model, as torch.compile returns it.
 
     Raises:
-        TypeError: for a model that cannot be called.
+        TypeError: for a model that cannot be called, and for an argument or an option of another type.
         ValueError: for a mode, an option or a `rest` that does not exist, at once.
 
     Example:
@@ -130,5 +137,15 @@ def compile(
     """
     if model is not None and not callable(model):
         raise TypeError(f"model must be a module or a function; got {type(model).__name__}")
-    backend = Compiler(verify, rest, mode, tuple((options or {}).items()))
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(f"dynamic must be True, False or None; got {type(dynamic).__name__}")
+    _check_flag("fullgraph", fullgraph)
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a mapping of names to values; got {type(options).__name__}")
+    backend = Compiler(verify, rest, mode)._with(None, dict(options or {}))
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {type(value).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.graph.examples import making
 from foci.graph.indices import Digits, NoRule, is_atom, size_of, symbolic_expression
 from foci.graph.match import Place
 from foci.graph.reading import Size, same_size, shape_of, value_of
@@ -67,7 +67,7 @@ class Emitter:
 
     def _valued(self, node: fx.Node, run: Callable[[Any, Any], Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        with self._mode or contextlib.nullcontext(), torch.set_grad_enabled(self._grad):
+        with making(self._mode), torch.set_grad_enabled(self._grad):
             node.meta["example_value"] = run(args, kwargs)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.place.meta:

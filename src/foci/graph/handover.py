@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_origin
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ def settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a mode and options of torch.compile.
 
     Raises:
+        TypeError: for an option of another type than torch's, or whose name is no str.
         ValueError: for a mode or an option that torch does not have.
     """
     if mode in (None, "default") and not options:
@@ -32,10 +33,16 @@ def settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if mode is not None and mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
     known = config.get_config_copy()
+    for name in options:
+        if not isinstance(name, str):
+            raise TypeError(f"options: a name must be a str; got {type(name).__name__}")
     given = {name.replace("-", "_"): value for name, value in options.items()}
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise ValueError(f"options: neither foci nor Inductor has {name!r}; foci's are verify and rest")
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):
+            raise TypeError(f"options: {name!r} must be {kind.__name__}; got {type(value).__name__}")
     return {**(modes[mode] if mode else {}), **given}
 
 

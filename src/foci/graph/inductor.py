@@ -32,6 +32,8 @@ class InductorPass(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
+        if not isinstance(graph, fx.Graph):
+            raise TypeError(f"graph must be a torch.fx.Graph; got {type(graph).__name__}")
         module = graph.owning_module
         inputs = [node.meta.get("example_value", node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
         if module is None or FUSED in module.meta or any(value is None for value in inputs):

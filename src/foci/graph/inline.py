@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from foci.graph.examples import making
 from foci.graph.reading import tensor_of, value_of
 
 __all__ = ["open_composites"]
@@ -86,7 +86,7 @@ def _opened(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], mode: 
 
     values = value_of(node)
     grad = any(isinstance(v, Tensor) and v.requires_grad for v in (values if isinstance(values, tuple) else (values,)))
-    with mode or contextlib.nullcontext(), torch.set_grad_enabled(grad):
+    with making(mode), torch.set_grad_enabled(grad):
         traced = make_fx(run, pre_dispatch=True)(*(value_of(n) for n in inputs))
     return _inserted(graph, node, traced.graph, inputs)
 

@@ -6,7 +6,6 @@ known and no view of it is read later, the write is the operation without the un
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.graph.examples import making
 from foci.graph.reading import Call, call_of, storage_of, tensor_of, value_of
 
 __all__ = ["without_writes"]
@@ -126,7 +126,7 @@ def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: Fa
         with graph.inserting_before(node):
             mask = graph.call_function(operator.getitem, (mask, index))
         position[mask] = position[node]
-        with mode or contextlib.nullcontext():
+        with making(mode):
             mask.meta["example_value"] = where[index]
     node.target, node.args = torch.masked_fill, (target, mask, number)
     node.meta["example_value"] = own
@@ -156,6 +156,6 @@ def _rewire(node: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mod
             user.replace_input_with(target, node)
     tensor = tensor_of(node)
     assert tensor is not None
-    with mode or contextlib.nullcontext():
+    with making(mode):
         # An object of its own: captured values are told apart by their example tensors.
         node.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)

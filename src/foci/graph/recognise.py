@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
+from foci.graph.examples import with_values
 from foci.graph.indices import NeedsSplit, NoRule
 from foci.graph.inline import open_composites
 from foci.graph.inplace import without_writes
@@ -49,15 +49,32 @@ def fuse(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Fused:
     Returns:
         The graph and its sites, in the order of the graph. Nothing is compiled.
 
+    Raises:
+        TypeError: for anything but a graph module and a list or tuple.
+        ValueError: for example inputs that are not the graph's.
+
     Example:
         >>> import torch
         >>> graph = fx.symbolic_trace(lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1), -1) @ v)
         >>> fuse(graph, [torch.randn(1, 4, 256, 16)] * 3).sites[0].variant
         'score'
     """
+    _check(graph_module, example_inputs)
     module = _copied(graph_module)
-    sites = _fuse_copy(module, _with_values(module, example_inputs))
+    sites = _fuse_copy(module, with_values(module, example_inputs))
     return Fused(module, tuple(sites))
+
+
+def _check(graph_module: Any, example_inputs: Any) -> None:
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(f"graph_module must be a torch.fx.GraphModule; got {type(graph_module).__name__}")
+    if not isinstance(example_inputs, (list, tuple)):
+        raise TypeError(f"example_inputs must be a list or tuple of values; got {type(example_inputs).__name__}")
+    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    least = sum(not node.args for node in inputs)  # one with a default may be left out
+    if not least <= len(example_inputs) <= len(inputs):
+        names = ", ".join(node.name for node in inputs)
+        raise ValueError(f"example_inputs must be one for each of the graph's inputs: {names}; got {len(example_inputs)}")
 
 
 def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site]:
@@ -90,7 +107,7 @@ def _fuse_body(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, know
     inputs = [value_of(n) for n in body.graph.nodes if n.op == "placeholder"]
     if name not in known and all(value is not None for value in inputs):
         copied = _copied(body)
-        sites = _fuse_copy(copied, _with_values(copied, inputs))
+        sites = _fuse_copy(copied, with_values(copied, inputs))
         known[name] = f"foci_{name.replace('.', '_')}" if any(site.fused for site in sites) else name
         if known[name] != name:
             module.add_module(known[name], copied)
@@ -114,31 +131,6 @@ def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _hand_on(name: str, source: Any, to: Any) -> None:
     if hasattr(source, name):
         setattr(to, name, getattr(source, name))
-
-
-def _with_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeTensorMode | None:
-    """Gives each node an example value, where the graph has none; the mode they live in."""
-    values = [value_of(node) for node in module.graph.nodes]
-    if any(v is None and n.op in ("call_function", "call_method") for v, n in zip(values, module.graph.nodes, strict=True)):
-        _propagate(module, example_inputs)
-        values = [value_of(node) for node in module.graph.nodes]
-    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
-
-
-def _propagate(module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    mode = detect_fake_mode(list(example_inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [mode.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in example_inputs]
-    with mode:
-        _Values(module).run(*inputs)
-
-
-class _Values(fx.Interpreter):
-    """Runs a graph on example values and keeps them."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        n.meta["example_value"] = result
-        return result
 
 
 def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.graph.examples import making
 from foci.graph.lift import PASSED
 from foci.graph.products import product_of
 from foci.graph.reading import call_of, same_size, value_of
@@ -21,7 +21,7 @@ __all__ = ["erase", "erase_dead", "fitting", "is_pure"]
 
 def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
     """`new`, contiguous where a `view` below `old`, or whoever reads it outside of the graph, would not take its strides."""
-    with mode or contextlib.nullcontext(), torch.no_grad():
+    with making(mode), torch.no_grad():
         try:
             fits = all(_rerun(new, old))
         except Exception:  # a view that does not fit, or whatever a node says to strides it was not made for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from foci.context import observers
 from foci.graph.sites import Site
@@ -28,20 +28,27 @@ def tell(sites: Iterable[Site]) -> None:
 def summary(sites: Iterable[Site]) -> str:
     """One line.
 
+    Raises:
+        TypeError: for anything but sites.
+
     Example:
         >>> summary([])
         '0 of 0 attentions fused'
     """
-    found = list(sites)
+    found = _checked(sites)
     return f"{sum(site.fused for site in found)} of {len(found)} attentions fused"
 
 
 def table(sites: Iterable[Site]) -> Table:
-    """A row for each site, equal ones counted together: its place, how it is written, and its formula or what stood in the way."""
+    """A row for each site, equal ones counted together: its place, how it is written, and its formula or what stood in the way.
+
+    Raises:
+        TypeError: for anything but sites.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    found = list(sites)
+    found = _checked(sites)
     made = Table(title=summary(found))
     for name in ("place", "n", "written as", "fused", "formula, or why not"):
         made.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
@@ -50,6 +57,14 @@ def table(sites: Iterable[Site]) -> Table:
         text = site.variant if site.fused else site.reason or ""
         made.add_row(Text(_short(site.location)), str(count), _WORDS.get(site.kind, site.kind), verdict, Text(text))
     return made
+
+
+def _checked(sites: Any) -> list[Site]:
+    found = list(sites) if isinstance(sites, Iterable) else [sites]
+    for site in found:
+        if not isinstance(site, Site):
+            raise TypeError(f"sites must be foci.graph.Site; got {type(site).__name__}")
+    return found
 
 
 def _short(location: str) -> str:
