@@ -12,11 +12,12 @@ from spelled_papers import PAPERS
 from spelled_people import PEOPLE
 from spelled_rows import ROWS
 from spelled_tricks import TRICKS
+from spelled_wholes import WHOLES
 from spelling_harness import BATCH, FLOATS, built, cast, compare, compiled, fused_only
 
 import foci
 
-SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *PAPERS, *MASKS, *ROWS)
+SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *PAPERS, *MASKS, *ROWS, *WHOLES)
 LENGTH, LONGER = 20, 27
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.emit import Emitter, Sizes
@@ -76,6 +75,7 @@ class _Normalised:
         masks: what is kept, each with the truth that keeps.
         factor: of the scores.
         beside: one is added to the sum: the exponential of a score of zero without a value.
+        again: a softmax made the exponentials, and nothing masked them: their sum is one already.
     """
 
     scores: fx.Node
@@ -83,6 +83,7 @@ class _Normalised:
     factor: float = 1.0
     masks: tuple[tuple[fx.Node, bool], ...] = ()
     beside: bool = False
+    again: bool = False
 
 
 @dataclass
@@ -144,6 +145,8 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
         return None
     if any(user not in alone for node in alone - {quotient.node} for user in node.users):
         return None
+    if found.again:
+        return None if total.beside or dtype_of(found.scores) != dtype_of(quotient.node) else found
     if total.beside:
         plain = found.dims == (rank_of(found.scores) - 1,) and not found.masks and not total.guarded
         return replace(found, beside=True) if plain and dtype_of(found.scores) == dtype_of(quotient.node) else None
@@ -174,8 +177,9 @@ def _sum_above(quotient: _Quotient) -> _Sum | None:
         if below is not None:
             node, inverted = below, not inverted
             continue
-        if inverted == quotient.inverted and _keeps_from_zero(call, node):
-            node, guarded = call.args[0], True
+        kept = _kept_from_zero(call, node) if inverted == quotient.inverted else None
+        if kept is not None:
+            node, guarded = kept, True
             continue
         added = number_beside(call)
         if inverted == quotient.inverted and added is not None and added[1] == 1 and not beside:
@@ -228,10 +232,10 @@ def _raised(node: fx.Node, dims: tuple[int, ...], chain: list[fx.Node]) -> _Norm
             factor = 1.0 if call.name == "exp" else math.log(2)
             source = call.argument(0, "input")
             return _Normalised(source, dims, factor, tuple(masks)) if same_shape(source, shape) else None
-        if call.name == "softmax" and masks:
+        if call.name == "softmax":
             dim, source = call.argument(1, "dim", -1), call.argument(0, "input")
             over = isinstance(dim, int) and dims == (dim % rank_of(node),)
-            return _Normalised(source, dims, 1.0, tuple(masks)) if over else None
+            return _Normalised(source, dims, 1.0, tuple(masks), again=not masks) if over else None
         above = _unmasked(call)
         if above is None:
             return None
@@ -254,15 +258,13 @@ def _unmasked(call: Call) -> tuple[fx.Node, fx.Node, bool] | None:
     return None
 
 
-def _keeps_from_zero(call: Call, node: fx.Node) -> bool:
-    """Whether a sum of 1 or more is what it was: after a bound of 1 or less, or a number too small to add."""
-    if not call.args or not is_tensor(call.args[0]):
-        return False
-    if call.name in ("clamp", "clamp_min"):
+def _kept_from_zero(call: Call, node: fx.Node) -> fx.Node | None:
+    """A sum of 1 or more that the node still is: bounded by 1 or less, or with a number added that is too small to count."""
+    if call.name in ("clamp", "clamp_min") and call.args and is_tensor(call.args[0]):
         least = number_of(call.argument(1, "min"))
-        return isinstance(least, (int, float)) and least <= 1 and call.argument(2, "max") is None
-    small = number_of(call.args[1]) if call.name == "add" and len(call.args) == 2 and not call.kwargs else None
-    return isinstance(small, (int, float)) and 0 <= small < torch.finfo(dtype_of(node)).eps / 4
+        return call.args[0] if isinstance(least, (int, float)) and least <= 1 and call.argument(2, "max") is None else None
+    found = number_beside(call)
+    return found[0] if found is not None and 0 <= found[1] < torch.finfo(dtype_of(node)).eps / 4 else None
 
 
 def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
@@ -319,8 +321,7 @@ def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: 
         scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, kept) if keeps else kept, -math.inf)
     first, last = found.dims[0], found.dims[-1]
     if found.beside:
-        with enable_python_dispatcher():  # without it, padding fixes symbolic sizes
-            padded = emitter.call(torch.nn.functional.pad, scores, (0, 1))
+        padded = emitter.call(torch.nn.functional.pad, scores, (0, 1))
         padded = emitter.call(torch.softmax, padded, first)
         weights = emitter.call(operator.getitem, padded, (..., slice(None, -1)))
     elif first == last:

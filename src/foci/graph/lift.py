@@ -9,7 +9,7 @@ nobody can read becomes a captured tensor of whatever shape it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from foci.graph.reading import (
     location_of,
     number_of,
     padding_of,
+    rank_of,
     reads_only_shape,
     same_size,
     shape_of,
@@ -62,8 +63,11 @@ _OF_SCORES: Final = frozenset((
 
 # What a search upward from a softmax may pass on its way to the product.
 PASSED: Final = frozenset(
-    {*VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "dropout", "cat", "pad", "tril", "triu", "amax", "amin", "mean", "logsumexp"}
-)
+    {
+        *VIEWS, *CASTS, *POINTWISE, *_OF_SCORES, "detach", "dropout", "cat", "hstack", "vstack", "row_stack", "pad", "tril", "triu", "amax",
+        "amin", "mean", "logsumexp",
+    }
+)  # fmt: skip
 
 Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr | None]
 
@@ -206,6 +210,9 @@ class Lift:
         return apply("where", kept, 0.0, -math.inf)
 
     def _pointwise(self, call: Call, index: Index) -> Expr | None:
+        if call.name in ("max", "min") and not (len(call.args) == 2 and is_tensor(call.args[1])):
+            return None  # a reduction
+
         def operand(arg: Any) -> Any:
             if is_tensor(arg):
                 return Symbol(self.tracer, self.element(arg, broadcast_index(index, shape_of(arg))))
@@ -215,8 +222,6 @@ class Lift:
         args, kwargs = [operand(a) for a in call.args], {k: operand(v) for k, v in call.kwargs.items() if k not in ("out", "inplace")}
         if call.name == "where" and len(args) == 3 and is_tensor(call.args[0]) and _is_method_where(call):
             args = [args[1], args[0], args[2]]
-        if call.name in ("max", "min") and not (len(call.args) == 2 and is_tensor(call.args[1])):
-            return None  # a reduction
         if not any(isinstance(a, Symbol) for a in (*args, *kwargs.values())):
             return None
         if "input" in kwargs:
@@ -353,11 +358,26 @@ def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
 
 
 def _cat(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    parts = [p for p in call.argument(0, "tensors") if not (tensor_of(p) is not None and same_size(math.prod(shape_of(p)), 0))]
-    dim = call.argument(1, "dim", 0) % len(index)
+    return _beside(lift, call.argument(0, "tensors"), call.argument(1, "dim", 0) % len(index), index)
+
+
+def _stacked(dim: int) -> Maker:
+    """`hstack` and `vstack` of matrices and what has more dimensions."""
+
+    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
+        tensors = call.argument(0, "tensors")
+        return _beside(lift, tensors, dim, index) if all(rank_of(t) == len(index) >= 2 for t in tensors) else None
+
+    return make
+
+
+def _beside(lift: Lift, tensors: Sequence[fx.Node], dim: int, index: Index) -> Expr | None:
+    """The element of tensors side by side along `dim`."""
+    parts = [p for p in tensors if not (tensor_of(p) is not None and same_size(math.prod(shape_of(p)), 0))]
     if len(parts) == 1:
         return lift.element(parts[0], index)
-    position, start = value_of_digits(index[dim], lift.number), 0
+    position = value_of_digits(index[dim], lift.number)
+    start: Size = 0
     choices: list[tuple[Expr, Expr]] = []
     for part in parts:
         size = shape_of(part)[dim]
@@ -415,4 +435,5 @@ _MAKERS: Final[Mapping[str, Maker]] = {
     **dict.fromkeys(("tensor", "scalar_tensor", "as_tensor"), _tensor),
     "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye,
     "diff": _diff, "cumsum": _cumsum, "pad": _pad, "cat": _cat,
+    "hstack": _stacked(1), "vstack": _stacked(0), "row_stack": _stacked(0),
 }  # fmt: skip

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, offset, size_of
 from foci.graph.lift import PASSED, Lift, stops_gradient
+from foci.graph.masking import LOWEST
 from foci.graph.products import Product, product_of
 from foci.graph.reading import (
     CASTS,
@@ -36,6 +37,7 @@ from foci.graph.reading import (
     single,
     value_of,
 )
+from foci.graph.views import VIEWS
 from foci.graph.weights import Softmax, Walk, walk_up
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -263,9 +265,10 @@ def _unshifted(node: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node 
     sizes, of_rows = shape_of(source), shape_of(statistic)
     if len(shape_of(node)) != len(sizes) or not all(map(same_size, shape_of(node), sizes)):
         return None
-    if len(of_rows) != len(sizes) or not same_size(of_rows[dim], 1):
+    at = dim - len(sizes) + len(of_rows)  # where the statistic is the same for a whole row, it does not matter whose it is
+    if at >= 0 and not same_size(of_rows[at], 1):
         return None
-    return source if _is_row_statistic(statistic, source, dim, on_path) else None
+    return source if _is_statistic(statistic, source, on_path) else None
 
 
 def _shifted(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -282,8 +285,10 @@ def _shifted(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> dict[fx.
 
 
 def _scaled(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
-    """What the node multiplies or divides by a number, or adds to what no score is in, all of its own size."""
+    """What the node multiplies or divides by a number, adds to what no score is in, or masks, all of its own size."""
     call = call_of(node)
+    if call is not None and call.name == "masked_fill":
+        return _masked(call, node, on_path)
     if call is None or call.name not in ("mul", "div", "add", "sub") or len(call.args) != 2 or call.kwargs:
         return None
     inner: list[fx.Node] = [arg for arg in call.args if arg in on_path]
@@ -293,6 +298,14 @@ def _scaled(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
     if call.name in ("mul", "div") and (is_tensor(other) or (call.name == "div" and call.args[0] is other)):
         return None
     return inner[0]
+
+
+def _masked(call: Call, node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
+    """What is masked by a lowest number, of the node's size, where the mask asks nothing of the scores."""
+    inner, mask, fill = call.args[0], call.argument(1, "mask"), number_of(call.argument(2, "value"))
+    if inner not in on_path or mask in on_path or not isinstance(fill, (int, float)) or fill > LOWEST:
+        return None
+    return inner if rank_of(inner) == rank_of(node) and all(map(same_size, shape_of(inner), shape_of(node))) else None
 
 
 def _logsumexps(softmax: Softmax, on_path: frozenset[fx.Node], passed: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
@@ -311,17 +324,27 @@ def _is_logsumexp(node: fx.Node, dim: int) -> bool:
     return isinstance(given, int) and given % len(shape_of(call.args[0])) == dim
 
 
-def _is_row_statistic(node: fx.Node, of: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> bool:
+def _is_statistic(node: fx.Node, of: fx.Node, on_path: frozenset[fx.Node]) -> bool:
+    """Whether the node is a statistic of the scores `of`, along some dimensions or of all, in whatever shape."""
+    whole, reduced = _through_casts(of, on_path), False
     while (call := call_of(node)) is not None:
-        if call.name in ("detach", "unsqueeze", *CASTS) or (call.name == "getitem" and call.args[1] == 0) or _is_values(call):
-            node = call.args[0]
-            continue
-        if call.name not in ("amax", "max", "logsumexp", "mean", "amin", "min"):
+        if reduced and _through_casts(node, on_path) is whole:
+            return True
+        if call.name in _STATISTICS and not reduced:
+            others = [call.argument(1, "dim", call.kwargs.get("axis")), call.argument(1, "other")]
+            if any(is_tensor(other) for other in others):
+                return False
+            reduced = True
+        elif call.name not in ("detach", *CASTS, *VIEWS) and not _is_values(call):
             return False
-        given = single(call.argument(1, "dim", call.kwargs.get("axis")))
-        rank = len(shape_of(of))
-        return isinstance(given, int) and given % rank == dim and _through_casts(call.args[0], on_path) is _through_casts(of, on_path)
+        operands = [n for n in node.all_input_nodes if not isinstance(value_of(n), (int, torch.SymInt))]
+        if len(operands) != 1:
+            return False
+        node = operands[0]
     return False
+
+
+_STATISTICS: Final = frozenset(("amax", "max", "logsumexp", "mean", "amin", "min"))
 
 
 def _is_values(call: Any) -> bool:
