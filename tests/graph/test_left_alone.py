@@ -22,6 +22,12 @@ DECLINED = {
     "less the largest, beside a sink": lambda q, k, v: (
         lambda s: torch.cat([s - s.amax(-1, True), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
     )(q @ k.mT),
+    "less the largest of all, beside a sink": lambda q, k, v: (
+        lambda s: torch.cat([s - s.max(), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+    )(q @ k.mT),
+    "masked by what the largest left": lambda q, k, v: (
+        lambda s: (lambda less: less.masked_fill(less < -3, -torch.inf).softmax(-1) @ v)(s - s.max())
+    )(q @ k.mT),
     "two softmaxes": lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v,
 }
 
@@ -137,3 +143,13 @@ def test_a_gradient_that_stops_inside_is_not_fused_away():
 def test_without_gradients_nothing_stops():
     with torch.no_grad():
         assert reasons(fused(lambda q, k, v: (q @ k.mT).detach().softmax(-1) @ v, *learned(*qkv()))) == [None]
+
+
+def one_head(q, k, v):
+    return torch.softmax(q @ k.mT / 4, dim=-1) @ v
+
+
+def test_what_is_mapped_over_a_dimension_says_so():
+    """Inside torch.vmap tensors lack the dimension that they are mapped over."""
+    mapped = fused(lambda q, k, v: torch.vmap(torch.vmap(one_head))(q, k, v), *qkv())
+    assert [site.reason for site in mapped.sites] == ["it is inside a transform of torch.func, such as vmap"]

@@ -24,6 +24,7 @@ __all__ = [
     "hint_of",
     "is_half",
     "is_tensor",
+    "is_transformed",
     "is_written",
     "location_of",
     "mark_written",
@@ -227,6 +228,12 @@ _SHAPE_READERS: Final = frozenset((
     "size", "shape", "dim", "ndim", "numel", "device", "dtype", "is_contiguous", "stride", "element_size", "get_device", "zeros_like",
     "ones_like", "empty_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full", "new_empty", "requires_grad",
 ))  # fmt: skip
+
+
+def is_transformed(node: fx.Node) -> bool:
+    """Whether a node's tensor is one of a transform of torch.func, which lacks dimensions that its elements have."""
+    tensor = tensor_of(node)
+    return tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def reads_only_shape(node: fx.Node) -> bool:

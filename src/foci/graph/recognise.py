@@ -28,7 +28,7 @@ from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
 from foci.graph.nested import body_of
 from foci.graph.products import Product, product_of
-from foci.graph.reading import call_of, location_of, rank_of, reads_only_shape, value_of
+from foci.graph.reading import call_of, is_transformed, location_of, rank_of, reads_only_shape, value_of
 from foci.graph.replacing import erase, erase_dead, fitting
 from foci.graph.safety import Writes, check_exclusive
 from foci.graph.sites import Fused, Kind, Site
@@ -292,6 +292,8 @@ def _products_of(below: frozenset[fx.Node]) -> list[tuple[Product, int]]:
 def _prepared(
     second: Product, side: int, softmax: Softmax, below: frozenset[fx.Node], first: Product, passed: frozenset[fx.Node], writes: Writes
 ) -> Prepared:
+    if is_transformed(second.node):
+        raise NoRule("it is inside a transform of torch.func, such as vmap")
     between = frozenset(n for n in below if n is softmax.node or _reaches(n, second.node, below))
     naming = Naming(second)
     for _ in range(_MOST_SPLITS):
