@@ -51,7 +51,7 @@ def less_the_largest_of_an_image_twin(q, k, v):
 def shifted_then_masked(q, k, v, keep):
     scores = q @ k.mT * SCALE
     scores = scores - scores.max()
-    return scores.masked_fill(~keep[:, None, None], -1e9).softmax(-1) @ v
+    return scores.masked_fill(~keep[:, None, None], torch.finfo(scores.dtype).min).softmax(-1) @ v
 
 
 def shifted_then_masked_twin(q, k, v, keep):
@@ -128,7 +128,7 @@ WHOLES = (
     Spelling("weights normalised again", normalised_again, qkv, normalised_again_twin, "normalize"),
     Spelling("weights divided by two", one_more, qkv, reason="divided by a tensor"),
     Spelling(
-        "a mask of two pieces, side by side", mask_from_pieces, qkv, mask_from_pieces_twin, "over the keys", variant=("where kv_idx",)
+        "a mask of two pieces, side by side", mask_from_pieces, qkv, mask_from_pieces_twin, "over the keys", variant=("(kv_idx <= 2)",)
     ),
     Spelling("a mask of two pieces, one above the other", rows_from_pieces, qkv, rows_from_pieces_twin, "zeroed", variant=("q_idx",)),
 )

@@ -26,7 +26,7 @@ DECLINED = {
         lambda s: torch.cat([s - s.max(), q[..., :1]], -1).softmax(-1)[..., :-1] @ v
     )(q @ k.mT),
     "masked by what the largest left": lambda q, k, v: (
-        lambda s: (lambda less: less.masked_fill(less < -3, -torch.inf).softmax(-1) @ v)(s - s.max())
+        lambda s: (lambda less: less.masked_fill(less < -3, -1e9).softmax(-1) @ v)(s - s.max())
     )(q @ k.mT),
     "two softmaxes": lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v,
 }
