@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
+from foci.backends.sequences import is_empty, without_keys
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
 from foci.variant import PLAIN
 
@@ -242,6 +243,8 @@ class _Kernel:
     op: _Op
 
     def forward(self, operands: Operands, /) -> Results:
+        if is_empty(operands):  # torch's kernel for the CPU divides by zero
+            return without_keys(operands, self.problem.formula.outputs)
         out, lse = self.op.forward(self._call(operands))
         if not out.transpose(1, 2).is_contiguous():
             out = empty_out(operands.query, operands.value).copy_(out)
@@ -252,9 +255,12 @@ class _Kernel:
         assert self.op.backward is not None
         assert cotangents.lse is None
         asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
-        found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
-        if operands.scale <= 0:
-            found = (found[0] * _sign(operands.scale), *found[1:])
+        if is_empty(operands):
+            found: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in (operands.query, operands.key, operands.value))
+        else:
+            found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+            if operands.scale <= 0:
+                found = (found[0] * _sign(operands.scale), *found[1:])
         query, key, value = (grad if on else None for grad, on in zip(found, asked, strict=True))
         return Gradients(query, key, value)
 
