@@ -33,7 +33,8 @@ def _place(row: str, shape: tuple[int, ...]) -> str:
 
 def _cells(rates: dict[str, Any]) -> list[str]:
     rated = [f"{rates[who]:.0f}" if who in rates else "" for who in COLUMNS]
-    return rated + [f"{rates['foci'] / rates[peer]:.2f}" if peer in rates else "" for peer in RATIOS]
+    own = rates.get("foci", rates["hopper"])  # rows of gpu_attention.py have backends alone
+    return rated + [f"{own / rates[peer]:.2f}" if peer in rates else "" for peer in RATIOS]
 
 
 def main() -> None:
