@@ -45,19 +45,20 @@ def interleaved(
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round robin, so that a slow moment of the machine falls on every function alike.
+    """Seconds of each call, all in turns, so that a slow moment of the machine falls on every function alike.
 
-    At least `rounds` rounds after a warm-up, more until `seconds` have passed. `time.thread_time` as clock, for a single thread on
-    the CPU, leaves out what other programs take.
+    Each round has an order of its own, drawn as in every run: who follows a call that leaves caches cold or memory taken reads high.
+    At least `rounds` rounds after a warm-up, more until `seconds` have passed. `time.thread_time` as clock, for a single thread on the
+    CPU, leaves out what other programs take.
     """
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    start = time.perf_counter()
+    orders, start = random.Random(0), time.perf_counter()
     while len(next(iter(times.values()))) < rounds or time.perf_counter() - start < seconds:
-        for name, function in functions.items():
+        for name in orders.sample(list(functions), len(functions)):
             begin = clock()
-            function()
+            functions[name]()
             times[name].append(clock() - begin)
     return times
 
