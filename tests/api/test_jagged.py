@@ -8,6 +8,7 @@ from packed import ASKED, BACKENDS, nested, pieces, unpacked
 
 import foci
 from foci import jagged
+from undefined import Undefined
 
 
 def check(q_lengths, kv_lengths, *, heads=(4, 4), dims=(8, 8), backend="blocked", per_sequence=None, **kwargs):
@@ -462,19 +463,9 @@ def test_one_query_head_beside_many_heads_of_the_same_sequences(learns, backend)
     torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), inputs) for t in (found, want)))
 
 
-class _Undefined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 def test_undefined_gradients():
     values, query = nested((3, 0, 5), 4, 8)
-    out = _Undefined.apply(foci.attention(query, query, query))
+    out = Undefined.apply(foci.attention(query, query, query))
     (grad,) = torch.autograd.grad(unpacked(out).sum() + values.sum(), values)
     torch.testing.assert_close(grad, torch.ones_like(values))
 

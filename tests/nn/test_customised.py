@@ -10,6 +10,7 @@ from twins import FF, B, E, H, S, T, as_float, outcome, padding, quiet, rand, sa
 
 import foci
 import foci.nn
+from undefined import Undefined
 
 
 class Doubled(foci.nn.TransformerEncoderLayer):
@@ -254,16 +255,6 @@ def test_a_wrapped_subclass_is_given_padded_batches():
     encoder.layers[0] = checkpointed(encoder.layers[0])
     with pytest.warns(UserWarning, match="Doubled has a forward of its own"):
         encoder(rand(B, S, E), src_key_padding_mask=padding("right"))
-
-
-class Undefined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 def test_undefined_gradients_of_a_nested_output():

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from onlookers import Calling, Dispatching
 from torch.nn import functional as F
 
 import foci.nn
@@ -55,16 +56,6 @@ def test_relu_keeps_nan(chosen, rows):
     torch.testing.assert_close(out, F.linear(x, weight, bias).relu(), equal_nan=True)
 
 
-class Looks(torch.utils._python_dispatch.TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Hears(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 class Own(torch.Tensor):
     pass
 
@@ -78,8 +69,8 @@ LEFT_ALONE = {
     "subclass": (torch.no_grad, lambda t: t.as_subclass(Own)),
     "forward derivatives": (torch.autograd.forward_ad.dual_level, lambda t: t),
     "disabled by the user": (lambda: torch.backends.mkldnn.flags(enabled=False), lambda t: t),
-    "looked at": (Looks, lambda t: t),
-    "heard": (Hears, lambda t: t),
+    "looked at": (Dispatching, lambda t: t),
+    "heard": (Calling, lambda t: t),
 }
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
-import torch.overrides
-import torch.utils._python_dispatch
+from onlookers import Calling, Dispatching
 from padded_stacks import PADDING, E, H, by_modules, model, outcome, source
 
 import foci
@@ -179,16 +178,6 @@ def test_layers_that_are_called_as_modules(taken, monkeypatch, change, later):
     torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
 
 
-class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Wrapping(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def forward_gradients(layer, x, packing):
     with torch.autograd.forward_ad.dual_level():
         out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), None, packing)
@@ -197,12 +186,12 @@ def forward_gradients(layer, x, packing):
 
 
 def dispatch_mode(layer, x, packing):
-    with Watching():
+    with Dispatching():
         return layer(x, None, packing)
 
 
 def function_mode(layer, x, packing):
-    with Wrapping():
+    with Calling():
         return layer(x, None, packing)
 
 

@@ -97,7 +97,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         ({"dim": 80}, True),
         ({"score": scores.softcap(20.0)}, True),
         ({"score": scores.softcap(20.0), "dropout": 0.1}, False),
-        ({"score": scores.softcap(20.0), "dim": 64}, True),
+        ({"score": scores.softcap(20.0), "dim": 64}, False),
         ({"score": scores.softcap(20.0), "kv_heads": 2}, True),
         ({"mask": CASES["document"]["mask"]}, True),
         ({"mask": CASES["document"]["mask"], "jagged": True}, False),

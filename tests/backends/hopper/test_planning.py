@@ -9,6 +9,7 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
+from foci.backends.hopper.backward_schedules import FUSED
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.rates import MEASURED, Pair, rates_of
 from foci.backends.hopper.schedules import forward_schedule
@@ -155,7 +156,7 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert kind_of(asked) == kind
     rates, measured = rates_of(asked), MEASURED.get((width, kind), MEASURED[128, kind])
-    own = measured.backward.fused if width <= 128 and kind not in ("pair", "mask") else measured.backward.apart
+    own = measured.backward.fused if (width, kind) in FUSED else measured.backward.apart
     assert (rates.forward, rates.backward) == (measured.forward, Pair(own, measured.backward.triton))
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
