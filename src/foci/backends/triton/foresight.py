@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
 from foci.backends.triton.compiling import is_new, launch_ahead
+from foci.backends.triton.keys import settle
 from foci.backends.triton.recording import Recorder, plain_arguments
 from foci.backends.triton.surroundings import free_stream
 from foci.problem import Operands, Results
@@ -40,7 +41,9 @@ class _Foreseen(Recorder):
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Notes what will be launched."""
-        launch_ahead(function, plain_arguments(args), options)
+        plain = plain_arguments(args)
+        settle((function, *plain))
+        launch_ahead(function, plain, options)
 
 
 def foresee(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> None:

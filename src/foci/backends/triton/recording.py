@@ -20,6 +20,7 @@ from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
 from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
 from foci.backends.triton.counts import Count
+from foci.backends.triton.keys import settle
 from foci.backends.triton.templates import Arguments, Launch, Maps, New, Source, Template, Tiles, address_of, late_counts, part_of
 
 __all__ = ["Recorder", "plain_arguments"]
@@ -119,6 +120,7 @@ class Recorder:
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launches as Triton does, which compiles what it has to; later, within `side_by_side`."""
         plain, queue = plain_arguments(args), waiting()
+        settle((function, *plain))
         run = functools.partial(self._launch, function, grid, args, plain, options)
         if queue is None:
             run()

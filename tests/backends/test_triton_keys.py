@@ -1,0 +1,52 @@
+"""A kernel has one key in Triton's cache, whatever was compiled before it."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter has no keys", allow_module_level=True)
+
+from triton.runtime.jit import JITCallable  # noqa: E402
+
+from foci.backends.triton import backward, forward, sparsity, tiles  # noqa: E402
+from foci.backends.triton.keys import settle  # noqa: E402
+
+KERNELS = (
+    forward.attention_forward,
+    backward.attention_key_gradient,
+    backward.attention_query_gradient,
+    backward.prepare_rows,
+    sparsity.classify_tiles,
+)
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """A function that has every function of these modules as if nobody had asked for its key."""
+
+    def forget():
+        for module in (forward, backward, sparsity, tiles):
+            for function in vars(module).values():
+                if isinstance(function, JITCallable):
+                    monkeypatch.setattr(function, "hash", None)
+                    monkeypatch.setattr(function, "used_global_vals", {})
+
+    return forget
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_those_before_it(unasked):
+    found = []
+    for order in (KERNELS, KERNELS[::-1], KERNELS[2:] + KERNELS[:2]):
+        unasked()
+        for kernel in order:
+            settle([kernel])
+        found.append([kernel.cache_key for kernel in KERNELS])
+    assert found[0] == found[1] == found[2]
+
+
+def test_constants_of_what_is_called_are_part_of_the_key(unasked):
+    unasked()
+    settle([forward.attention_forward, None, 3])
+    assert {name for name, _ in tiles.find.used_global_vals} >= {"HEAD_GROUP", "RECORD"}
