@@ -14,6 +14,7 @@ from foci.dispatch import run_packed
 from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
+from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
 from foci.nn.products import linear
@@ -111,6 +112,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if is_scripting():
             return self._scripted(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         else:
+            if is_traced(query):
+                return leaf(  # type: ignore[no-any-return]
+                    self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, cache, return_aux
+                )
             return self._attend(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, cache, return_aux
             )

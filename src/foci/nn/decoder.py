@@ -25,6 +25,7 @@ from foci.nn.encoder import (
     warn_padded,
     why_not_tokens,
 )
+from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
@@ -96,6 +97,9 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
         else:
+            if is_traced(tgt):
+                masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+                return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
             given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
             return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
 
@@ -232,6 +236,9 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
         else:
+            if is_traced(tgt):
+                masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+                return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
             given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
             return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
 

@@ -16,6 +16,7 @@ from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.direct import activated, caller, is_alone, is_silent
+from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
 from foci.nn.rotary import RotaryEmbedding
@@ -99,6 +100,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         if is_scripting():
             return self._scripted(src, src_mask, src_key_padding_mask, is_causal)
         else:
+            if is_traced(src):
+                return leaf(self, src, src_mask, src_key_padding_mask, is_causal, cache)  # type: ignore[no-any-return]
             return self._run(src, src_mask, src_key_padding_mask, is_causal, cache)
 
     def _scripted(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -214,6 +217,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         if is_scripting():
             return self._scripted(src, mask, src_key_padding_mask, is_causal)
         else:
+            if is_traced(src):
+                return leaf(self, src, mask, src_key_padding_mask, is_causal, cache)  # type: ignore[no-any-return]
             return self._run(src, mask, src_key_padding_mask, is_causal, cache)
 
     def _scripted(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None) -> Tensor:

@@ -15,6 +15,7 @@ from foci.graph.padding.grouped import groups_of, mm_into_rows
 from foci.graph.padding.model import seconds
 from foci.graph.padding.strides import LOAD, round_up
 from foci.graph.padding.tables import Fault, Role, Shape
+from foci.nn.leaf import is_traced, leaf
 
 __all__ = ["PaddedLinear", "pad_storage"]
 
@@ -61,6 +62,8 @@ class PaddedLinear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`torch.nn.Linear`'s result, through the padded storage where that pays."""
+        if is_traced(input):
+            return leaf(self, input)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _is_stored(self) or not _pays(self, input):
             return F.linear(input, self.weight, self.bias)
         result: Tensor = _padded_linear(input, self.weight, self.bias)

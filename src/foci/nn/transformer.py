@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn.functional import relu
 
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import Activation, TransformerEncoder, TransformerEncoderLayer
+from foci.nn.leaf import is_traced, leaf
 from foci.nn.rotary import RotaryEmbedding
 
 __all__ = ["Transformer"]
@@ -78,6 +80,10 @@ class Transformer(torch.nn.Transformer):
         Raises:
             RuntimeError: for batch sizes or features that do not fit, in torch's words; others as the parts raise them.
         """
+        if not is_scripting():  # noqa: SIM102  TorchScript leaves out a branch, not half of a condition
+            if is_traced(src):
+                masks = (src_mask, tgt_mask, memory_mask, src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
+                return leaf(self, src, tgt, *masks, src_is_causal, tgt_is_causal, memory_is_causal)  # type: ignore[no-any-return]
         if src.dim() == 3 and not (src.is_nested or tgt.is_nested):
             batch_dim = 0 if self.batch_first else 1
             if tgt.dim() == 3 and src.size(batch_dim) != tgt.size(batch_dim):
