@@ -138,6 +138,23 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
             assert one.stack <= 32, one.name
 
 
+@pytest.mark.slow
+def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monkeypatch):
+    """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
+    found = stand_in({kernel: LAUNCHED[kernel]}, 90)
+    for name in LAUNCHED[sparsity]:
+        monkeypatch.setattr(sparsity, name, Recorder(getattr(sparsity, name), []))
+    counts = []
+    for case in ({"mask": masks.causal(), "dim": 64}, CASES["jagged D 64 causal"]):
+        found.clear()
+        monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+        launch(case, 90)
+        counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in found})
+    dense, packed = counts
+    assert len(packed) == 3
+    assert packed == dense
+
+
 @pytest.fixture
 def keyed(monkeypatch):
     """What Triton would key its cache by, launch by launch."""

@@ -127,17 +127,13 @@ def fold_query_gradient(
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
-    LAST: tl.constexpr = EDGE and c.JAGGED and c.DESCRIPTORS
-    for i in tl.range(low, high, num_stages=1 if LAST or (EDGE and not MASKED) else c.STAGES):
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         here = start_of(tile, c, c.TILE_KV)
         current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
         keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-        if LAST:
-            values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         qk = product(q, keys, here - q_first, line, c)
-        if not LAST:
-            values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
         p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
@@ -202,7 +198,7 @@ def attention_query_gradient(
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
     line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
-    EDGE: tl.constexpr = not (c.SPLIT_EDGE or (c.JAGGED and c.DESCRIPTORS)) or not MASKED
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
     own = (queries, douts, row_lse, row_delta)
     given = (strides, table, numbers, env)
@@ -305,7 +301,7 @@ def fold_key_gradient(
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
     kv_idx = tl.expand_dims(kv_first + tl.arange(0, c.TILE_KV), KEY_AXIS)
     tile = visited(table, row, low, first, before, gap, c)
-    for i in tl.range(low, high, num_stages=1 if EDGE and (not MASKED or (c.JAGGED and c.DESCRIPTORS)) else c.STAGES):
+    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         here = start_of(tile, c, c.TILE_Q)
         current = tile
         tile = visited(table, row, i + 1, first, before, gap, c)
@@ -376,7 +372,7 @@ def attention_key_gradient(
     if VALUE:
         dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
-    EDGE: tl.constexpr = not (c.SPLIT_EDGE or (c.JAGGED and c.DESCRIPTORS)) or not MASKED
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     own = (keys, values)
     given = (strides, table, numbers, env)
     for shared in range(0, number(size.group)):

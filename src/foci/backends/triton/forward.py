@@ -66,20 +66,13 @@ def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, line = at
     row, first, before, gap, low, high = run
     tile = visited(table, row, low, first, before, gap, c)
-    # of packed sequences the one tile whose values need zeros beyond the last key
-    LAST: tl.constexpr = EDGE and c.JAGGED and c.DESCRIPTORS
     # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
-    STAGES: tl.constexpr = 1 if LAST or (EDGE and not MASKED) else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
-    # scores beyond the last key are masked whatever they are; zeros there would take a third program's registers
-    BOUND: tl.constexpr = EDGE and not c.DESCRIPTORS
+    STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
     for i in tl.range(low, high, num_stages=STAGES):
         current = tile
         here = start_of(tile, c, c.TILE_KV)
         tile = visited(table, row, i + 1, first, before, gap, c)
-        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, BOUND, c.TILE_KV, c.D, c.D_PAD)
-        if LAST:
-            # zeros take registers, of which scores would leave too few
-            values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = product(q, keys, here - q_first, line, c)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
         x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
@@ -93,8 +86,7 @@ def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.
         if c.DROPOUT:
             p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
         acc = acc * alpha[:, None]
-        if not LAST:
-            values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
         most = higher
         base = relative
@@ -142,7 +134,7 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     given = (strides, table, numbers, env)
     line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
-    EDGE: tl.constexpr = not (c.SPLIT_EDGE or (c.JAGGED and c.DESCRIPTORS)) or not MASKED
+    EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
     state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, False, False)
     whole = part

@@ -395,13 +395,7 @@ class TritonKernel:
             operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
             call.strides, self.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
-            **self._limit(call, schedule),
         )  # fmt: skip
-
-    def _limit(self, call: Pass, schedule: Schedule) -> dict[str, int]:
-        """Of registers, where a packed pass would just miss those of a fourth program on a multiprocessor, and hardly spills with them."""
-        is_bare = call.is_plain and self.is_by_bounds and call.operands.cu_q is not None
-        return {"maxnreg": 128} if is_bare and schedule.descriptors and schedule.warps == 4 and max(self.dims) <= 64 else {}
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
         """dk and dv in one kernel, or in two where their accumulators would not fit the registers together."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.triton.arguments import Config
 from foci.backends.triton.schedules import padded
+from foci.backends.triton.tiles import FAR
 
-__all__ = ["Layout", "laid_out", "layout_of", "streamed"]
+__all__ = ["Layout", "laid_out", "layout_of", "packed_dims", "streamed"]
+
+_FAR: Final[int] = FAR.value
+_MANY: Final = 0x7FFF0000
+_AROUND: Final = 1 << 34
+"""Elements such that `FAR` steps of them are 0 modulo 2^64, at any size of an element that is a power of two."""
 
 
 class Layout(NamedTuple):
@@ -49,6 +56,15 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor) if shares else tensor
 
 
+def packed_dims(heads: int, width: int, strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(lengths, strides) of dimensions by which a descriptor reads packed sequences [H, T, D] of such strides.
+
+    Two dimensions more, whose strides cancel by 64-bit wraparound, turn the end of a sequence into the end of a dimension: rows beyond it
+    read as zeros and are never written. Row i of a sequence of n rows from row s is at [FAR, s + n, h, FAR - n + i]."""
+    h, s = strides
+    return [_MANY, _MANY, heads, _FAR, width], [_AROUND - s, s, h, s, 1]
+
+
 def streamed(config: Config, rows: int, length: int, tensor: Tensor) -> Tensor | TensorDescriptor:
     """What a kernel streams: the tensor, [B, H, length, D], or a descriptor of tiles of so many rows."""
     if not config.DESCRIPTORS.value:
@@ -57,4 +73,6 @@ def streamed(config: Config, rows: int, length: int, tensor: Tensor) -> Tensor |
     step = 16 // tensor.element_size()
     strides = [stride if n > 1 else step for stride, n in zip(tensor.stride()[:-1], tensor.shape, strict=False)]
     batch, heads, _, width = tensor.shape
+    if config.JAGGED.value:
+        return TensorDescriptor(tensor, *packed_dims(heads, width, strides[1:]), [1, 1, 1, rows, padded(width)])
     return TensorDescriptor(tensor, [batch, heads, length, width], [*strides, 1], [1, 1, rows, padded(width)])

@@ -9,6 +9,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 HEAD_GROUP = tl.constexpr(8)
 GRADIENT_GROUP = tl.constexpr(2)
 FORCED = tl.constexpr(1 << 30)
+FAR = tl.constexpr(1 << 30)
+"""Rows that the descriptor of packed sequences claims to have, see `streams.packed_dims`."""
 RECORD = tl.constexpr(8)
 """Numbers of a task of packed sequences, see `visits.assign_tasks`."""
 
@@ -122,12 +124,12 @@ def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, 
 def stream_tile(
     source, strides, b, h, start, first, length, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
 ):
-    """Rows first .. first + ROWS of a sequence that begins at row `start` and has `length` rows; zero beyond when EDGE."""
-    if c.DESCRIPTORS:
-        tile = source.load([b, h, start + first, 0]).reshape(ROWS, COLS)
-        if EDGE and c.JAGGED:
-            tile = tl.where(tl.arange(0, ROWS)[:, None] < length - first, tile, 0.0)
-        return tile
+    """Rows first .. first + ROWS of a sequence that begins at row `start` and has `length` rows; zero beyond when EDGE, and always by
+    a descriptor, see `streams.packed_dims`."""
+    if c.DESCRIPTORS and c.JAGGED:
+        return source.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
+    elif c.DESCRIPTORS:
+        return source.load([b, h, start + first, 0]).reshape(ROWS, COLS)
     else:
         pointer = rows_pointer(source, strides, b, h, start + first, c)
         return load_tile(pointer, tile_offsets(strides, c, ROWS, COLS), length - first, EDGE, ROWS, DIM, COLS)
