@@ -28,8 +28,8 @@ from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.softmax import rounded
-from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth
-from foci.backends.triton.tiles import number, sequence
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth, span_of
+from foci.backends.triton.tiles import number
 
 ROWS = gl.constexpr(64)
 
@@ -41,8 +41,8 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, memory_b, kv_h, tile = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, kv_h, tile = place[:4]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = tile * c.TILE_KV
     group = members_of(size, c)
     mbarrier.expect(kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
@@ -185,8 +185,8 @@ def fused_consumer(
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, memory_b, kv_h, tile = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, kv_h, tile = place[:4]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)

@@ -10,7 +10,7 @@ from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon,
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
-from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
+from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited, visits
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
     k_tiles, v_tiles = stationary
     kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_KV
     mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
     for half in gl.static_range(2):
@@ -135,7 +135,7 @@ def key_consumer(
     k_tiles, v_tiles = stationary
     kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
     k = nth(k_tiles, half)

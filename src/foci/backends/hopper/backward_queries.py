@@ -6,7 +6,7 @@ from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarri
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
-from foci.backends.triton.tiles import find, number, sequence, start_of, visited, visits
+from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited, visits
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def query_producer(sources, stationary, buffers, bars, task, spans, size, table,
     q_tiles, do_tiles = stationary
     q_full, k_full, v_full, empty = bars
     b, memory_b, h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_Q
     mbarrier.expect(q_full, c.TILE_Q * 2 * (c.D_PAD + c.DV_PAD))
     for part in gl.static_range(c.CONSUMERS):
@@ -95,7 +95,7 @@ def query_consumer(
     q_tiles, do_tiles = stationary
     q_full, k_full, v_full, empty = bars
     b, memory_b, h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     own = tile * c.TILE_Q + part * 64
     row = own + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start

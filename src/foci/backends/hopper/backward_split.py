@@ -11,7 +11,7 @@ from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarri
 from foci.backends.hopper.layouts import operand, product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
-from foci.backends.triton.tiles import find, number, sequence, start_of, visited
+from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited
 
 ROWS = gl.constexpr(64)
 
@@ -50,7 +50,7 @@ def split_producer(sources, held, buffers, bars, task, spans, size, pitch, table
     q, do, lse, delta, k, v = sources
     kv_full, q_full, do_full, empty, passing, done = bars
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * ROWS
     mbarrier.expect(kv_full, ROWS * 2 * (c.D_PAD + c.DV_PAD))
     copy_pieces_in(k, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[0], c.JAGGED)
@@ -143,7 +143,7 @@ def split_consumer(
     WIDTH: gl.constexpr = c.DV_PAD if VALUE else c.D_PAD
     spans, size, table, scale, env = told
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * ROWS
     k, v = held
     kv_idx = first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from foci.backends.hopper.backward_turns import share_columns
 from foci.backends.triton.backward import rows_of
-from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, rows_pointer, sequence, tile_offsets
+from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, rows_pointer, sequence_at, tile_offsets
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, turns, count, grads, stri
         if tile == 0:
             clear_between(grads, strides, size, kv_heads, spans, h, c)
         return
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     lse2, delta = rows
     head = (memory_b * number(size.heads) + h).to(tl.int64)
     for part in tl.static_range(128 // c.TILE_Q):
@@ -82,7 +82,7 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     b, memory_b, h, task, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
         return
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     slot = (memory_b * number(size.heads) + h) * number(order.slots) + tile
     if c.JAGGED:
         slot += q_start // c.TILE_Q + b

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma, viewed
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.reduction import begin_add
-from foci.backends.triton.tiles import RECORD, number, sequence
+from foci.backends.hopper.tiles import span_of
+from foci.backends.triton.tiles import RECORD, number, sequence_at
 
 
 class Order(NamedTuple):
@@ -44,7 +45,8 @@ def members_of(size, c):
 
 @gluon.jit
 def take_place(order, size, spans, c):
-    """(b that functions are told, batch entry in memory, kv head, tile of keys) in the order in which programs start.
+    """(b that functions are told, batch entry in memory, kv head, tile of keys) in the order in which programs start, and packed where the
+    sequence lies; b < 0 for a spare task.
 
     Tiles of a head, or of a sequence, come from the first to the last, those of `order.heads` heads together.
     """
@@ -59,15 +61,14 @@ def take_place(order, size, spans, c):
     head = group * together + within - task * members
     memory_b = head // number(size.heads)
     h = head - memory_b * number(size.heads)
-    b = memory_b
-    tile = task
     if c.JAGGED:
         b = gl.load(spans.tasks + RECORD * task)
+        span = sequence_at(spans, size, b, task, c)
         # tasks count a sequence's tiles down
-        tile = gl.load(spans.tasks + RECORD * task + 1)
-        if b >= 0:
-            tile = (gl.load(spans.kv_length + b) + c.TILE_KV - 1) // c.TILE_KV - 1 - tile
-    return b, memory_b, h, tile
+        tile = (span[3] + c.TILE_KV - 1) // c.TILE_KV - 1 - gl.load(spans.tasks + RECORD * task + 1)
+        return (b, memory_b, h, tile) + span
+    else:
+        return memory_b, memory_b, h, task
 
 
 @gluon.jit
@@ -182,8 +183,8 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
     While it waits until what it added is in memory, the other goes on.
     """
     share_full, share_empty = bars
-    b, memory_b, kv_h, tile = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, kv_h, tile = place[:4]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     group = members_of(size, c)
     slots = number(order.slots)
     heads = number(size.heads) * group

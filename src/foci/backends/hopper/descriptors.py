@@ -1,14 +1,13 @@
 """Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows.
 
-Dense tensors have descriptors of rank 4. Packed sequences have rank 5: two more dimensions, whose strides cancel by 64-bit
-wraparound, turn the end of a sequence into the end of a dimension, so that rows beyond it read as zeros and are never
-written. `tiles.copy_pieces_in` and `tiles.copy_pieces_out` make the coordinates for both.
+Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.streams.packed_dims`. `tiles.copy_pieces_in` and
+`tiles.copy_pieces_out` make the coordinates for both.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +15,9 @@ from torch import Tensor
 from foci.backends.hopper.interface import TensorDescriptor
 from foci.backends.hopper.layouts import shared, unit
 from foci.backends.triton.schedules import padded
+from foci.backends.triton.streams import packed_dims
 
-__all__ = ["FAR", "describe", "takes_descriptor"]
-
-FAR: Final = 1 << 30
-"""Rows that a ragged dimension claims to have."""
-_MANY: Final = 0x7FFF0000
-_AROUND: Final = 1 << 34
-"""Elements such that `FAR` steps of them are 0 modulo 2^64, at any size of an element that is a power of two."""
+__all__ = ["describe", "takes_descriptor"]
 
 
 def takes_descriptor(tensor: Tensor) -> bool:
@@ -49,6 +43,5 @@ def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
     step = 16 // dtype.itemsize
     b, h, s = (stride if n > 1 else step for stride, n in zip(strides[:-1], shape[:-1], strict=True))
     if ragged:
-        sizes = [_MANY, _MANY, shape[1], FAR, shape[3]]
-        return sizes, [_AROUND - s, s, h, s, 1], [1, 1, 1, rows, width], shared.fn(rows, width, 5)
+        return *packed_dims(shape[1], shape[3], (h, s)), [1, 1, 1, rows, width], shared.fn(rows, width, 5)
     return list(shape), [b, h, s, 1], [1, 1, rows, width], shared.fn(rows, width, 4)

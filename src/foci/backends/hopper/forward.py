@@ -28,12 +28,9 @@ from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, poste
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
 from foci.backends.hopper.signals import await_free, await_free_queries, await_last, free, free_queries
 from foci.backends.hopper.softmax import by_thread, fold_softmax, packed, rescaled, rounded, unpacked
-from foci.backends.hopper.tasks import plan
-from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, step
-from foci.backends.triton.tiles import LN2, LOG2E, find_among, number, sequence, start_of
-
-# heads whose tasks come in turn: as measured, against eight and fewer, where more programs read the same keys at a time
-TOGETHER = gl.constexpr(16)
+from foci.backends.hopper.tasks import find_task, plan
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
+from foci.backends.triton.tiles import LN2, LOG2E, number, start_of
 
 
 @gluon.jit
@@ -203,8 +200,8 @@ def consume(
     numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer: 64 rows of the program's tile, `away` beyond all rows where another program has them."""
-    b, memory_b, h, task, block = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, h, task, block = place[:5]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = block * c.TILE_Q + ME * ROWS + away
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
@@ -248,7 +245,7 @@ def consume(
 @gluon.jit
 def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
     """The rows of all consumers."""
-    b, memory_b, h, task, tile = place
+    b, memory_b, h, task, tile = place[:5]
     first = tile * c.TILE_Q
     for n in gl.static_range(c.CONSUMERS):
         await_free_queries(q_free, n, turn, c)
@@ -259,8 +256,8 @@ def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
 @gluon.jit
 def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c):
     """The producer: keys and values tile by tile, and the queries with the first of them."""
-    b, memory_b, h, task, tile = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, h, task, tile = place[:5]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     keys, values, k_full, k_free, v_full, v_free, base = bars
     kv_h = h // number(size.group)
     for i in range(run[2] + run[6]):
@@ -291,7 +288,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
     while ticket < tickets:
         task, half = task_of(ticket, tickets, table)
-        place = find_among(task, size, spans, c, True, TOGETHER)
+        place = find_task(task, size, spans, c)
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
@@ -353,7 +350,7 @@ def attention_forward(
 ):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
     if not c.PERSISTENT:
-        place = find_among(gl.program_id(0), size, spans, c, True, TOGETHER)
+        place = find_task(gl.program_id(0), size, spans, c)
         if place[0] < 0:
             return
         run, cuts = plan(place, spans, size, table, env, c, bounds, 4)

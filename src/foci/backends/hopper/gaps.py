@@ -4,17 +4,21 @@
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import clear_gaps, fill_gaps, number
+from foci.backends.triton.tiles import clear_gaps, fill_gaps, number, widest_gap
 
 
 @triton.jit
 def fill_between(out, lse, row_max, tickets, strides, size, spans, c):
-    """One program for each head, which most often finds nothing to do but that `tickets` are counted from zero."""
+    """One program for each head, which most often finds at one look nothing to do but that `tickets` are counted from zero."""
     h = tl.program_id(0)
     if tickets is not None:
         tl.store(tickets, 0, mask=h == 0)
-    rows = number(size.rows)
-    clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
-    fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
-    if row_max is not None:
-        fill_gaps(row_max + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
+    rows, count = number(size.rows), number(spans.sequences)
+    widest = 0
+    for first in range(0, count + 1, 128):
+        widest = tl.maximum(widest, widest_gap(spans.q_start, spans.q_length, count, first, rows, 128))
+    if widest > 0:
+        clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
+        fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
+        if row_max is not None:
+            fill_gaps(row_max + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)

@@ -12,10 +12,11 @@ from foci.backends.triton.tiles import number
 __all__ = ["POSTS", "answer", "ask", "post", "post_end", "posted_head", "posts_of", "take", "task_of"]
 
 POSTS = gl.constexpr(2)
-# place, run, and for each of three consumers what is its own of the cuts
-FIELDS = gl.constexpr(5 + 7 + 3 * 6)
+# place, run, for each of three consumers what is its own of the cuts, and where a packed sequence lies
+FIELDS = gl.constexpr(5 + 7 + 3 * 6 + 4)
 HEAD = gl.constexpr(2)
 OWN = gl.constexpr(12)
+SPAN = gl.constexpr(30)
 ASK = gl.constexpr(
     """{
     .reg .pred first;
@@ -60,6 +61,8 @@ def post(posts, n, place, run, cuts, half, c):
             put(posts, first + OWN + 6 * me + i, gl.where(other, cuts[me][4], cuts[me][i]))
         put(posts, first + OWN + 6 * me + 4, cuts[me][5])
         put(posts, first + OWN + 6 * me + 5, gl.where(other, FAR, 0))
+    for i in gl.static_range(len(place) - 5):
+        put(posts, first + SPAN + i, place[5 + i])
 
 
 @gluon.jit
@@ -79,6 +82,9 @@ def take(ME: gl.constexpr, posts, n, c):
     """(place, run, the consumer's cuts, how far beyond are its rows) of the n-th task."""
     at = n % POSTS * FIELDS
     place = (get(posts, at), get(posts, at + 1), get(posts, at + 2), get(posts, at + 3), get(posts, at + 4))
+    if c.JAGGED:
+        lies = at + SPAN
+        place = place + (get(posts, lies), get(posts, lies + 1), get(posts, lies + 2), get(posts, lies + 3))
     line = get(posts, at + 5)
     if c.MODE == "lists":
         # entries of a table are found in 64 bits

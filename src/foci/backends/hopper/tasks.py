@@ -3,17 +3,30 @@
 
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS
-from foci.backends.hopper.tiles import run_of, tiles_within
-from foci.backends.triton.tiles import sequence
+from foci.backends.hopper.tiles import run_of, span_of, tiles_within
+from foci.backends.triton.tiles import find_among, sequence_at
 
-__all__ = ["plan"]
+__all__ = ["find_task", "plan"]
+
+# heads whose tasks come in turn: as measured, against eight and fewer, where more programs read the same keys at a time
+TOGETHER = gl.constexpr(16)
+
+
+@gluon.jit
+def find_task(n, size, spans, c):
+    """Place of the n-th task: (b that functions are told, batch entry in memory, head, task, tile), and packed where the sequence lies,
+    which one look tells with it; b < 0 for a spare one."""
+    place = find_among(n, size, spans, c, True, TOGETHER)
+    if c.JAGGED:
+        place = place + sequence_at(spans, size, place[0], place[3], c)
+    return place
 
 
 @gluon.jit
 def plan(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     """(tiles that the program visits, and for each consumer where its partial, full and partial ones begin and end)."""
-    b, memory_b, h, task, block = place
-    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    b, memory_b, h, task, block = place[:5]
+    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     if c.MODE == "bounds":
         first = block * c.TILE_Q
         start0, whole0, ending0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)

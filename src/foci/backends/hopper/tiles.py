@@ -3,7 +3,7 @@
 
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, send, viewed
 from foci.backends.hopper.layouts import piece, pieces, shared, unit
-from foci.backends.triton.tiles import visited, visits
+from foci.backends.triton.tiles import FAR, sequence, visited, visits
 
 __all__ = [
     "FAR",
@@ -16,11 +16,10 @@ __all__ = [
     "here_and_now",
     "nth",
     "run_of",
+    "span_of",
     "step",
     "tiles_within",
 ]
-
-FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
@@ -137,6 +136,15 @@ def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds:
     last = (gl.min(high, 0) + 1) // c.TILE_KV
     ending = gl.minimum(gl.maximum(last, whole), end)
     return start, whole, ending, end, gl.where(last < whole, 1, 0)
+
+
+@gluon.jit
+def span_of(place, spans, size, c):
+    """Where the sequence of a program's place lies, see `triton.tiles.sequence`: packed, the place ends with it."""
+    if c.JAGGED:
+        return place[len(place) - 4 :]
+    else:
+        return sequence(spans, size, place[0], c)
 
 
 @gluon.jit
