@@ -56,8 +56,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("schedule", "dim"),
     [
-        *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128), ("LOOPED", 128)),
-        *(("LOOPED", 64), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
+        *(("LOOPED", 64), ("LOOPED", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)

@@ -199,8 +199,8 @@ JAGGED = {"layout": Layout.JAGGED}
         (KINDS["added"], schedules.N3, schedules.N3),
         (KINDS["score"], schedules.N3, schedules.N3),
         (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
-        (KINDS["full"] | JAGGED, schedules.LOOPED, schedules.LOOPED),
-        (KINDS["causal"] | JAGGED, schedules.LOOPED, schedules.LOOPED),
+        (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.LOOPED),
+        (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.LOOPED),
         (KINDS["window"] | JAGGED, schedules.RUNS, schedules.LOOPED),
     ],
 )
@@ -219,6 +219,7 @@ def test_short_tasks_under_a_causal_mask_are_taken_one_after_another(kv_len, exp
 def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     assert forward_schedule(problem(**KINDS["full"], head_dim=dim, value_dim=dim)) == schedules.PIECED
     assert forward_schedule(problem(**KINDS["causal"], head_dim=dim, value_dim=dim)) == schedules.N3
+    assert forward_schedule(problem(**KINDS["causal"], **JAGGED, head_dim=dim, value_dim=dim)) == schedules.LOOPED
 
 
 class Launches:

@@ -108,6 +108,7 @@ def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
     Persistent programs gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway.
+    Packed tasks are of any length, and often have a partial tile: one loop.
     """
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 192 or value_width > 128:
@@ -126,9 +127,9 @@ def forward_schedule(problem: Problem) -> Schedule:
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2
-    if is_plain and not is_dense:
-        return LOOPED
     is_whole = len(pieces_of(width)) == 1
+    if is_plain and not is_dense:
+        return BRIEF if is_whole else LOOPED
     if is_plain and is_full:
         return ALIKE if is_whole else PIECED
     return BRIEF if is_plain and is_whole and problem.kv_len <= FEW_KEYS else N3
