@@ -14,14 +14,13 @@ from foci.ir.memo import fingerprint
 from foci.nn.products import linear, linear_relu
 from foci.prepare import Extras
 
-__all__ = ["FIRST", "IN", "NORM1", "NORM2", "OUT", "SECOND", "Attention", "Heads", "Parameters", "Plan", "computed"]
+__all__ = ["FIRST", "IN", "NORM1", "NORM2", "OUT", "SECOND", "Attention", "Heads", "Parameters", "Plan", "Steps", "Unseen", "computed"]
 
 Parameters: TypeAlias = Sequence[Tensor | None]
 """Weight and bias of: the projections in and out, the two linear layers, the two norms."""
 IN, OUT, FIRST, SECOND, NORM1, NORM2 = range(0, 12, 2)
 """Where the weights are among them."""
 Function: TypeAlias = Callable[..., Any] | None
-Attend: TypeAlias = Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]
 
 
 class Heads(NamedTuple):
@@ -36,6 +35,10 @@ class Heads(NamedTuple):
         rows = projected.view(-1, self.query + 2 * self.key, self.width)
         q, k, v = rows.split_with_sizes((self.query, self.key, self.key), 1)
         return q, k, v
+
+    def of_queries(self, rows: Tensor) -> Tensor:
+        """[T, H, D] of [T, H * D]."""
+        return rows.view(-1, self.query, self.width)
 
 
 class Plan(NamedTuple):
@@ -90,22 +93,67 @@ class Attention:
         return call.differentiable(tensors).flatten(1)
 
 
-def computed(
-    plan: Plan, attention: Attend, x: Tensor, p: Parameters, *, is_seen: bool, drop: Callable[[Tensor, float], Tensor] = F.dropout
-) -> Tensor:
-    """A layer's output for tokens [T, E]; `is_seen`: autograd or autocast needs to know of each operation; `drop` leaves features out."""
+class Steps:
+    """The operations of a layer of tokens [T, E], as autograd and autocast know them."""
+
+    def __init__(self, attention: Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]) -> None:
+        self._attention = attention
+
+    def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+        """Layer norm."""
+        return torch.layer_norm(x, width, scale, shift, eps)
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """By torch."""
+        return F.linear(x, weight, bias)
+
+    def relu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """As two operations."""
+        return torch.relu(F.linear(x, weight, bias))
+
+    def gelu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """As two operations."""
+        return F.gelu(self.linear(x, weight, bias))
+
+    def attend(self, heads: Heads, projected: Tensor) -> Tensor:
+        """Attention of the parts."""
+        return self._attention(heads.split(projected))
+
+    def drop(self, x: Tensor, chance: float) -> Tensor:
+        """torch's dropout."""
+        return F.dropout(x, chance)
+
+    def add(self, new: Tensor, x: Tensor) -> Tensor:
+        """A new tensor."""
+        return x + new
+
+
+class Unseen(Steps):
+    """The same where nobody looks on."""
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """By the library that is fast on the device."""
+        return linear(x, weight, bias)
+
+    def relu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """As one operation, where the device has it."""
+        return linear_relu(x, weight, bias)
+
+    def add(self, new: Tensor, x: Tensor) -> Tensor:
+        """In place."""
+        return new.add_(x)
+
+
+def computed(plan: Plan, x: Tensor, p: Parameters, by: Steps) -> Tensor:
+    """A layer's output for tokens [T, E]."""
     heads, norm_first, width, (eps1, eps2), is_gelu, (behind, within, last) = plan
     weight_in, bias_in, weight_out, bias_out, weight1, bias1, weight2, bias2, scale1, shift1, scale2, shift2 = p
-    multiply: Any = F.linear if is_seen else linear
-    y = torch.layer_norm(x, width, scale1, shift1, eps1) if norm_first else x
-    y = multiply(attention(heads.split(multiply(y, weight_in, bias_in))), weight_out, bias_out)
-    y = x + (drop(y, behind) if behind else y)
-    x = y if norm_first else torch.layer_norm(y, width, scale1, shift1, eps1)
-    y = torch.layer_norm(x, width, scale2, shift2, eps2) if norm_first else x
-    if is_gelu:
-        y = F.gelu(multiply(y, weight1, bias1))
-    else:
-        y = torch.relu(multiply(y, weight1, bias1)) if is_seen else linear_relu(y, weight1, bias1)  # type: ignore[arg-type]
-    y = multiply(drop(y, within) if within else y, weight2, bias2)
-    y = x + (drop(y, last) if last else y)
-    return y if norm_first else torch.layer_norm(y, width, scale2, shift2, eps2)
+    y = by.norm(x, width, scale1, shift1, eps1) if norm_first else x
+    y = by.linear(by.attend(heads, by.linear(y, weight_in, bias_in)), weight_out, bias_out)
+    y = by.add(by.drop(y, behind) if behind else y, x)
+    x = y if norm_first else by.norm(y, width, scale1, shift1, eps1)
+    y = by.norm(x, width, scale2, shift2, eps2) if norm_first else x
+    y = by.gelu(y, weight1, bias1) if is_gelu else by.relu(y, weight1, bias1)
+    y = by.linear(by.drop(y, within) if within else y, weight2, bias2)
+    y = by.add(by.drop(y, last) if last else y, x)
+    return y if norm_first else by.norm(y, width, scale2, shift2, eps2)

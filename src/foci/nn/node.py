@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foci.dispatch import PackedCall
-from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Parameters, Plan, computed
+from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Heads, Parameters, Plan, Steps, Unseen, computed
 from foci.nn.products import linear_relu
 
 __all__ = ["computed_as_node"]
@@ -29,60 +29,61 @@ def computed_as_node(plan: Plan, attention: Attention, x: Tensor, p: Parameters)
     return out
 
 
-def _forward(plan: Plan, attention: Attention, x: Tensor, p: Parameters, kept: list[Tensor]) -> tuple[Tensor, PackedCall]:
-    """Output and call of attention; what backward reads is added to `kept`."""
-    if plan.norm_first:
-        y, call = _attended(plan, attention, _normed(plan, x, p, NORM1, kept), p, kept)
-        y += x
-        out = _fed(plan, _normed(plan, y, p, NORM2, kept), p, kept)
-        out += y
-        return out, call
-    y, call = _attended(plan, attention, x, p, kept)
-    y += x
-    y = _normed(plan, y, p, NORM1, kept)
-    out = _fed(plan, y, p, kept)
-    out += y
-    return _normed(plan, out, p, NORM2, kept), call
+class _Keeping(Unseen):
+    """Steps that keep what backward reads, in their order.
 
+    Attributes:
+        kept: of a norm its input, mean and spread; of a linear layer its input; of the attention the projections and the logsumexp; what
+            the activation's derivative is found by; and the noise of dropout.
+        call: of the attention.
+    """
 
-def _normed(plan: Plan, x: Tensor, p: Parameters, at: int, kept: list[Tensor]) -> Tensor:
-    out, mean, spread = torch.native_layer_norm(x, plan.width, p[at], p[at + 1], plan.eps[at == NORM2])
-    kept += (x, mean, spread)
-    return out
+    call: PackedCall
 
+    def __init__(self, attention: Attention) -> None:
+        self.kept: list[Tensor] = []
+        self._learning = attention
 
-def _attended(plan: Plan, attention: Attention, x: Tensor, p: Parameters, kept: list[Tensor]) -> tuple[Tensor, PackedCall]:
-    projected = F.linear(x, p[IN], p[IN + 1])  # type: ignore[arg-type]
-    tensors = plan.heads.split(projected)
-    call = attention.learning(tensors)
-    out, lse = call.forward(tensors)
-    kept += (x, projected, out, lse)
-    return _dropped(F.linear(out.flatten(1), p[OUT], p[OUT + 1]), plan.drops[0], kept), call  # type: ignore[arg-type]
+    def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+        """Layer norm."""
+        out, mean, spread = torch.native_layer_norm(x, width, scale, shift, eps)
+        self.kept += (x, mean, spread)
+        return out
 
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """By torch."""
+        self.kept.append(x)
+        return F.linear(x, weight, bias)
 
-def _fed(plan: Plan, x: Tensor, p: Parameters, kept: list[Tensor]) -> Tensor:
-    if plan.is_gelu:
-        before = F.linear(x, p[FIRST], p[FIRST + 1])  # type: ignore[arg-type]
-        hidden = F.gelu(before)
-    else:
-        before = hidden = linear_relu(x, p[FIRST], p[FIRST + 1])  # type: ignore[arg-type]
-    kept += (x, before)
-    hidden = _dropped(hidden, plan.drops[1], kept)
-    kept.append(hidden)
-    return _dropped(F.linear(hidden, p[SECOND], p[SECOND + 1]), plan.drops[2], kept)  # type: ignore[arg-type]
+    def relu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """As one operation, where the device has it."""
+        out = linear_relu(x, weight, bias)
+        self.kept += (x, out)
+        return out
 
+    def gelu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """As two operations."""
+        before = self.linear(x, weight, bias)
+        self.kept.append(before)
+        return F.gelu(before)
 
-def _dropped(x: Tensor, chance: float, kept: list[Tensor]) -> Tensor:
-    """torch's dropout; kept is what it multiplies by: on a GPU whether that is not 0, elsewhere the factors."""
-    if not chance:
-        return x
-    if x.is_cuda:
-        out, noise = torch.native_dropout(x, chance, True)
-    else:
-        noise = torch.empty_like(x).bernoulli_(1 - chance).div_(1 - chance)
-        out = x * noise
-    kept.append(noise)
-    return out
+    def attend(self, heads: Heads, projected: Tensor) -> Tensor:
+        """Attention of the parts, outside of autograd."""
+        tensors = heads.split(projected)
+        self.call = self._learning.learning(tensors)
+        out, lse = self.call.forward(tensors)
+        self.kept += (projected, lse)
+        return out.flatten(1)
+
+    def drop(self, x: Tensor, chance: float) -> Tensor:
+        """torch's dropout; kept is what it multiplies by: on a GPU whether that is not 0, elsewhere the factors."""
+        if x.is_cuda:
+            out, noise = torch.native_dropout(x, chance, True)
+        else:
+            noise = torch.empty_like(x).bernoulli_(1 - chance).div_(1 - chance)
+            out = x * noise
+        self.kept.append(noise)
+        return out
 
 
 class _Node(torch.autograd.Function):
@@ -90,10 +91,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, attention: Attention, x: Tensor, *p: Tensor | None) -> Tensor:
-        kept: list[Tensor] = []
-        out, call = _forward(plan, attention, x, p, kept)
+        steps = _Keeping(attention)
+        out, call = computed(plan, x, p, steps), steps.call
         ctx.facts = plan, call.outline, len(call.captures)
-        ctx.save_for_backward(*p, *call.captures, *call.optional, *kept)
+        ctx.save_for_backward(*p, *call.captures, *call.optional, *steps.kept)
         return out
 
     @staticmethod
@@ -185,12 +186,13 @@ class _Gradients:
 
     def _attention(self, dy: Tensor, added: Tensor | None) -> Tensor | None:
         dy = self._undropped(dy, self.plan.drops[0])
-        lse, out = self.kept.pop(), self.kept.pop()
-        do = self._linear(dy, out.flatten(1), OUT)
+        rows, lse = self.kept.pop(), self.kept.pop()
+        do = self._linear(dy, rows, OUT)
         if do is None:
             return None
-        parts = self.call.backward(self.plan.heads.split(self.kept.pop()), (out, lse), do.view_as(out))
-        del lse, out, do
+        heads = self.plan.heads
+        parts = self.call.backward(heads.split(self.kept.pop()), (heads.of_queries(rows), lse), heads.of_queries(do))
+        del rows, lse, do
         projected = torch.cat(parts, 1).flatten(1)
         del parts
         return self._linear(projected, self.kept.pop(), IN, added)
@@ -218,23 +220,27 @@ def _noises(plan: Plan, kept: list[Tensor]) -> list[Tensor]:
     return found + kept[start : start + last]
 
 
+class _Again(Steps):
+    """The steps as autograd knows them, with the noise that there was."""
+
+    def __init__(self, call: PackedCall, noises: list[Tensor]) -> None:
+        super().__init__(lambda tensors: call.differentiable(tensors).flatten(1))
+        self._noises = iter(noises)
+
+    def drop(self, x: Tensor, chance: float) -> Tensor:
+        """Leaves the same features out."""
+        noise = next(self._noises)
+        return x * noise / (1 - chance) if noise.dtype == torch.bool else x * noise
+
+
 def _recorded(
     plan: Plan, inputs: Sequence[Tensor | None], call: PackedCall, noises: list[Tensor], dy: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Gradients as autograd finds them: differentiable again, or for many cotangents at once, with the noise that there was."""
     x, *p = inputs
     assert x is not None
-    rest = iter(noises)
-
-    def drop(x: Tensor, chance: float) -> Tensor:
-        noise = next(rest)
-        return x * noise / (1 - chance) if noise.dtype == torch.bool else x * noise
-
-    def attend(tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return call.differentiable(tensors).flatten(1)
-
     with torch.enable_grad():
-        y = computed(plan, attend, x, p, is_seen=True, drop=drop)
+        y = computed(plan, x, p, _Again(call, noises))
     sources = [t for t, on in zip(inputs, wanted, strict=True) if on]
     found = iter(torch.autograd.grad(y, sources, dy, create_graph=torch.is_grad_enabled()))  # type: ignore[arg-type]
     return [next(found) if on else None for on in wanted]

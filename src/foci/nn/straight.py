@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.direct import HOOKS, is_silent
-from foci.nn.layer import Attention, Heads, Plan, computed
+from foci.nn.layer import Attention, Heads, Plan, Steps, Unseen, computed
 from foci.nn.node import computed_as_node
 from foci.nn.packing import Packing
 from foci.operator import is_plain_eager
@@ -150,7 +150,7 @@ class Stack:
             return None
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
         casts = torch._C._is_any_autocast_enabled()
-        is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
+        steps, as_node = Steps if learns or casts else Unseen, learns and not casts and x.device.type in _AS_NODES
         shared: dict[tuple[Heads, float], Attention] = {}
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__
@@ -164,7 +164,7 @@ class Stack:
             if as_node and attention.captures_nothing:
                 x = computed_as_node(layer.plan, attention, x, p)
             else:
-                x = computed(layer.plan, attention, x, p, is_seen=is_seen)
+                x = computed(layer.plan, x, p, steps(attention))
         return x
 
 
