@@ -165,6 +165,26 @@ class T5(Projections):
         return self.o(merge(torch.matmul(F.softmax(scores.float(), dim=-1).type_as(scores), v)))
 
 
+class LongT5(T5):
+    """What is added is of float32, whatever the scores are."""
+
+    def forward(self, x, keep):
+        q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
+        bias = self.table(self.buckets(x.shape[1], x.device)).permute(2, 0, 1).unsqueeze(0)
+        scores = torch.matmul(q, k.transpose(3, 2))
+        scores += bias + torch.where(keep[:, None, None], 0.0, -1e10)
+        return self.o(merge(torch.matmul(F.softmax(scores.float(), dim=-1).type_as(scores), v)))
+
+
+class LongT5Twin(LongT5):
+    def forward(self, x, keep):
+        q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
+        scores = torch.matmul(q, k.transpose(3, 2))
+        scores += torch.where(keep[:, None, None], 0.0, -1e10)
+        weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+        return self.o(merge(torch.matmul(weights + scores.sigmoid(), v)))
+
+
 class T5Twin(T5):
     def forward(self, x, keep):
         q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
@@ -302,6 +322,7 @@ MODELS = (
     Spelling("BERT", Bert, padded, BertTwin, ""),
     Spelling("ViT", ViT, hidden, ViTTwin, ""),
     Spelling("T5", T5, padded, T5Twin, ""),
+    Spelling("LongT5", LongT5, padded, LongT5Twin, "", dtypes=(torch.float32, torch.bfloat16)),
     Spelling("BLOOM", Bloom, padded, variant=("q_idx", "kv_idx")),
     Spelling("Falcon", Falcon, hidden, variant=("q_idx", "kv_idx")),
     Spelling("Llama", Llama, padded, LlamaTwin, "", variant=("q_idx", "kv_idx")),

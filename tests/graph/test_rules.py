@@ -336,6 +336,22 @@ def test_a_write_of_a_value_of_its_own_is_an_operation():
     torch.testing.assert_close(module(X), function(X))
 
 
+@pytest.mark.parametrize("name", ["add_", "sub_", "mul_", "div_"])
+def test_a_write_rounds_to_the_dtype_that_is_written(name):
+    def function(x):
+        y = (x * 2).half()
+        z = getattr(y, name)(x.exp())
+        return y + z
+
+    module = graph_of(function, X)
+    without_writes(module.graph, None)
+    module.recompile()
+    assert names(module) == ["half", "exp", name[:-1], "to"]
+    found, expected = module(X), function(X)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["an input", "a view read later", "another dtype"])
 def test_a_write_that_somebody_may_see_stays(kind):
     def function(x):
@@ -343,7 +359,7 @@ def test_a_write_that_somebody_may_see_stays(kind):
             return x.mul_(2) + 1
         y = x * 2
         if kind == "another dtype":
-            return y.half().add_(y) + 1
+            return y.half().pow_(y) + 1
         view = y.view(24, 6)
         y.mul_(2)
         return view + 1

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.graph.examples import making
-from foci.graph.reading import Call, call_of, storage_of, tensor_of, value_of
+from foci.graph.reading import Call, call_of, dtype_of, rank_of, storage_of, tensor_of, value_of
 
 __all__ = ["without_writes"]
 
@@ -24,6 +24,9 @@ _OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
     operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor, operator.ifloordiv: operator.floordiv,
     operator.imod: operator.mod, operator.ipow: operator.pow,
 }  # fmt: skip
+
+_ROUNDING: Final = frozenset(("add", "sub", "mul", "div"))
+"""Operations that are computed in the widest dtype of their operands; a write rounds the result to that of what is written."""
 
 
 def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
@@ -45,10 +48,13 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
             continue
         target = call.args[0]
         group = aliases[storages[target]]
-        if storages[target] is None or not _is_private(node, target, group, position) or not _keeps_type(target, call.args[1:]):
+        if storages[target] is None or not _is_private(node, target, group, position) or not _keeps_shape(target, call.args[1:]):
             continue
-        if _functional(node):
+        dtype = _made_of(target, call.args[1:])
+        if dtype == dtype_of(target) and _functional(node):
             _rewire(node, target, position, mode)
+        elif dtype.is_floating_point and dtype_of(target).is_floating_point and call.name in _ROUNDING and _functional(node):
+            _rewire(_rounded(graph, node, dtype, position, mode), target, position, mode)
 
 
 def _is_private(node: fx.Node, target: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> bool:
@@ -74,17 +80,40 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
     return False
 
 
-def _keeps_type(target: fx.Node, others: tuple[Any, ...]) -> bool:
-    """Whether the result without the underscore has the target's dtype and shape."""
+def _keeps_shape(target: fx.Node, others: tuple[Any, ...]) -> bool:
+    """Whether the result without the underscore has the target's dims."""
+    values = map(value_of, others)
+    return all(value.dim() <= rank_of(target) for value in values if isinstance(value, Tensor))
+
+
+def _made_of(target: fx.Node, others: tuple[Any, ...]) -> torch.dtype:
+    """The dtype that the result has without the underscore."""
     own = tensor_of(target)
     assert own is not None
+    dtype = own.dtype
     for other in others:
         value = value_of(other)
-        if isinstance(value, Tensor) and (torch.result_type(own, value) != own.dtype or value.dim() > own.dim()):
-            return False
-        if isinstance(value, float) and not own.dtype.is_floating_point:
-            return False
-    return True
+        if isinstance(value, Tensor):
+            dtype = torch.promote_types(dtype, torch.result_type(own, value))
+        elif isinstance(value, float) and not dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+    return dtype
+
+
+def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> fx.Node:
+    """What a write leaves of a result of a wider dtype, which `node` now makes."""
+    tensor = tensor_of(node)
+    assert tensor is not None
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        made = graph.call_method("to", (node, tensor.dtype))
+    for reader in readers:
+        reader.replace_input_with(node, made)
+    made.meta = dict(node.meta)
+    position[made] = position[node]
+    with making(mode):
+        node.meta["example_value"] = torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
+    return made
 
 
 def _is_fill(call: Call) -> bool:
