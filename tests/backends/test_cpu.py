@@ -417,3 +417,18 @@ def test_tiles_are_decided_as_single_scores_are(name):
     with foci.use("reference"):
         expected = foci.attention(q, k, v, mask=DELICATE[name])
     torch.testing.assert_close(attention(q, k, v, mask=DELICATE[name]), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("kv_len", "bound"), [(1500, 3e-5), (37, 5e-6)])
+def test_many_keys_that_read_one_element(kv_len, bound):
+    """The ends of a table of distances meet most pairs: float32 keeps the digits of their sum."""
+    torch.manual_seed(3)
+    query, key, value = torch.randn(1, 2, 1500, 16), torch.randn(1, 2, kv_len, 16), torch.randn(1, 2, kv_len, 16)
+    found = []
+    for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "reference")):
+        table = torch.zeros(2, 13, dtype=dtype, requires_grad=True)
+        with foci.use(backend):
+            out = foci.attention(query.to(dtype), key.to(dtype), value.to(dtype), score=foci.scores.relative_position(table))
+        (out * torch.linspace(-1, 1, 16).to(dtype)).sum().backward()
+        found.append(table.grad.double())
+    assert (found[0] - found[1]).abs().max() < bound * found[1].abs().max()

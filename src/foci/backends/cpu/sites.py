@@ -22,7 +22,7 @@ from foci.ir.ops import cast
 
 __all__ = ["Partition", "add_sites", "partition", "sites_of"]
 
-_ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, vf* totals"
+_ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, Run* runs"
 _BUDGET = 1 << 28  # bytes of private copies of gradients
 
 
@@ -41,16 +41,18 @@ def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:
         span = None if span is not None and span.divisor else span
         if site.axes:
             lines += _looped(functor, n, site)
+            flush.append(f"runs[{n}].flush(sinks[{n}]);")
         elif span is not None:
             lines += _run(functor, n, site, span)
         elif not any(index.variables() & {"kv_idx", "score"} for index in site.indices):
-            lines += _weighted(functor, site, (), f"totals[{n}] += w;")
+            lines += _weighted(functor, site, (), f"runs[{n}].sum += w;")
             indices = [functor.leaf_text(functor.staged(index)) for index in site.indices]
-            flush.append(f"sinks[{n}][dense_offset({', '.join((f'c{site.slot}(call)', *indices))})] += reduce_sum(totals[{n}]);")
+            flush.append(f"sinks[{n}][dense_offset({', '.join((f'c{site.slot}(call)', *indices))})] += reduce_sum(runs[{n}].sum);")
         else:
-            lines += _weighted(functor, site, site.indices, f"scatter(sinks[{n}], c{site.slot}(call), w{{indices}});")
+            lines += _weighted(functor, site, site.indices, f"scatter(sinks[{n}], runs[{n}], c{site.slot}(call), w{{indices}});")
+            flush.append(f"runs[{n}].flush(sinks[{n}]);")
     functor.add(f"static FOCI_INLINE void capture_gradients({_ARGUMENTS})", lines)
-    functor.add("static FOCI_INLINE void flush_gradients(const Call& call, const Row& row, float* const* sinks, const vf* totals)", flush)
+    functor.add("static FOCI_INLINE void flush_gradients(const Call& call, const Row& row, float* const* sinks, Run* runs)", flush)
 
 
 def _weighted(functor: Functor, site: CaptureDerivative, indices: Sequence[Expr], then: str) -> list[str]:
@@ -78,7 +80,7 @@ def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
     ]
     indices = tuple(functor.staged(index) for index in site.indices)
     if any(is_vector(index) for index in indices) or any(index.free for index in site.indices):
-        body = _weighted(functor, site, site.indices, f"scatter(sinks[{n}], c{site.slot}(call), w{{indices}});")
+        body = _weighted(functor, site, site.indices, f"scatter(sinks[{n}], runs[{n}], c{site.slot}(call), w{{indices}});")
     else:
         body = _weighted(functor, site, site.indices, f"sinks[{n}][dense_offset(c{site.slot}(call){{indices}})] += reduce_sum(w);")
     return ["{", *(f"  {line}" for line in (*bounds.lines, *loops, *body)), "}"]

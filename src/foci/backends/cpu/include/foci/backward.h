@@ -73,7 +73,7 @@ template <class P> struct BackwardTile {
   alignas(64) word grad_words[G::ONE_FORM ? 1 : (N / E::PAIR + PANEL - 1) / PANEL * G::Q_PANEL];  // and by row, in pairs of keys
   alignas(64) float panel[G::ONE_FORM ? 1 : ROWS * PANEL], slope[ROWS * PANEL], raw[ROWS * PANEL], g[ROWS * PANEL];
   alignas(64) float keep[P::DROPOUT ? ROWS * (N + 4 * WIDTH) : 1];
-  vf totals[P::SITES ? P::SITES * ROWS : 1];
+  Run runs[P::SITES ? P::SITES * ROWS : 1];
   Sequence s;
   int kv, keys;  // the tile's first key, and how many it has
   const float* grad_columns;
@@ -214,7 +214,7 @@ template <class P> struct BackwardTile {
       for (int r = 0; r < t.rows; ++r)
         for (int v = 0; v < 2; ++v) {
           const int i = r * PANEL + v * WIDTH;
-          P::capture_gradients(call, t.row[r], col[v], load<vf>(raw + i), load<vf>(g + i), first + v * WIDTH, sinks, totals + r * P::SITES);
+          P::capture_gradients(call, t.row[r], col[v], load<vf>(raw + i), load<vf>(g + i), first + v * WIDTH, sinks, runs + r * P::SITES);
         }
     }
   }
@@ -272,7 +272,7 @@ template <class P> struct BackwardTile {
       for (int i = 0; i < rows; ++i) keep_row(call, s.b, h, q0 + i, kv, keys, keep + i * (N + 4 * WIDTH));
     if constexpr (P::COLUMN_SUMS)
       grad_columns = call.grad_column_sums ? call.grad_column_sums + (s.batch * call.q_heads + h) * call.kv_tokens + s.kv_start + kv : nullptr;
-    for (int i = 0; i < P::SITES * ROWS; ++i) totals[i] = vf{};
+    for (int i = 0; i < P::SITES * ROWS; ++i) runs[i] = {};
     for (int i = from; i < until; ++i) {
       const int at = i * PANEL;
       if (kind[i] == EMPTY) {
@@ -291,7 +291,7 @@ template <class P> struct BackwardTile {
       capture_panel(call, t, at, sinks);
     }
     if constexpr (P::SITES > 0)
-      for (int i = 0; i < t.rows; ++i) P::flush_gradients(call, t.row[i], sinks, totals + i * P::SITES);
+      for (int i = 0; i < t.rows; ++i) P::flush_gradients(call, t.row[i], sinks, runs + i * P::SITES);
     const int depth = rows / E::PAIR, first = from * PANEL, last = until * PANEL;
     if constexpr (P::GRAD_V) add_rows<P::DV, G::O_ROW>(grad_value, weights, t.grad_out_rows(), first, last, depth);
     if constexpr (P::GRAD_K) add_rows<P::D, G::DQ_ROW>(grad_key, grad_pairs, t.query_rows(), first, last, depth);

@@ -220,7 +220,32 @@ template <int STEP> FOCI_INLINE void accumulate(float* gradient, const Span<floa
   for (int i = 0; i < WIDTH; ++i)
     if (x[i] != 0) base[wrap(first + STEP * i, s.size) * s.stride] += x[i];
 }
-template <class T, int RANK, class... I> FOCI_INLINE void scatter(float* gradient, const Captured<T, RANK>& c, vf x, I... indices) {
+// What keys of one row add to the same element, one after the other: a table's ends meet most pairs, and float32 would lose digits of
+// their sum if each were added by itself.
+struct Run {
+  int64_t at = -1;
+  vf sum{};
+
+  FOCI_INLINE void flush(float* gradient) {
+    if (at >= 0) gradient[at] += reduce_sum(sum);
+    *this = {};
+  }
+};
+template <class T, int RANK, class... I> FOCI_INLINE void scatter(float* gradient, Run& run, const Captured<T, RANK>& c, vf x, I... indices) {
+  int64_t at = -1;
+  bool alike = true;
+  for (int i = 0; i < WIDTH; ++i) {
+    if (x[i] == 0) continue;  // an index may lie outside
+    const int64_t offset = dense_offset(c, lane(indices, i)...);
+    alike &= at < 0 || at == offset;
+    at = offset;
+  }
+  if (at < 0) return;
+  if (alike) {
+    if (at != run.at) run.flush(gradient);
+    run.at = at, run.sum += x;
+    return;
+  }
   for (int i = 0; i < WIDTH; ++i)
     if (x[i] != 0) gradient[dense_offset(c, lane(indices, i)...)] += x[i];
 }
