@@ -271,7 +271,7 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     assert said(**TRAINED).endswith("backward measured at 1.45 of triton's rate")
     shared = {"q_heads": 32, "kv_heads": 8}
     assert said(**KINDS["score"], **NARROW, **shared, **TRAINED).endswith(
-        "backward measured at 0.74 of triton's rate, so taken from triton"
+        "backward measured at 0.81 of triton's rate, so taken from triton"
     )
 
 
@@ -285,7 +285,7 @@ def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
     for given in ({}, NARROW, KINDS["window"], packed, {**KINDS["score"], **NARROW}, shared):
         asked = problem(**given, **TRAINED)
         kernel.HopperKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
-    assert came == ["hopper", "hopper", "hopper", "triton", "triton", "triton"]
+    assert came == ["hopper", "hopper", "hopper", "triton", "hopper", "triton"]
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

@@ -10,7 +10,7 @@ Which tiles are visited is found by arithmetic without a mask and under the caus
 Scores are any functions that read nothing for each pair of positions; with dropout, the product and what is added to it.
 """
 
-from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.backward_turns import (
     SHARE,
     add_shares,
@@ -140,6 +140,7 @@ def fold_fused(
         if c.DROPOUT:
             p = dropped(p, drops, c)
         weights = rounded(p, douts[0].dtype, c)
+        steep = steepened(p, slope, c, MASKED)
         if EARLY:
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -148,7 +149,7 @@ def fold_fused(
         if c.DROPOUT:
             ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries[0].dtype)
         else:
-            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
+            ds = (steep * (dp - delta)).to(queries[0].dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
         ds_tiles.index(two * 2 + half).store(ds)
         # runs while the warpgroups wait for each other

@@ -5,7 +5,7 @@ Scores are held turned, keys as rows, so that the weights and the score's gradie
 that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
 """
 
-from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
@@ -107,12 +107,13 @@ def fold_queries(
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        steep = steepened(p, slope, c, MASKED)
         if VALUE:
             dv = begin_sums(p.to(douts[0].dtype), douts, dv)
         if KEY:
             dp = warpgroup_mma_wait(len(v) if VALUE else 0, deps=[dp])
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-            ds = score_gradient(p, dp, delta, slope, c, MASKED).to(queries[0].dtype)
+            ds = (steep * (dp - delta)).to(queries[0].dtype)
             dk = begin_sums(ds, queries, dk)
         found = finish_sums(dk + dv)
         dk, dv = found[: len(dk)], found[len(dk) :]

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """dq of a tile of queries: two warpgroups of 64 queries each, and one warp that brings tiles of keys and values by TMA."""
 
-from foci.backends.hopper.backward_tiles import score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import steepened, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
@@ -75,8 +75,9 @@ def fold_keys(
         s = warpgroup_mma_wait(len(do), deps=[s])
         kv_idx = start_of(tile, c, c.TILE_KV) + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        steep = steepened(p, slope, c, MASKED)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = score_gradient(p, dp, delta, slope, c, MASKED).to(keys[0].dtype)
+        ds = (steep * (dp - delta)).to(keys[0].dtype)
         dq = finish_sums(begin_sums(ds, keys, dq))
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1

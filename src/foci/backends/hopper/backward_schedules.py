@@ -65,6 +65,7 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (64, "window"): Fused(_NARROW, sums=1),
     (64, "document"): Fused(_NARROW),
     (64, "added"): Fused(_NARROW, defers=False),
+    (64, "score"): Fused(_NARROW),
     (128, "full"): Fused(_WIDE),
     (128, "causal"): Fused(_WIDE, defers=False),
     (128, "window"): Fused(_WIDE, sums=1),

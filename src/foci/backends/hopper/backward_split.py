@@ -6,7 +6,7 @@ for each would take five, and bring queries and gradients of out twice.
 """
 
 from foci.backends.hopper.backward_keys import bring_queries, key_runs
-from foci.backends.hopper.backward_tiles import line_of, score_gradient, weights_of
+from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import operand, product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
@@ -90,7 +90,7 @@ def fold_values(
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        pass_weights(passed, score_gradient(p, 1.0, 0.0, slope, c, MASKED), passing, n)
+        pass_weights(passed, steepened(p, slope, c, MASKED), passing, n)
         mbarrier.wait(do_full.index(stage), phase)
         dv = finish_sums(begin_sums(p.to(douts[0].dtype), douts, dv))
         fence_async_shared()

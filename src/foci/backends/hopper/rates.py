@@ -65,7 +65,7 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
     (64, "window"): Measured(Pair(390, 352), Backward(334, 285, 327)),
     (64, "document"): Measured(Pair(366, 350), Backward(325, 290, 312)),
     (64, "added"): Measured(Pair(456, 381), Backward(460, 237, 331)),
-    (64, "score"): Measured(Pair(353, 320), Backward(317, 237, 319)),
+    (64, "score"): Measured(Pair(353, 320), Backward(407, 237, 294)),
     (128, "full"): Measured(Pair(624, 435), Backward(568, 475, 393)),
     (128, "causal"): Measured(Pair(688, 528), Backward(571, 477, 400)),
     (128, "window"): Measured(Pair(462, 416), Backward(411, 351, 364)),
@@ -79,8 +79,7 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
     (256, "full"): Measured(Pair(689, 456), Backward(0, 438, 298)),
     (256, "causal"): Measured(Pair(704, 494), Backward(0, 454, 313)),
 }
-"""What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128. Score functions with
-heads of 64 have no schedule of the one kernel, as it is not ahead of `triton`'s."""
+"""What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
 
 
 DROPPED: Final = Measured(Pair(354, 289), Backward(455, 0, 240))
