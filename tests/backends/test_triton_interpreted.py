@@ -30,6 +30,7 @@ PARTS = {
     "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
     "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),
+    "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
     "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
 }
 

@@ -27,7 +27,7 @@ GRADIENTS = (
     "attention_gradients",
     "attention_split_gradient",
 )
-TABLES = ("mark_tiles", "pack_queries", "rank_tiles")
+TABLES = ("mark_tiles", "pack_queries", "rank_packed", "rank_tiles")
 # bytes that releases of Triton which the backend is not written for spill besides
 SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
 LAUNCHED = {
@@ -57,6 +57,7 @@ CASES = {
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True},
     "window": {"mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "fused": True},
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
+    "jagged window": {"mask": masks.window(100), "jagged": True, "fused": True},
     "dropout": {"dropout": 0.1, "fused": True},
     "dropout, jagged, causal, D 64": {"dropout": 0.1, "mask": masks.causal(), "jagged": True, "fused": True, "dim": 64},
     "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64},
@@ -102,6 +103,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
         ({"score": scores.softcap(20.0), "kv_heads": 2}, True),
         ({"mask": CASES["document"]["mask"]}, True),
         ({"mask": CASES["document"]["mask"], "jagged": True}, False),
+        ({"mask": masks.window(100), "jagged": True}, True),
+        ({"mask": masks.causal_lower_right(), "jagged": True, "dim": 64}, True),
         ({"mask": masks.causal(), "score": scores.alibi(4)}, True),
         ({"mask": masks.causal(), "score": scores.alibi(4), "kv_heads": 2}, False),
         ({"score": foci.Score(lambda s, b, h, q, k, ids=DOCUMENTS: s + ids[k])}, True),

@@ -280,12 +280,12 @@ def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
     came = []
     monkeypatch.setattr(kernel.host.TritonKernel, "_backward", lambda *args: came.append("triton"))
     monkeypatch.setattr(kernel.HopperGradients, "_backward", lambda *args: came.append("hopper"))
-    packed = {**KINDS["window"], "layout": Layout.JAGGED}
+    window, document = ({**KINDS[kind], "layout": Layout.JAGGED} for kind in ("window", "document"))
     shared = {**KINDS["score"], **NARROW, "q_heads": 32, "kv_heads": 8}
-    for given in ({}, NARROW, KINDS["window"], packed, {**KINDS["score"], **NARROW}, shared):
+    for given in ({}, NARROW, KINDS["window"], window, document, {**KINDS["score"], **NARROW}, shared):
         asked = problem(**given, **TRAINED)
         kernel.HopperKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
-    assert came == ["hopper", "hopper", "hopper", "triton", "hopper", "triton"]
+    assert came == ["hopper"] * 4 + ["triton", "hopper", "triton"]
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

@@ -118,3 +118,33 @@ def test_tiles_add_in_one_order_that_ends(name):
                             moved = True
                 assert moved
             assert turns == added
+
+
+@pytest.mark.parametrize("mask", ["window", "by head"])
+def test_packed_tiles_add_in_the_order_of_their_sequence(mask):
+    lengths, others = [300, 0, 700, 1, 128], [300, 5, 520, 130, 128]
+    query = torch.zeros(1, 4, sum(lengths), 128, dtype=torch.float16, device=DEVICE)
+    key = torch.zeros(1, 4, sum(others), 128, dtype=torch.float16, device=DEVICE)
+    cu_q, cu_kv = (torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, others))
+    bound = bind(None, foci.Mask(CASES[mask]["mask"]), DEVICE)
+    operands = Operands(
+        query, key, key, bound.captures, bound.ints, bound.floats, 0.1, cu_q=cu_q, cu_kv=cu_kv, max_q=max(lengths), max_kv=max(others)
+    )
+    wanted = (True, True, True, tuple(False for _ in bound.captures))
+    asked = Problem(Formula(bound.variant, Layout.JAGGED), torch.float16, 128, 128, 4, 4, 8, 1024, 1024, *wanted)
+    args = launched_with(asked, operands, Results(query, query[..., 0].float()), Cotangents(query))
+    c, table, ranks, tasks = args["c"], args["table"], args["order"].ranks, args["spans"].tasks
+    assert c.MODE.value == "ranges"
+    assert c.BOUNDED.value
+    for h in range(4 if mask == "by head" else 1):
+        seen = {}
+        for task in range(tasks.shape[0]):
+            b, tile = tasks[task, :2].tolist()
+            if b >= 0:
+                row = h * (table.h_stride >> 2) + task
+                low, behind = table.counts[row, 0].item(), table.counts[row, 3].item()
+                for query_tile in range(low, behind):
+                    seen.setdefault((b, query_tile), {})[tile] = ranks[row, query_tile].item()
+        assert len(seen) > 5
+        for found in seen.values():
+            assert [found[tile] for tile in sorted(found)] == list(range(len(found)))

@@ -21,7 +21,7 @@ from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
-from foci.backends.hopper.backward_ranks import mark_tiles, rank_tiles
+from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix, widths_of
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, clear_turns, finish_query_gradient
@@ -241,10 +241,15 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
 
     def _ranked(self, call: host.Pass, found: Visits, cut: Cut, tasks: int) -> Tensor | None:
-        """Ranks of the tiles of keys of a table, which are found once."""
+        """Ranks of the tiles of keys of a table, which are found once; packed, in each pass, as lengths change."""
         counts, lists = found.table.counts, found.table.lists
         if counts is None:
             return None
+        if call.operands.cu_q is not None:
+            rows, width = tasks * (1 if found.table.h_stride == encode(0) else call.operands.query.shape[1]), found.table.width >> 2
+            made = call.recorder.empty((rows, width), (width, 1), torch.int32, counts)
+            call.recorder.launch(rank_packed, (rows,), made, found.table, found.spans, encode(tasks), 128, 32, num_warps=4)
+            return made
         ranks = _ranks.get(found)
         if ranks is None:
             rows, width = counts.shape[0], found.table.width >> 2

@@ -41,7 +41,7 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, memory_b, kv_h, tile = place[:4]
+    b, memory_b, kv_h, tile, task = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = tile * c.TILE_KV
     group = members_of(size, c)
@@ -49,7 +49,7 @@ def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, tabl
     for half in gl.static_range(2):
         copy_pieces_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
         copy_pieces_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
-    runs = query_runs(table, ranks, b, kv_h * group, tile, q_len, kv_len, c)
+    runs = query_runs(table, ranks, place, kv_h * group, q_len, kv_len, c)
     for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
         h = kv_h * group + n % group
         here = nth_tile(table, runs, n // group, c) * c.TILE_Q
@@ -186,7 +186,7 @@ def fused_consumer(
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, memory_b, kv_h, tile = place[:4]
+    b, memory_b, kv_h, tile, task = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
@@ -206,7 +206,7 @@ def fused_consumer(
         ends = (low, gl.where(keys < kv_len, high, -1))
     at = (b, h, kv_idx, q_len, kv_len, own, ends)
     odds = odds_of(numbers, c)
-    line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, b, h, tile, q_len, kv_len, c)
+    line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, place, h, q_len, kv_len, c)
     # masked tiles, whole ones, masked ones
     for part in range(0, 2):
         run = (line, gl.where(part == 0, last, before_last), gl.where(part == 0, ending, before))

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import number
+from foci.backends.triton.tiles import RECORD, number
 
 
 @triton.jit
@@ -52,3 +52,28 @@ def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
         tl.store(line, rank, mask=inside)
         rank += mark
         line += width
+
+
+@triton.jit
+def rank_packed(ranks, table, spans, tasks, CHUNK: tl.constexpr, BEFORE: tl.constexpr):
+    """Ranks in ranges, of packed sequences: each tile of keys counts those before it in its own. One program for each row of the table.
+
+    ranks: int32 [rows, width], filled where a tile of keys visits a tile of queries. `tasks`: of a head, encoded; a sequence's count its
+    tiles down, so those before one come behind it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    record = spans.tasks + RECORD * (row % number(tasks))
+    if tl.load(record) < 0:
+        return
+    tile = tl.load(record + 1)
+    counts = table.counts + row * 4
+    behind = tl.load(counts + 3)
+    for start in range(tl.load(counts), behind, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        rank = tl.zeros([CHUNK], tl.int32)
+        for n in range(1, tile + 1, BEFORE):
+            other = n + tl.arange(0, BEFORE)
+            first = tl.load(counts + other * 4, mask=other <= tile, other=0)[:, None]
+            last = tl.load(counts + other * 4 + 3, mask=other <= tile, other=0)[:, None]
+            rank += tl.sum(((at[None, :] >= first) & (at[None, :] < last)).to(tl.int32), 0)
+        tl.store(ranks + row * number(table.width) + at, rank, mask=at < behind)

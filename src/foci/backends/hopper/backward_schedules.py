@@ -8,6 +8,7 @@ from typing import Final
 from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.schedules import width_of
+from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
@@ -94,7 +95,7 @@ def fused_schedule(problem: Problem) -> Fused | None:
     formula, variant, width, kind = problem.formula, problem.variant, padded(problem.head_dim), kind_of(problem)
     if formula.block_size is not None or padded(problem.value_dim) != width:
         return None
-    if formula.layout is not Layout.DENSE and not is_prefix(problem):
+    if formula.layout is not Layout.DENSE and not is_prefix(problem) and bounds_of(variant.mask, "q_idx") is None:
         return None
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
     if kind == "score" and formula.dropout:

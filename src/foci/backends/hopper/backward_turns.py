@@ -45,8 +45,8 @@ def members_of(size, c):
 
 @gluon.jit
 def take_place(order, size, spans, c):
-    """(b that functions are told, batch entry in memory, kv head, tile of keys) in the order in which programs start, and packed where the
-    sequence lies; b < 0 for a spare task.
+    """(b that functions are told, batch entry in memory, kv head, tile of keys, its task) in the order in which programs start, and packed
+    where the sequence lies; b < 0 for a spare task.
 
     Tiles of a head, or of a sequence, come from the first to the last, those of `order.heads` heads together.
     """
@@ -65,19 +65,21 @@ def take_place(order, size, spans, c):
         b = gl.load(spans.tasks + RECORD * task)
         span = sequence_at(spans, size, b, task, c)
         # tasks count a sequence's tiles down
-        tile = (span[3] + c.TILE_KV - 1) // c.TILE_KV - 1 - gl.load(spans.tasks + RECORD * task + 1)
-        return (b, memory_b, h, tile) + span
+        left = gl.load(spans.tasks + RECORD * task + 1)
+        tile = (span[3] + c.TILE_KV - 1) // c.TILE_KV - 1 - left
+        return (b, memory_b, h, tile, task + left - tile) + span
     else:
-        return memory_b, memory_b, h, task
+        return memory_b, memory_b, h, task, task
 
 
 @gluon.jit
-def query_runs(table, ranks, b, h, tile, q_len, kv_len, c):
+def query_runs(table, ranks, place, h, q_len, kv_len, c):
     """Tiles of queries that a tile of keys visits, in three runs: (line of the table, last place of masked ones, how many, of whole ones,
     of masked ones before these). Each goes from its last place down; a place is a tile, or one in the lists (`tile_at`)."""
+    b, memory_b, kv_h, tile, task = place[:5]
     first = tile * c.TILE_KV
     if c.MODE == "ranges" or c.MODE == "lists":
-        line = (b * number(table.b_stride) + h * number(table.h_stride) + tile).to(gl.int64)
+        line = (b * number(table.b_stride) + h * number(table.h_stride) + task).to(gl.int64)
         counts = table.counts + line * 4
         if c.MODE == "ranges":
             low = gl.load(counts)
@@ -183,12 +185,12 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
     While it waits until what it added is in memory, the other goes on.
     """
     share_full, share_empty = bars
-    b, memory_b, kv_h, tile = place[:4]
+    b, memory_b, kv_h, tile, task = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     group = members_of(size, c)
     slots = number(order.slots)
     heads = number(size.heads) * group
-    runs = query_runs(table, order.ranks, b, kv_h * group, tile, q_len, kv_len, c)
+    runs = query_runs(table, order.ranks, place, kv_h * group, q_len, kv_len, c)
     for n in range(WHICH, (runs[2] + runs[4] + runs[6]) * group, 2):
         query_tile = nth_tile(table, runs, n // group, c)
         rank = rank_of(order, table, runs[0], tile, query_tile, c)
