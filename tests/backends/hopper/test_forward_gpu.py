@@ -57,7 +57,7 @@ CASES = {
     ("schedule", "dim"),
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
-        *(("LOOPED", 64), ("LOOPED", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("LOOPED", 64), ("BRIEF", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)

@@ -127,9 +127,9 @@ def forward_schedule(problem: Problem) -> Schedule:
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2
-    is_whole = len(pieces_of(width)) == 1
     if is_plain and not is_dense:
-        return BRIEF if is_whole else LOOPED
+        return BRIEF
+    is_whole = len(pieces_of(width)) == 1
     if is_plain and is_full:
         return ALIKE if is_whole else PIECED
     return BRIEF if is_plain and is_whole and problem.kv_len <= FEW_KEYS else N3
