@@ -4,6 +4,7 @@ import gc
 import sys
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -272,3 +273,39 @@ def test_the_stream_of_inductors_graphs(monkeypatch, stream, of_graphs):
     assert surroundings._is_of_graphs(0, stream) == of_graphs
     trees.get_manager = lambda device, create_if_none_exists: None
     assert not surroundings._is_of_graphs(0, stream)
+
+
+def test_gradients_of_parts_of_one_tensor_are_parts_of_one(logs):
+    """In the pass that is worked out, in the same again, and where it is bound to other sequences, of as many keys or fewer."""
+    bound, attentions = bind(None, None, torch.device("cpu")), set()
+    for queries, keys in ((256, 256), (256, 256), (200, 200), (200, 120), (120, 200)):
+        offsets = [torch.tensor([0, 56, count]) for count in (queries, keys)]
+        parts = [t[None].transpose(1, 2) for t in torch.zeros(256, 12, 64, dtype=torch.bfloat16).split((4, 4, 4), 1)]
+        q, k, v = (t[:, :, :count] for t, count in zip(parts, (queries, keys, keys)))
+        operands = replace(operands_of(bound), query=q, key=k, value=v, cu_q=offsets[0], cu_kv=offsets[1], max_q=200, max_kv=200)
+        attention = attentions.pop() if attentions else made(operands, bound.variant, layout=Layout.JAGGED)
+        attentions.add(attention)
+        results = attention.forward(operands)
+        found = attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+        gradients = (found.query, found.key, found.value)
+        start = gradients[0].data_ptr()
+        assert [t.data_ptr() - start for t in gradients] == [0, 2 * 256, 2 * 512]
+        assert [t.stride()[1:] for t in gradients] == [(64, 768, 1)] * 3
+        assert [t.shape for t in gradients] == [q.shape, k.shape, v.shape]
+        assert gradients[0].untyped_storage().nbytes() == max(queries * 1536 - 1024, keys * 1536)
+
+
+@pytest.mark.parametrize("case", ["apart", "gap"])
+def test_gradients_of_tensors_with_rows_of_their_own_have_such(logs, case):
+    bound, offsets = bind(None, None, torch.device("cpu")), torch.tensor([0, 56, 256])
+    operands = operands_of(bound, offsets=offsets)
+    if case == "gap":
+        parts = torch.zeros(256, 13, 64, dtype=torch.bfloat16).split((4, 4, 4, 1), 1)[:3]
+        query, key, value = (t[None].transpose(1, 2) for t in parts)
+        operands = replace(operands, query=query, key=key, value=value)
+    attention = made(operands, bound.variant, layout=Layout.JAGGED)
+    results = attention.forward(operands)
+    found = attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    for gradient in (found.query, found.key, found.value):
+        assert gradient.stride()[1:] == (64, 256, 1)
+        assert gradient._base is None

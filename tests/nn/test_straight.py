@@ -15,6 +15,7 @@ from padded_stacks import PADDING, E, H, by_modules, model, outcome, source
 
 import foci
 import foci.nn
+from foci.nn import node
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -319,3 +320,16 @@ def test_what_is_noted_keeps_nothing_alive(taken, whole):
     finally:
         gc.enable()
     assert taken == [True]
+
+
+@pytest.mark.parametrize("case", ["one", "one row", "apart", "in another order", "a gap"])
+def test_rows_side_by_side_are_not_copied(case):
+    whole = torch.randn(1 if case == "one row" else 5, 9 if case == "a gap" else 8, 3)
+    parts = whole[:, :8].split((4, 2, 2), 1)
+    if case == "apart":
+        parts = tuple(t.clone() for t in parts)
+    if case == "in another order":
+        parts = parts[::-1]
+    found = node._side_by_side(parts)
+    assert torch.equal(found, torch.cat(parts, 1).flatten(1))
+    assert (found.data_ptr() == whole.data_ptr()) == (case == "one")

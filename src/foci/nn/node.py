@@ -193,9 +193,19 @@ class _Gradients:
         heads = self.plan.heads
         parts = self.call.backward(heads.split(self.kept.pop()), (heads.of_queries(rows), lse), heads.of_queries(do))
         del rows, lse, do
-        projected = torch.cat(parts, 1).flatten(1)
+        projected = _side_by_side(parts)
         del parts
         return self._linear(projected, self.kept.pop(), IN, added)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[T, E] of the rows of [T, H, D]; no copy where they lie so already, in one allocation."""
+    first, at, width = parts[0], parts[0].data_ptr(), sum([t.shape[1] * t.shape[2] for t in parts])
+    for t in parts:
+        if t.stride() != (width, t.shape[2], 1) or t.data_ptr() != at or t.shape[0] < 2:  # a row alone may have any stride
+            return torch.cat(parts, 1).flatten(1)  # type: ignore[arg-type]
+        at += t.shape[1] * t.shape[2] * t.element_size()
+    return first.as_strided((first.shape[0], width), (width, 1))
 
 
 _layer_norm_backward: Final[Any] = _aten.native_layer_norm_backward.default

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,7 +22,19 @@ from foci.backends.triton.arguments import Config, Strides
 from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
 from foci.backends.triton.counts import Count
 from foci.backends.triton.keys import settle
-from foci.backends.triton.templates import Arguments, Launch, Maps, New, Source, Template, Tiles, address_of, late_counts, part_of
+from foci.backends.triton.templates import (
+    Arguments,
+    Launch,
+    Maps,
+    New,
+    Source,
+    Template,
+    Tiles,
+    address_of,
+    in_one,
+    late_counts,
+    part_of,
+)
 
 __all__ = ["Recorder", "plain_arguments"]
 
@@ -34,6 +47,10 @@ def _defaults(function: Any, given: int) -> tuple[Any, ...]:
 _UNWATCHED: Final = (None, None, None)
 """What a launcher takes for those who watch it."""
 _NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Strides))
+
+
+def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
 
 
 class _UnknownTensor(Exception):
@@ -99,9 +116,20 @@ class Recorder:
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """An uninitialised tensor on the device of `like`, allocated anew in each run."""
         new = New(tuple(shape), tuple(strides), dtype, like.device)
-        made = torch.empty_strided(tuple(map(int, shape)), tuple(map(int, strides)), dtype=dtype, device=like.device)
+        made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
         self._made.append(new)
         self._tensors.append(made)
+        return made
+
+    def parts(self, sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> list[Tensor]:
+        """Uninitialised tensors [1, H, T, D] of these strides, whose rows lie side by side in one allocation; made before any other."""
+        assert not self._made, "parts are made first"
+        starts = itertools.accumulate((int(heads) * int(width) for _, heads, _, width in sizes), initial=0)
+        self._made += [
+            New(tuple(size), tuple(steps), dtype, like.device, at) for size, steps, at in zip(sizes, strides, starts, strict=False)
+        ]
+        made = in_one([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device)()
+        self._tensors += made
         return made
 
     def keep(self, tensors: Inputs, source: Source | None = None) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Template",
     "Tiles",
     "address_of",
+    "in_one",
     "late_counts",
     "part_of",
 ]
@@ -129,12 +130,13 @@ class Launch(NamedTuple):
 
 
 class New(NamedTuple):
-    """A tensor that each run allocates."""
+    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    offset: int | None = None
 
     @property
     def packed(self) -> New:
@@ -200,17 +202,19 @@ _SHAPES: Final = 64
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_sources", "launches", "made", "makers", "scratch")
+    __slots__ = ("_kept", "_results", "_sources", "launches", "made", "makers", "parts", "scratch")
 
     def __init__(
         self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
     ) -> None:
         self.launches = launches
         self.made = made
-        self.makers = [new.maker() for new in made[:results]]
+        self.parts = _Parts.of(made[:results])
+        self.makers = [new.maker() for new in made[:results] if new.offset is None]
         self.scratch = None if results is None else _Scratch.of(made[results:])
         self._kept: Inputs = kept
         self._sources = sources
+        self._results = results
 
     def returning(self, count: int, *, packed: bool) -> Template:
         """The same, of which the first `count` tensors made are wanted, and come packed, as `foci.problem.Geometry` says, if that is asked.
@@ -220,7 +224,7 @@ class Template:
 
     def unbound(self) -> Template | None:
         """The same, of any sequences; None where some of what it reads is of those alone that it was recorded with."""
-        return None if None in self._sources else Template(self.launches, self.made, (), self._sources, len(self.makers))
+        return None if None in self._sources else Template(self.launches, self.made, (), self._sources, self._results)
 
     def as_recorded(self, tokens: Tokens) -> Recording:
         """Bound to the sequences that it was recorded with."""
@@ -229,8 +233,40 @@ class Template:
 
     def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> Recording:
         """Bound to other sequences."""
-        kept = [t for source in self._sources if source is not None for t in source(sequences, tokens, captures)]
-        return Recording(self, Binding(tokens, kept))
+        rows, columns = map(int, tokens)
+        kept = [t for source in self._sources if source is not None for t in source(sequences, (rows, columns), captures)]
+        return Recording(self, Binding((rows, columns), kept))
+
+
+class _Parts(NamedTuple):
+    """The first tensors, where they are parts of one allocation: each one's size and strides, by how many tokens there are, and offset."""
+
+    found: list[tuple[Callable[[Tokens], tuple[int, ...]], Callable[[Tokens], tuple[int, ...]], int]]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(made: Sequence[New]) -> _Parts | None:
+        found = [(row_of(new.size), row_of(new.stride), new.offset) for new in made if new.offset is not None]
+        return _Parts(found, made[0].dtype, made[0].device) if found else None
+
+    def at(self, tokens: Tokens) -> Callable[[], list[Tensor]]:
+        """What allocates them."""
+        return in_one([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
+
+
+def in_one(
+    parts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]], dtype: torch.dtype, device: torch.device
+) -> Callable[[], list[Tensor]]:
+    """What allocates tensors of these sizes, strides and offsets in one piece."""
+    ends = [at + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) for size, stride, at in parts]
+    allocate = functools.partial(torch.empty, (max(ends),), dtype=dtype, device=device)
+
+    def make() -> list[Tensor]:
+        whole = allocate()
+        return [whole.as_strided(*part) for part in parts]
+
+    return make
 
 
 class _Scratch(NamedTuple):
@@ -270,12 +306,13 @@ class Recording:
         tokens: how many there are, where they are packed.
     """
 
-    __slots__ = ("_binding", "_launches", "_makes", "_scratch", "template")
+    __slots__ = ("_binding", "_launches", "_makes", "_parts", "_scratch", "template")
 
     def __init__(self, template: Template, binding: Binding) -> None:
         self.template = template
         self._binding = binding  # holds what the arguments hold the addresses of
         self._launches = [(run, arguments.bound(binding)) for run, arguments in template.launches]
+        self._parts = None if template.parts is None else template.parts.at(binding.tokens)
         self._makes = [make(binding.tokens) for make in template.makers]
         self._scratch = None if template.scratch is None else template.scratch.at(binding.tokens)
 
@@ -293,6 +330,8 @@ class Recording:
         pass allocated, in order, as far as it is wanted.
         """
         made = [make() for make in self._makes]
+        if self._parts is not None:
+            made[:0] = self._parts()
         tensors: list[Any] = [*inputs, *made]
         addresses = places_of(tensors) if places is None else places + [t.data_ptr() for t in made]
         if self._scratch is not None:
