@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from spelling_harness import draw
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -172,6 +173,34 @@ def first(output: Any) -> Tensor:
         if name in output and output[name] is not None:
             return output[name]
     return next(t for t in output.values() if isinstance(t, Tensor) and t.is_floating_point())
+
+
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def results(model: nn.Module, inputs: dict[str, Tensor], *, training: bool) -> dict[str, Tensor]:
+    """The output, and the gradients of all parameters in training."""
+    model.zero_grad()
+    with torch.set_grad_enabled(training):
+        out = first(model(**inputs))
+    found = {"output": out.detach()}
+    if training:
+        out.backward(draw(*out.shape, seed=3).to(out))
+        found |= {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def undropped(model: nn.Module) -> nn.Module:
+    """Without dropout, which draws from another generator when it is fused."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for each in (*model.modules(), model.config):
+        for name in ("dropout", "attention_dropout", "attn_dropout", "activation_dropout", "layerdrop", "drop_prob"):
+            if isinstance(getattr(each, name, None), float):
+                setattr(each, name, 0.0)
+    return model
 
 
 TESTED = (

@@ -1,6 +1,7 @@
 """Every attention of transformers' models written in plain torch is fused, in inference and in training, and nothing else changes."""
 
 import dataclasses
+import statistics
 import warnings
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from architectures import FURTHER, TESTED, attentions, first
-from spelling_harness import assert_equal, draw, fused_only
+from architectures import FURTHER, TESTED, attentions, cast, first, results, undropped
+from spelling_harness import assert_equal, fused_only
 from torch._dynamo.utils import counters
 
 import foci
@@ -32,44 +33,22 @@ FEW = (
 )  # of the others, kinds of attention that the first ten do not have
 
 
-def cast(inputs, dtype):
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+def dynamo_counts():
+    """Graphs, and breaks between them."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def results(model, inputs, *, training):
-    """The output, and the gradients of all parameters in training."""
-    model.zero_grad()
-    with torch.set_grad_enabled(training):
-        out = first(model(**inputs))
-    found = {"output": out.detach()}
-    if training:
-        out.backward(draw(*out.shape, seed=3).to(out))
-        found |= {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return found
-
-
-def undropped(model):
-    """Without dropout, which draws from another generator when it is fused."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "attn_dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
-def graph_breaks(model, inputs, backend):
+def eager_counts(model, inputs, *, training):
+    """Of a backend that does nothing."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        compiled(**inputs)
-    return sum(counters["graph_break"].values())
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend="eager")(**inputs)
+    return dynamo_counts()
 
 
 def check(architecture, dtype, *, training):
-    """One model: all sites fused, no graph break added, outputs equal. The results: fused, eager's, and in float64."""
+    """One model: all sites fused, no graph and no break added, outputs equal. The results: fused, eager's, and in float64."""
     warnings.simplefilter("ignore")
     plain = undropped(architecture.model()).to(dtype).train(training)
     inputs = cast(architecture.inputs(plain), dtype)
@@ -79,10 +58,10 @@ def check(architecture, dtype, *, training):
     counters.clear()
     with foci.observe() as log:
         found = results(torch.compile(plain, backend=Compiler(rest="eager") if training else fused_only), inputs, training=training)
-    breaks = sum(counters["graph_break"].values())
+    counts = dynamo_counts()
     assert [site.reason for site in log.fusions if not site.fused] == []
     assert len(log.calls) == expected  # a frame that runs for each layer is compiled, and reported, once
-    assert breaks == graph_breaks(plain, inputs, "eager")
+    assert counts == eager_counts(plain, inputs, training=training)
     eager = results(plain, inputs, training=training)
     wide = undropped(architecture.model()).double().train(training)
     wide.load_state_dict(plain.state_dict())
@@ -104,8 +83,8 @@ def test_all_sites_are_fused(architecture, dtype, training):
         # Scores and weights that are not rounded to half precision give gradients that are no worse than eager's.
         names = [name for name in exact if "EncDecAttention" in name]
         assert len(names) == 8
-        for name in names:
-            assert error(found[name], exact[name]) <= 1.2 * error(eager[name], exact[name]), name
+        ratios = [error(found[name], exact[name]) / error(eager[name], exact[name]) for name in names]
+        assert statistics.geometric_mean(ratios) <= 1.1, ratios
 
 
 def error(found, exact):
@@ -136,6 +115,14 @@ def test_their_masks_suit_hopper_gpus(architecture, padded):
         assert padded or is_causal(problem.variant) == (architecture.kind != "bert")
 
 
-@pytest.mark.parametrize("architecture", [a for a in FURTHER if a.kind in FEW], ids=lambda a: a.kind)
-def test_others_train_too(architecture):
-    check(architecture, torch.float32, training=True)
+OTHERS = [a for a in FURTHER if a.kind in FEW]
+HALVES = [a for a in OTHERS if a.kind in ("longt5", "xlnet", "clip")]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [*((a, torch.float32) for a in OTHERS), *((a, torch.bfloat16) for a in HALVES)],
+    ids=lambda found: getattr(found, "kind", str(found)),
+)
+def test_others_train_too(architecture, dtype):
+    check(architecture, dtype, training=True)
