@@ -47,6 +47,7 @@ CASES = {
     "D 96": {"dim": 96, "fused": True},
     "D 72, Dv 80, causal": {"mask": masks.causal(), "dim": 72, "value_dim": 80, "fused": True},
     "D 192": {"dim": 192},
+    "D 192, Dv 128": {"dim": 192, "value_dim": 128, "mask": masks.causal(), "stack": 32, "keys": "attention_key_gradient"},
     "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64},
@@ -71,7 +72,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     found = stand_in(LAUNCHED, 90)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
-    keys = "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient"
+    keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
     wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()

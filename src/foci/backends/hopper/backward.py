@@ -22,7 +22,7 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
-from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, Cut, Fused, fused_schedule, is_prefix, widths_of
+from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, WHOLE, Cut, Fused, fused_schedule, is_prefix, widths_of
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, clear_turns, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
@@ -159,7 +159,7 @@ class HopperGradients(host.TritonKernel):
         dq, dk, dv = grads
         if dq is not None:
             self._queries(call, streams, rows, dq)
-        if dk is not None and dv is not None and max(self.widths) > 128:
+        if dk is not None and dv is not None and max(self.widths) > 128 and self.widths not in WHOLE:
             self._split(call, streams, (dk, dv))
         elif dk is not None or dv is not None:
             self._keys(call, streams, (dk, dv))

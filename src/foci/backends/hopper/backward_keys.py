@@ -9,7 +9,7 @@ from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
-from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
+from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth
 from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited, visits
 
 
@@ -79,41 +79,47 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
 
 @gluon.jit
 def fold_queries(
-    sums, tiles, buffers, bars, at, run, line, n, table, scale, env, aux, c,
-    both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+    sums, held, buffers, bars, at, run, line, n, table, scale, env, aux, c,
+    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys."""
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
-    k, v = tiles
+    k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows = buffers
     q_full, do_full, empty = bars
     b, h, kv_idx, q_len, kv_len = at
     first, before, gap, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
+    # wide sums leave few registers for a tile's scores: weights are rounded once they are read no more
+    LATE: gl.constexpr = KEY and VALUE and c.D_PAD + c.DV_PAD > 256
     zero = gl.zeros([c.TILE_KV // 2, c.TILE_Q], gl.float32, S)
     for i in range(0, count):
         tile = visited(table, line, i, first, before, gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
+        # where keys and values lie is found anew for each tile, and takes no registers over the loop
+        nought = here_and_now(0)
         queries = nth(q_tiles, stage)
         douts = nth(do_tiles, stage)
         mbarrier.wait(q_full.index(stage), phase)
-        s = begin_scores(k, queries, zero, False)
+        s = begin_scores(nth(k_tiles, half + nought), queries, zero, False)
         mbarrier.wait(do_full.index(stage), phase)
         if KEY:
-            dp = begin_scores(v, douts, zero, False)
-        s = warpgroup_mma_wait(len(v) if KEY else 0, deps=[s])
+            dp = begin_scores(nth(v_tiles, half + nought), douts, zero, False)
+        s = warpgroup_mma_wait(len(douts) if KEY else 0, deps=[s])
         q_idx = start_of(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
         steep = steepened(p, slope, c, MASKED)
-        if VALUE:
+        if VALUE and not LATE:
             dv = begin_sums(p.to(douts[0].dtype), douts, dv)
         if KEY:
-            dp = warpgroup_mma_wait(len(v) if VALUE else 0, deps=[dp])
+            dp = warpgroup_mma_wait(len(douts) if VALUE and not LATE else 0, deps=[dp])
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
             ds = (steep * (dp - delta)).to(queries[0].dtype)
+            if LATE:
+                dv = begin_sums(p.to(douts[0].dtype), douts, dv)
             dk = begin_sums(ds, queries, dk)
         found = finish_sums(dk + dv)
         dk, dv = found[: len(dk)], found[len(dk) :]
@@ -139,8 +145,6 @@ def key_consumer(
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_KV
     own = first + half * ROWS
-    k = nth(k_tiles, half)
-    v = nth(v_tiles, half)
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
     dk = ()
     dv = ()
@@ -157,18 +161,18 @@ def key_consumer(
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, env, aux, c,
-            both, mask, False, KEY, VALUE,
+            (dk, dv), stationary, buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, env, aux, c,
+            half, both, mask, False, KEY, VALUE,
         )  # fmt: skip
         dk, dv, n = fold_queries(
-            (dk, dv), (k, v), buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, env, aux, c,
-            both, mask, True, KEY, VALUE,
+            (dk, dv), stationary, buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, env, aux, c,
+            half, both, mask, True, KEY, VALUE,
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
     if KEY:
-        copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, k, scaled(dk, scale), c.JAGGED)
+        copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, nth(k_tiles, half), scaled(dk, scale), c.JAGGED)
     if VALUE:
-        copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
+        copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, nth(v_tiles, half), dv, c.JAGGED)
     tma.store_wait(0)
 
 
