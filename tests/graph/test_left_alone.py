@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from fusing import B, D, Fusing, H, S, draw, fused, learned, plain, qkv, reasons
 
+import foci
 from foci.graph import fuse
 
 DECLINED = {
@@ -153,3 +154,21 @@ def test_what_is_mapped_over_a_dimension_says_so():
     """Inside torch.vmap tensors lack the dimension that they are mapped over."""
     mapped = fused(lambda q, k, v: torch.vmap(torch.vmap(one_head))(q, k, v), *qkv())
     assert [site.reason for site in mapped.sites] == ["it is inside a transform of torch.func, such as vmap"]
+
+
+BESIDE = {
+    "side by side": lambda q, k, v, bias: (q @ k.mT + torch.cat([bias, bias.flip(-1)], -1)).softmax(-1) @ v,
+    "padded": lambda q, k, v, bias: (q @ k.mT + F.pad(bias, (0, bias.shape[-1]))).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_fills_part_of_the_scores_is_read_where_it_is(name):
+    q, k, v = qkv()
+    args = (q, k, v, torch.randn(q.shape[2], k.shape[2] // 2))
+    torch._dynamo.reset()
+    backend = Fusing()
+    with foci.use("blocked"):
+        found = torch.compile(BESIDE[name], backend=backend)(*args)
+    assert [site.fused for site in backend.sites] == [True]
+    torch.testing.assert_close(found, BESIDE[name](*args))

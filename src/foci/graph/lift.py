@@ -38,7 +38,8 @@ from foci.graph.truth import is_truth
 from foci.graph.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
-from foci.ir.ops import apply, cast
+from foci.ir.ops import LEAVES, apply, cast
+from foci.ir.rewrite import rewrite
 from foci.ir.simplify import simplify
 from foci.ir.trace import Symbol, TraceError, Tracer, dtype_of
 from foci.ir.vocabulary import WORDS
@@ -345,6 +346,7 @@ def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
     if mode != "constant" or source in lift._on_path:
         return None
     shape, result, inside = shape_of(source), list(index), ir.const(True)
+    moves: list[tuple[Expr, Expr | int]] = []
     for position in range(len(amounts) // 2):
         dim = len(shape) - 1 - position
         before, after = value_of(amounts[2 * position]), value_of(amounts[2 * position + 1])
@@ -353,7 +355,10 @@ def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
         moved = apply("sub", value_of_digits(index[dim], lift.number), lift.number(before))
         inside = apply("and", inside, apply("and", apply("le", 0, moved), apply("lt", moved, lift.number(shape[dim]))))
         result[dim] = one_digit(moved, shape[dim])
+        moves.append((moved, lift.number(shape[dim] - 1)))
     value = lift.element(source, tuple(result))
+    for moved, last in moves:
+        value = _within(value, moved, last)
     return apply("where", inside, value, cast(ir.const(0.0 if fill is None else float(fill)), value.dtype))
 
 
@@ -384,11 +389,28 @@ def _beside(lift: Lift, tensors: Sequence[fx.Node], dim: int, index: Index) -> E
         moved = apply("sub", position, lift.number(start))
         at = (*index[:dim], one_digit(moved, size), *index[dim + 1 :])
         start = start + size
-        choices.append((apply("lt", position, lift.number(start)), lift.element(part, at)))
+        choices.append((apply("lt", position, lift.number(start)), _within(lift.element(part, at), moved, lift.number(size - 1))))
     value = choices[-1][1]
     for inside, other in reversed(choices[:-1]):
         value = apply("where", inside, other, value)
     return value
+
+
+def _within(value: Expr, position: Expr, last: Expr | int) -> Expr:
+    """An element that counts up to the last position only: what it reads at a position itself is read nowhere else.
+
+    Positions are read as they are, as no tensor is shorter than they go; computed indices are brought inside wherever they are read.
+    """
+    if simplify(position).op not in LEAVES:
+        return value
+
+    def rule(e: Expr) -> Expr | None:
+        if e.op != "load" or position not in e.args:
+            return None
+        indices = tuple(apply("min", arg, last) if arg is position else arg for arg in e.args)
+        return ir.load(int(str(e.value)), indices, e.dtype)
+
+    return rewrite(value, rule)
 
 
 def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
