@@ -192,16 +192,16 @@ JAGGED = {"layout": Layout.JAGGED}
 @pytest.mark.parametrize(
     ("given", "wide", "narrow"),
     [
-        (KINDS["full"], schedules.ALIKE, schedules.LOOPED),
-        (KINDS["causal"], schedules.N3, schedules.LOOPED),
-        (KINDS["window"], schedules.RUNS, schedules.SHORT),
-        (KINDS["document"], schedules.RUNS, schedules.LOOPED),
+        (KINDS["full"], schedules.ALIKE, schedules.HELD),
+        (KINDS["causal"], schedules.N3, schedules.HELD),
+        (KINDS["window"], schedules.RUNS, schedules.HELD),
+        (KINDS["document"], schedules.RUNS, schedules.HELD),
         (KINDS["added"], schedules.N3, schedules.N3),
         (KINDS["score"], schedules.N3, schedules.N3),
         (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
-        (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.LOOPED),
-        (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.LOOPED),
-        (KINDS["window"] | JAGGED, schedules.RUNS, schedules.LOOPED),
+        (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.HELD),
+        (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.HELD),
+        (KINDS["window"] | JAGGED, schedules.RUNS, schedules.HELD),
     ],
 )
 def test_programs_take_task_after_task_where_that_was_faster(given, wide, narrow):

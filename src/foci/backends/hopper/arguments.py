@@ -20,7 +20,9 @@ class Config(NamedTuple):
     another. GROUPED: more than one query head shares keys. BOUNDED: queries that attend to a key are one run. DEFERS: a
     share in dq is shown to the warp that adds it a tile later. LINE: `score`, or `both`, is given as the function `line`
     (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles. NUMBERED: how
-    consumers free stages (`foci.backends.hopper.signals`). SKIPS: sums are rescaled only where a maximum grew much.
+    consumers free stages (`foci.backends.hopper.signals`). EXACT: a row's weights are
+    measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
+    wait for values.
     """
 
     CONSUMERS: Any
@@ -46,7 +48,9 @@ class Config(NamedTuple):
     LINE: Any = None
     JOINED: Any = None
     NUMBERED: Any = None
-    SKIPS: Any = None
+    EXACT: Any = None
+    HELD: Any = None
+    EARLY: Any = None
 
 
 class Marked(NamedTuple):

@@ -13,6 +13,7 @@ while consumers finish the one before; its producer posts where it is (`foci.bac
 """
 
 from foci.backends.hopper.dropping import dropped, drops_of, odds_of
+from foci.backends.hopper.following import nothing, reference_of, rescales
 from foci.backends.hopper.interface import (
     fence_async_shared,
     gl,
@@ -22,12 +23,12 @@ from foci.backends.hopper.interface import (
     tma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.layouts import pieces, product, unit
+from foci.backends.hopper.layouts import operand, pieces, product, unit
 from foci.backends.hopper.masking import BOTH, LOWER, ROWS, SOME, UPPER, WHOLE, along_line, marks_of, scores_of
 from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
 from foci.backends.hopper.signals import await_free, await_free_queries, await_last, free, free_queries
-from foci.backends.hopper.softmax import by_thread, fold_softmax, packed, rescaled, rounded, unpacked
+from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded, unpacked, weights_of
 from foci.backends.hopper.tasks import find_task, plan
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
 from foci.backends.triton.tiles import LN2, LOG2E, number, start_of
@@ -41,6 +42,17 @@ def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
     else:
         raw = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
     return begin_scores(q, nth(keys, stage), raw, c.LINE)
+
+
+@gluon.jit
+def held(tile, c):
+    """The pieces of a tile of queries, in registers as a product takes them: shared memory is then read for keys alone."""
+    parts = ()
+    for i in gl.static_range(len(tile)):
+        parts = parts + (tile[i].load(operand(c.TILE_KV)),)
+    # copies that come over what was read
+    fence_async_shared()
+    return parts
 
 
 @gluon.constexpr_function
@@ -59,7 +71,7 @@ def release_queries(q_free, ME: gl.constexpr, now, c):
 
 @gluon.jit
 def fold_in_turn(
-    ME: gl.constexpr, acc, most, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
+    ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high of a consumer, one step after the other."""
@@ -77,18 +89,20 @@ def fold_in_turn(
         free(k_free, stage, c, 0)
         release_queries(q_free, ME, i == end - 1, c)
         x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
-        p, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
-        acc = rescaled(acc, alpha, c.SKIPS)
-        p = dropped(p, drops, c)
+        p, acc, alpha, kept, total = weights_of(x, acc, kept, total, at[7], c)
+        if not rescales(acc, c.TILE_KV):
+            acc = rescaled(acc, alpha)
+        # before the wait: between exponentials
+        p = rounded(dropped(p, drops, c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = finish_sums(begin_sums(rounded(p, keys[0].dtype, c), nth(values, stage), acc))
+        acc = finish_sums(begin_sums(p, nth(values, stage), acc))
         free(v_free, stage, c, 1)
-    return acc, most, total
+    return acc, kept, total
 
 
 @gluon.jit
 def fold_overlapped(
-    ME: gl.constexpr, acc, p, most, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
+    ME: gl.constexpr, acc, p, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
@@ -110,15 +124,20 @@ def fold_overlapped(
         free(k_free, stage, c, 0)
         release_queries(q_free, ME, i == end - 1, c)
         x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
-        weights, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
+        weights, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
         weights = dropped(weights, drops, c)
+        if c.EARLY:
+            weights = packed(weights, keys[0].dtype, c)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
         acc = finish_sums(acc)
         free(v_free, before, c, 1)
-        acc = rescaled(acc, alpha, c.SKIPS)
-        p = packed(weights, keys[0].dtype, c)
-    return acc, p, most, total
+        acc = rescaled(acc, alpha)
+        if c.EARLY:
+            p = weights
+        else:
+            p = packed(weights, keys[0].dtype, c)
+    return acc, p, kept, total
 
 
 @gluon.jit
@@ -135,25 +154,25 @@ def pass_over(bars, low, high, c):
 
 
 @gluon.jit
-def fold(ME: gl.constexpr, acc, most, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
+def fold(ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
     if not c.OVERLAPPED:
         if c.JOINED:
-            acc, most, total = fold_in_turn(
-                ME, acc, most, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
+            acc, kept, total = fold_in_turn(
+                ME, acc, kept, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
-            acc, most, total = fold_in_turn(
-                ME, acc, most, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
+            acc, kept, total = fold_in_turn(
+                ME, acc, kept, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
             )
-            acc, most, total = fold_in_turn(
-                ME, acc, most, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
+            acc, kept, total = fold_in_turn(
+                ME, acc, kept, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
-                acc, most, total = fold_in_turn(
-                    ME, acc, most, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
+                acc, kept, total = fold_in_turn(
+                    ME, acc, kept, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
                 )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
@@ -166,32 +185,32 @@ def fold(ME: gl.constexpr, acc, most, total, q, q_free, bars, at, cuts, run, tab
         release_queries(q_free, ME, start == end - 1, c)
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, marks, True, at, env, c, score, mask, BOTH)
-        p, alpha, most, total = fold_softmax(x, most, total, at[7], c.SKIPS)
+        p, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
         p = packed(dropped(p, drops_of(tile, at, odds, c), c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         if c.JOINED:
-            acc, p, most, total = fold_overlapped(
-                ME, acc, p, most, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
+            acc, p, kept, total = fold_overlapped(
+                ME, acc, p, kept, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
-            acc, p, most, total = fold_overlapped(
-                ME, acc, p, most, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
+            acc, p, kept, total = fold_overlapped(
+                ME, acc, p, kept, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
             )
             low = gl.maximum(first, next)
-            acc, p, most, total = fold_overlapped(
-                ME, acc, p, most, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
+            acc, p, kept, total = fold_overlapped(
+                ME, acc, p, kept, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 low = gl.maximum(second, next)
-                acc, p, most, total = fold_overlapped(
-                    ME, acc, p, most, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
+                acc, p, kept, total = fold_overlapped(
+                    ME, acc, p, kept, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
         acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
         free(v_free, stage, c, 1)
     pass_over(bars, end, count, c)
-    return acc, most, total
+    return acc, kept, total
 
 
 @gluon.jit
@@ -212,16 +231,19 @@ def consume(
     at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, cuts[5])
     acc = no_sums(ROWS, c.DV_PAD)
     total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
-    most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, product(c.TILE_KV)))
+    kept = nothing(c.TILE_KV)
     # without keys no queries come
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(ME), turn & 1)
+    rows_of_q = nth(q_tiles, ME)
+    if c.HELD:
+        rows_of_q = held(rows_of_q, c)
     odds = odds_of(numbers, c)
-    acc, most, total = fold(ME, acc, most, total, nth(q_tiles, ME), q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
+    acc, kept, total = fold(ME, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
     release_queries(q_free, ME, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
-    natural = most * (factor * LN2)
+    natural = reference_of(kept, c.TILE_KV) * (factor * LN2)
     gl.store(lse + head + rows, gl.where(total == 0.0, float("-inf"), natural + gl.log(total)), mask=rows < q_len)
     if row_max is not None:
         gl.store(row_max + head + rows, gl.where(total == 0.0, float("-inf"), natural), mask=rows < q_len)
@@ -233,7 +255,7 @@ def consume(
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), rescaled(acc, weight, False), c.JAGGED)
+    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), by_rows(acc, weight), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same

@@ -147,7 +147,8 @@ class HopperKernel(HopperGradients):
                 p.head_dim, width_of(p.head_dim), p.value_dim, width_of(p.value_dim), mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
             ),
-            LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, SKIPS=schedule.skips and not p.formula.outputs.row_max,
+            LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, EXACT=p.formula.outputs.row_max, HELD=schedule.held,
+            EARLY=schedule.early and not p.formula.dropout,
         )  # fmt: skip
 
 

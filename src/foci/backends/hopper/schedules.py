@@ -16,7 +16,7 @@ __all__ = [
     "ALIKE",
     "BRIEF",
     "C2",
-    "LOOPED",
+    "HELD",
     "N3",
     "PIECED",
     "RUNS",
@@ -36,8 +36,8 @@ __all__ = [
 class Schedule:
     """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
     what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
-    partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `skips`: sums are
-    rescaled only where a maximum grew by more than 2^8, unless the maximum is asked for."""
+    partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `held`: queries
+    stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for."""
 
     name: str
     consumers: int
@@ -49,7 +49,8 @@ class Schedule:
     strided: bool = False
     joined: bool = False
     numbered: bool = False
-    skips: bool = False
+    held: bool = False
+    early: bool = True
 
     @property
     def tile_q(self) -> int:
@@ -60,15 +61,15 @@ class Schedule:
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
-RUNS: Final = replace(STEADY, joined=True, numbered=True, skips=True)
-N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn", skips=True)
-SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True, skips=False)
-PIECED: Final = replace(SHORT, strided=False, skips=True)
+RUNS: Final = replace(STEADY, joined=True, numbered=True, early=False)
+N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
+SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
+PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
-LOOPED: Final = replace(BRIEF, skips=False)
+HELD: Final = replace(BRIEF, held=True)
 WIDE: Final = Schedule(
-    "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True, skips=True
+    "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )
 WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
@@ -122,8 +123,8 @@ def forward_schedule(problem: Problem) -> Schedule:
         return _steady(problem, is_full=is_full)
     width = max(width, value_width)
     if width <= 64:
-        if is_plain and not (is_dense and bounds is not None and bounds.is_low):
-            return LOOPED
+        if is_plain:
+            return HELD
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
-"""The softmax of the forward: weights of a tile against the largest score so far, dropped, and packed.
+"""The softmax of the forward: weights of a tile against what follows the largest score so far, dropped, and packed.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Exponentials are in base 2.
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
+from foci.backends.hopper.following import by_lanes, followed, weighed
 from foci.backends.hopper.interface import gl, gluon
-from foci.backends.hopper.masking import ROWS
+from foci.backends.hopper.masking import ROWS, by_column
 
-__all__ = ["by_thread", "fold_softmax", "packed", "rescaled", "rounded", "unpacked"]
+__all__ = ["by_rows", "by_thread", "packed", "rescaled", "rounded", "unpacked", "weights_of"]
 
 
 @gluon.jit
@@ -17,27 +18,12 @@ def by_thread(p):
 
 
 @gluon.jit
-def fold_softmax(x, most, total, factor, SKIPS: gl.constexpr):
-    """(weights of a tile, factor of what was summed before, what it is all weighed against, new totals of each thread's columns).
-
-    That is the largest score, or, where SKIPS, one that it exceeds by no more than 2^8, as FlashAttention-4 has it: sums and totals
-    refer to the same score, which their quotient does not depend on, and rounding is relative, so it costs no precision.
-    """
-    higher = gl.maximum(most, gl.max(x, 1))
-    if SKIPS:
-        higher = gl.where((higher - most) * factor <= 8.0, most, higher)
-    # beyond 2^30 a rounded product could exceed the largest: a power of two as the factor keeps products exact, and weights the same
-    exact = (factor.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    steep = gl.where(gl.abs(higher) * factor < 1073741824.0, factor, exact)
-    shift = gl.where(higher == float("-inf"), 0.0, higher * steep)
-    p = gl.exp2(x * steep[:, None] - shift[:, None])
-    alpha = gl.exp2(most * steep - shift)
-    if SKIPS:
-        # exactly 1 where it stays: a fused product less the rounded one is not 0
-        alpha = gl.where(higher == most, 1.0, alpha)
-    sums = by_thread(p)
-    LAYOUT: gl.constexpr = sums.type.layout
-    return p, alpha, higher, total * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None] + sums
+def weights_of(x, acc, kept, total, factor, c):
+    """(weights of a tile, sums rescaled or not, the factor of those that are not, what is kept, new totals of each thread's columns):
+    see `foci.backends.hopper.following`."""
+    acc, alpha, kept, total = followed(x, acc, kept, total, factor, c.EXACT)
+    p = weighed(x, kept)
+    return p, acc, alpha, kept, total + by_thread(p)
 
 
 @gluon.jit
@@ -68,12 +54,6 @@ def unpacked(words, dtype: gl.constexpr):
     return gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
 
 
-@gluon.jit
-def by_row(x, acc):
-    """One number a row, for a tile of products."""
-    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
 @gluon.constexpr_function
 def _if_any(n):
     """Products of the n numbers of a thread, which are of two rows, with those of the rows, unless these are 1 in the whole warp."""
@@ -88,17 +68,28 @@ def _operands(n):
 
 
 @gluon.jit
-def _rescaled_seldom(x, factor):
+def _rescaled_seldom(x, alpha):
+    y, column, lane = by_column(x)
     N: gl.constexpr = min(x.shape[1] // 2, 64)
     TEXT: gl.constexpr = _if_any(N)
-    return gl.inline_asm_elementwise(TEXT, _operands(N), [x, factor], dtype=gl.float32, is_pure=True, pack=N)
+    LAYOUT: gl.constexpr = y.type.layout
+    y = gl.inline_asm_elementwise(TEXT, _operands(N), [y, by_lanes(alpha, LAYOUT)], dtype=gl.float32, is_pure=True, pack=N)
+    return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def rescaled(acc, alpha, SKIPS: gl.constexpr):
-    """The pieces of the result, each row times its number; where SKIPS, a warp whose numbers are all 1 passes over it."""
+def rescaled(acc, alpha):
+    """The pieces of the result, each row times what its lanes hold; a warp whose numbers are all 1 passes over it."""
     scaled = ()
     for i in gl.static_range(len(acc)):
-        factor = by_row(alpha, acc[i])
-        scaled = scaled + (_rescaled_seldom(acc[i], factor) if SKIPS else acc[i] * factor,)
+        scaled = scaled + (_rescaled_seldom(acc[i], alpha),)
+    return scaled
+
+
+@gluon.jit
+def by_rows(acc, weight):
+    """The pieces of the result, each row times its number."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (acc[i] * gl.convert_layout(weight, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
     return scaled
