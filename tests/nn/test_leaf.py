@@ -42,6 +42,27 @@ def test_traced_model_calls_modules_whole(training):
     assert torch.equal(traced(x, padding), model(x, padding))
 
 
+class Queried(torch.nn.Module):
+    """Its targets are no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = foci.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.decoder = foci.nn.TransformerDecoderLayer(16, 2, **ENCODER)
+        self.both = foci.nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+
+    def forward(self, memory):
+        asked = torch.ones(3, 4, 16)
+        y = self.attention(asked, memory, memory, need_weights=False)[0]
+        return y + self.decoder(asked, memory) + self.both(memory, asked)
+
+
+def test_traced_where_the_first_argument_is_a_constant():
+    model = Queried().eval()
+    x = torch.randn(3, 7, 16)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
 def test_traced_by_itself():
     with pytest.raises(TypeError, match="only a model that has it"):
         torch.fx.symbolic_trace(foci.nn.TransformerEncoderLayer(16, 2))

@@ -112,7 +112,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if is_scripting():
             return self._scripted(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         else:
-            if is_traced(query):
+            if is_traced(query, key, value):
                 return leaf(  # type: ignore[no-any-return]
                     self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, cache, return_aux
                 )

@@ -97,7 +97,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
         else:
-            if is_traced(tgt):
+            if is_traced(tgt, memory):
                 masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
                 return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
             given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
@@ -236,7 +236,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
             return self._scripted(tgt, memory, masks, tgt_is_causal, memory_is_causal)
         else:
-            if is_traced(tgt):
+            if is_traced(tgt, memory):
                 masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
                 return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
             given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))

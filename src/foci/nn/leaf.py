@@ -10,9 +10,9 @@ from torch.fx import Proxy
 __all__ = ["is_traced", "leaf"]
 
 
-def is_traced(x: Any) -> bool:
-    """Whether x stands for a tensor while torch.fx traces a model."""
-    return isinstance(x, Proxy)
+def is_traced(*given: Any) -> bool:
+    """Whether any of these stands for a tensor while torch.fx traces a model."""
+    return any(isinstance(x, Proxy) for x in given)
 
 
 def leaf(module: torch.nn.Module, *given: Any) -> Any:

@@ -81,7 +81,7 @@ class Transformer(torch.nn.Transformer):
             RuntimeError: for batch sizes or features that do not fit, in torch's words; others as the parts raise them.
         """
         if not is_scripting():  # noqa: SIM102  TorchScript leaves out a branch, not half of a condition
-            if is_traced(src):
+            if is_traced(src, tgt):
                 masks = (src_mask, tgt_mask, memory_mask, src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
                 return leaf(self, src, tgt, *masks, src_is_causal, tgt_is_causal, memory_is_causal)  # type: ignore[no-any-return]
         if src.dim() == 3 and not (src.is_nested or tgt.is_nested):
