@@ -271,7 +271,7 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     assert said(**TRAINED).endswith("backward measured at 1.45 of triton's rate")
     shared = {"q_heads": 32, "kv_heads": 8}
     assert said(**KINDS["score"], **NARROW, **shared, **TRAINED).endswith(
-        "backward measured at 0.81 of triton's rate, so taken from triton"
+        "backward measured at 0.75 of triton's rate, so taken from triton"
     )
 
 
