@@ -112,7 +112,7 @@ def _pack(tensor: Tensor, batch: int) -> Packed:
         return Packed(values.unsqueeze(0), offsets, lengths, *_extremes(tensor))
     heads, tokens, dim = values.shape
     repeated = values.unsqueeze(1).expand(heads, batch, tokens, dim).reshape(1, heads, batch * tokens, dim)
-    starts = torch.arange(batch + 1, device=tensor.device) * tokens + offsets[0]
+    starts = (torch.arange(batch + 1, device=tensor.device) * tokens + offsets[0]).clamp_max(batch * tokens)
     return Packed(repeated, starts, (lengths if lengths is not None else offsets.diff()).expand(batch), *_extremes(tensor))
 
 

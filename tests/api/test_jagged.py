@@ -238,6 +238,23 @@ def test_narrowed(backend):
     torch.testing.assert_close(torch.autograd.grad(loss, base), torch.autograd.grad(want, base))
 
 
+@pytest.mark.parametrize("which", ["query", "key and value"])
+def test_a_narrowed_batch_of_one(which):
+    lengths = (3, 1, 6)
+    base = rand(1, 9, 4, 8).requires_grad_()
+    one = torch.nested.narrow(base, 1, torch.tensor([2]), torch.tensor([5]), layout=torch.jagged).transpose(1, 2)
+    values, many = nested(lengths, 4, 8, seed=1)
+    part = base[:, 2:7].transpose(1, 2)
+    if which == "query":
+        out, calls = foci.attention(one, many, many).unbind(), [(part, p, p) for p in pieces(values, lengths)]
+    else:
+        out, calls = foci.attention(many, one, one).unbind(), [(p, part, part) for p in pieces(values, lengths)]
+    want = [F.scaled_dot_product_attention(*call)[0] for call in calls]
+    torch.testing.assert_close(list(out), want)
+    found = [torch.autograd.grad(sum(t.square().sum() for t in ts), (base, values)) for ts in (out, want)]
+    torch.testing.assert_close(*found)
+
+
 def test_one_sequence_per_head_without_a_head_dim():
     lengths = (3, 0, 6)
     offsets = torch.tensor([0, *lengths]).cumsum(0)

@@ -370,6 +370,51 @@ def test_nested(need_weights):
             assert weights[n].sum().item() == pytest.approx(q.shape[0])
 
 
+def test_hooks_fire_once_where_weights_of_nested_inputs_are_asked_for():
+    _, ours = pair(batch_first=True)
+    fired = []
+    ours.register_forward_pre_hook(lambda module, args: fired.append("before"))
+    ours.register_forward_hook(lambda module, args, result: fired.append("behind"))
+    query = nested((3, 1))
+    ours(query, query, query)
+    assert fired == ["before", "behind"]
+
+
+@pytest.mark.parametrize("side", ["right", "left", "holes", "none"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_weights_of_packed_tokens(side, batch_first):
+    _, ours = pair(batch_first=batch_first, add_bias_kv=batch_first)
+    ours.mask = foci.masks.window(2, 2)  # positions are those of the padded row
+    hidden = {
+        "right": torch.arange(L) >= torch.tensor([[L], [2], [0]]), "left": torch.arange(L) < torch.tensor([[0], [L], [3]]),
+        "holes": padding(L), "none": torch.zeros(B, L, dtype=torch.bool),
+    }[side]  # fmt: skip
+    blocked = explicit((L, L), "bool")
+    adds = rand(B, L).masked_fill(hidden, -torch.inf).requires_grad_() if side == "holes" else hidden
+    packing = foci.nn.Packing.from_mask(adds, batch_first=batch_first)
+    x = rand(*((B, L) if batch_first else (L, B)), E)
+    for average in (False, True):
+        options = {"attn_mask": blocked, "average_attn_weights": average}
+        tokens = packing.pack(x)
+        out, weights = ours(tokens, tokens, tokens, packing, **options)
+        want, theirs = ours(x, x, x, adds, **options)
+        want, theirs = packing.pack(want), theirs.masked_fill(hidden[:, :, None] if average else hidden[:, None, :, None], 0.0)
+        torch.testing.assert_close((out, weights), (want, theirs))
+        torch.testing.assert_close(out, ours(tokens, tokens, tokens, packing, need_weights=False, **options)[0])
+    if adds.requires_grad:
+        found = [torch.autograd.grad(w.square().sum(), (adds, ours.in_proj_weight)) for w in (weights, theirs)]
+        torch.testing.assert_close(*found)
+
+
+def test_weights_of_tokens_behind_the_last_sequence():
+    _, ours = pair()
+    packing = foci.nn.Packing(torch.tensor([0, 2, 5]), longest=3, shape=(2, 4))
+    tokens = rand(7, E)
+    out, weights = ours(tokens, tokens, tokens, packing)
+    assert weights.shape == (2, 4, 4) and (weights[0, 2:] == 0).all() and (weights[..., 3] == 0).all()
+    torch.testing.assert_close(out[2:5], ours(*[tokens[2:5]] * 3)[0])
+
+
 def test_nested_against_dense():
     _, ours = pair()
     query, key = nested((3, 1, 5)), rand(S, B, E)

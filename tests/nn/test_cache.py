@@ -197,3 +197,27 @@ def test_weights_and_own_keys_beside_a_cache(page_size):
     out, weights = module(x[:, 7:], x[:, 7:], x[:, 7:], cache=cache)
     torch.testing.assert_close(out, whole_out[:, 7:])
     torch.testing.assert_close(weights, whole_weights[:, 7:])
+
+
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_a_batch_without_rows(page_size):
+    model, x = encoder(), rand(B, N, E)
+    cache = foci.nn.KVCache(2, N, page_size=page_size)
+    assert model(x[:0, :3], cache=cache).shape == (0, 3, E) and cache.length == 3
+    cache.reset()
+    model(x[:, :3], cache=cache)
+    cache.select(torch.tensor([], dtype=torch.int64))
+    assert model(x[:0, 3:6], cache=cache).shape == (0, 3, E)
+
+
+def test_a_call_that_ended_halfway_is_noticed():
+    model, x = encoder(), rand(B, N, E)
+    cache = foci.nn.KVCache(2, N)
+    stop = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x[:, :3], cache=cache)
+    stop.remove()
+    with pytest.raises(ValueError, match=r"the layers of cache must hold the same tokens; they hold \[3, 0\], .* reset it"):
+        model(x[:, :3], cache=cache)
+    cache.reset()
+    model(x[:, :3], cache=cache)

@@ -84,7 +84,6 @@ CALLS = {
         "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "need_weights": False, "cache": foci.nn.KVCache(1, 8)[0]}, ValueError,
         "^cache .* padded batches only",
     ),
-    "packed, weights": ("attention", (PACKED,) * 3, {"key_padding_mask": packing()}, ValueError, "^need_weights must be False"),
     "packed, statistics": (
         "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "return_aux": foci.AuxRequest(lse=True)}, ValueError,
         "^return_aux must be None",

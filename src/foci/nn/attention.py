@@ -94,7 +94,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Args:
             query: [L, B, E], [B, L, E] with batch_first, [L, E], or a NestedTensor [B, ragged, E].
             key, value: the same with their own length and dims.
-            key_padding_mask: [B, S] or [S], bool, true for keys to leave out, or floating, added to their scores.
+            key_padding_mask: [B, S] or [S], bool, true for keys to leave out, or floating, added to their scores; or, with tokens
+                [T, E] in place of query, key and value, their `foci.nn.Packing`.
             need_weights: also return the weights.
             attn_mask: [L, S] or [B * H, L, S], bool, true where not to attend, or floating, added; may require grad.
             average_attn_weights: weights averaged over heads.
@@ -104,7 +105,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Returns:
             The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
-            None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B.
+            None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B; those of nested inputs and of tokens padded, with zeros.
 
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
@@ -129,8 +130,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not isinstance(cache, (LayerCache, Memory, type(None))):
             raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         if isinstance(padding, (Packing, Pair)):
-            masking.check_packed(cache, return_aux, need_weights=need_weights)
-            return self._packed((query, key, value), padding, attn_mask, is_causal=is_causal), None
+            masking.check_packed(cache, return_aux)
+            inputs = (query, key, value)
+            if need_weights:
+                return self._weighed(inputs, _pair(padding), attn_mask, average=average, is_causal=is_causal)
+            return self._packed(inputs, padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
             if isinstance(cache, LayerCache):
                 raise ValueError("cache takes padded batches only; got nested inputs")
@@ -322,7 +326,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
-        query, key = padding if isinstance(padding, Pair) else (padding, padding)
+        query, key = _pair(padding)
         if query is not key:
             masking.check_batches(query.batch, key.batch)
         if is_causal and attn_mask is None:
@@ -366,7 +370,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _nested(
         self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """NestedTensors [B, ragged, E], or dense tensors beside them; weights are padded with zeros to the longest."""
+        """NestedTensors [B, ragged, E], or dense tensors beside them."""
         if padding is not None:
             raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
         query, key, value = inputs
@@ -375,16 +379,27 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q = query_packing.pack(query)
         k = q if key is query else key_packing.pack(key)
         v = k if value is key else key_packing.pack(value)
+        packings = Pair(query_packing, key_packing)
         if not need_weights:
-            return query_packing.pad(self._packed((q, k, v), Pair(query_packing, key_packing), attn_mask, is_causal=is_causal)), None
-        blocked = torch.arange(key_packing.longest, device=k.device) >= key_packing.lengths[:, None]
-        rows = torch.arange(query_packing.longest, device=q.device) >= query_packing.lengths[:, None]
-        padded = [p.padded(t) for t, p in ((q, query_packing), (k, key_packing), (v, key_packing))]
-        dense = padded if self.batch_first else [t.transpose(0, 1) for t in padded]
-        out, weights = self(*dense, blocked, attn_mask=attn_mask, average_attn_weights=average, is_causal=is_causal)
+            return query_packing.pad(self._packed((q, k, v), packings, attn_mask, is_causal=is_causal)), None
+        out, weights = self._weighed((q, k, v), packings, attn_mask, average=average, is_causal=is_causal)
+        return query_packing.pad(out), weights
+
+    def _weighed(
+        self, tokens: Projected, packings: Pair, attn_mask: Tensor | None, *, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Output of tokens [T, E], [Tk, Ek] and [Tk, Ev], and weights of the padded batch, zeros where there is padding."""
+        query, key = packings
+        padded = (packing.spread(t) for t, packing in zip(tokens, (query, key, key), strict=True))
+        q, k, v = (t if self.batch_first else t.transpose(0, 1) for t in padded)
+        hidden, blocked = (_hidden(packing, t) for packing, t in zip(packings, tokens, strict=False))
+        if key.bias is not None:
+            blocked = key.spread(key.bias).masked_fill(blocked, -torch.inf)
+        out, weights = self._attend(q, k, v, blocked, True, attn_mask, average, is_causal, None, None)
         out = out if self.batch_first else out.transpose(0, 1)
-        weights = weights.masked_fill(rows[:, :, None] if average else rows[:, None, :, None], 0.0)
-        return query_packing.pad(out[~rows]), weights
+        return query.gathered(out, tokens[0].shape[0]), weights.masked_fill(
+            hidden[:, :, None] if average else hidden[:, None, :, None], 0.0
+        )
 
 
 class SlidingWindowAttention(MultiheadAttention):
@@ -495,6 +510,15 @@ def _unsqueezed(inputs: Projected, dim: int) -> Projected:
 
 def _packing(tensor: Tensor, *, batch_first: bool) -> Packing:
     return pack_nested(tensor) if tensor.is_nested else pack_whole(tensor, batch_first=batch_first)
+
+
+def _pair(padding: Packing | Pair) -> Pair:
+    return padding if isinstance(padding, Pair) else Pair(padding, padding)
+
+
+def _hidden(packing: Packing, tokens: Tensor) -> Tensor:
+    """bool [B, S], where no token is."""
+    return ~packing.spread(torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device))
 
 
 def _same_sequences(query: Tensor, key: Tensor) -> bool:

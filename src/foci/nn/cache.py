@@ -163,7 +163,7 @@ class _Paged:
         if needed > self.pool.shape[0]:
             more = max(needed, 2 * self.pool.shape[0]) - self.pool.shape[0]
             self.pool = torch.cat((self.pool, self.pool.new_zeros((more, *self.pool.shape[1:]))))
-        added = torch.arange(self.used, needed, device=self.table.device).view(batch, -1)
+        added = torch.arange(self.used, needed, device=self.table.device).view(batch, count - have)
         self.table = torch.cat((self.table, added), dim=1)
         self.used = needed
 
@@ -329,7 +329,7 @@ def check_cache(cache: Any, layers: int) -> None:
 
     Raises:
         TypeError: for anything but a KVCache or None.
-        ValueError: for one of another number of layers.
+        ValueError: for one of another number of layers, or whose layers hold different numbers of tokens.
     """
     if cache is None:
         return
@@ -337,3 +337,6 @@ def check_cache(cache: Any, layers: int) -> None:
         raise TypeError(f"cache must be a foci.nn.KVCache; got {type(cache).__name__}")
     if len(cache) != layers:
         raise ValueError(f"cache must be made for the {layers} layers of the model, KVCache(num_layers={layers}, ...); it has {len(cache)}")
+    held = [layer.longest for layer in cache.layers]
+    if any(count != held[0] for count in held):
+        raise ValueError(f"the layers of cache must hold the same tokens; they hold {held}, as a call ended halfway: reset it")

@@ -174,6 +174,21 @@ class Packing:
             tokens = _scattered(tokens, self.indices, self.shape[0] * self.shape[1])
         return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
 
+    def places(self, tokens: int) -> Tensor:
+        """int64 [T], row of each token in [B * S] padded ones, whatever batch_first; B * S for those behind the last sequence."""
+        length = self.shape[1]
+        return (self.sequence_ids(tokens) * length + self.positions(tokens)).clamp_max(self.batch * length)
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """[B, S, ...] of [T, ...], each where `positions` says, whatever the batch was; zeros elsewhere."""
+        rows = self.batch * self.shape[1]
+        return torch.unflatten(_scattered(tokens, self.places(tokens.shape[0]), rows + 1)[:rows], 0, self.shape)
+
+    def gathered(self, spread: Tensor, tokens: int) -> Tensor:
+        """The inverse of `spread`; zeros for tokens behind the last sequence."""
+        rows = spread.flatten(0, 1)
+        return torch.cat((rows, rows.new_zeros((1, *rows.shape[1:])))).index_select(0, self.places(tokens))
+
     def padded(self, tokens: Tensor) -> Tensor:
         """[B, longest, ...] of [T, ...], zeros behind the end of each sequence."""
         ids = self.sequence_ids(tokens.shape[0])
@@ -320,7 +335,8 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
     """
     if isinstance(padding, Packing):
         if x.dim() != 2 or not may_pack:
-            why = "layers or a cache take padded batches only" if x.dim() == 2 else f"got {x.dim()} dimensions"
+            padded = "enable_nested_tensor=False, layers with methods or an attention of their own and a cache take padded batches only"
+            why = padded if x.dim() == 2 else f"got {x.dim()} dimensions"
             raise ValueError(f"a Packing comes with tokens [tokens, features] and layers that take them; {why}")
         return x, padding
     if is_nested(x):
