@@ -12,7 +12,7 @@ from torch import Tensor
 from foci import masks, scores
 from foci.block_mask import as_block_mask, block_classes
 from foci.core import Function
-from foci.jagged import heads_of, is_nested
+from foci.jagged import heads_of, is_nested, padded_sizes
 from foci.prepare import describe
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_length
@@ -115,12 +115,25 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return tensor.reshape(1)
     if tensor.dim() > 4:
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys]; got {describe(tensor)}")
-    if is_nested(query, key) or not query.dim() == key.dim() == 4:
+    if is_nested(query, key):
+        wanted = padded_sizes(query, key)
+        if wanted is not None and any(n != 1 and (n < w if at < 2 else n != w) for at, (n, w) in enumerate(_from_behind(tensor, wanted))):
+            raise ValueError(
+                f"{name} must broadcast to [batch, heads, longest queries, longest keys] = {list(wanted)}, or have room for longer ones; "
+                f"got {describe(tensor)}"
+            )
+        return tensor
+    if not query.dim() == key.dim() == 4:
         return tensor  # such query and key are another message's matter
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
-    if any(n not in (1, w) for n, w in zip(reversed(tensor.shape), reversed(wanted), strict=False)):
+    if any(n not in (1, w) for n, w in _from_behind(tensor, wanted)):
         raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
     return tensor
+
+
+def _from_behind(tensor: Tensor, wanted: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each dimension's size and the wanted one, the last first."""
+    return list(zip(reversed(tensor.shape), reversed(wanted), strict=False))
 
 
 _OUT_ALONE: Final = Outputs()

@@ -16,7 +16,7 @@ from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results
 
-__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "heads_of", "is_nested"]
+__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "heads_of", "is_nested", "padded_sizes"]
 
 
 def is_nested(*tensors: Tensor) -> bool:
@@ -81,6 +81,25 @@ def heads_of(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
     dim = 1 if not is_nested(query) or _ragged(query) > 1 else 2
     return query.shape[dim] if query.dim() > dim + 2 else 1
+
+
+def padded_sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int] | None:
+    """[batch, heads, longest query, longest key] of query and key of which one is nested; None unless both are of four dimensions, ragged
+    in the length, and their lengths known."""
+    if query.dim() != 4 or key.dim() != 4:
+        return None
+    longest = []
+    for tensor in (query, key):
+        if not tensor.is_nested:
+            longest.append(tensor.shape[2])
+            continue
+        if tensor.layout != torch.jagged or _ragged(tensor) != 2:
+            return None
+        known = _extremes(tensor)[0]
+        if known is None:
+            return None
+        longest.append(known)
+    return max(query.shape[0], key.shape[0]), max(query.shape[1], key.shape[1]), longest[0], longest[1]
 
 
 def _ragged(tensor: Tensor) -> int:

@@ -502,3 +502,13 @@ def test_names_of_arguments_that_do_not_fit():
         foci.attention(strided, strided, strided, sink=rand(2))
     with pytest.raises(ValueError, match="^attn_mask must broadcast to .*; got float64.1, 1, 1, 5, 5. on cpu"):
         foci.scaled_dot_product_attention(query, query, query, attn_mask=rand(1, 1, 1, 5, 5))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 3), (5, 1, 3, 3)], ids=str)
+def test_matrices_too_small_for_the_longest(sizes):
+    _, q = nested((2, 3), 4, 8)
+    message = r"^attn_mask must broadcast to .* = \[2, 4, 3, 3\], or have room for longer ones; got float64"
+    for key in (q, rand(2, 4, 3, 8)):
+        with pytest.raises(ValueError, match=message):
+            foci.scaled_dot_product_attention(q, key, key, rand(*sizes))
+    assert foci.scaled_dot_product_attention(q, q, q, rand(2, 1, 5, 7)).is_nested

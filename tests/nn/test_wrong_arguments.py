@@ -58,6 +58,13 @@ X, PACKED = torch.randn(2, 3, 16), torch.randn(4, 16)
 NESTED = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)], layout=torch.jagged)
 
 
+OTHERS = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)], layout=torch.jagged)
+
+
+def packing():
+    return foci.nn.Packing.from_mask(HIDDEN)
+
+
 def module(name):
     options = {"dropout": 0.0, "batch_first": True}
     if name == "attention":
@@ -65,10 +72,6 @@ def module(name):
     kind = "Decoder" if "decoder" in name else "Encoder"
     layer = getattr(foci.nn, f"Transformer{kind}Layer")(16, 4, 8, **options)
     return layer if "layer" in name else getattr(foci.nn, f"Transformer{kind}")(layer, 2)
-
-
-def packing():
-    return foci.nn.Packing.from_mask(HIDDEN)
 
 
 CALLS = {
@@ -83,6 +86,31 @@ CALLS = {
     "packed, a cache": (
         "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "need_weights": False, "cache": foci.nn.KVCache(1, 8)[0]}, ValueError,
         "^cache .* padded batches only",
+    ),
+    "packed, a padded batch": (
+        "attention", (X,) * 3, {"key_padding_mask": packing(), "need_weights": False}, ValueError, "tokens .* got 3, 3, 3 dimensions",
+    ),
+    "packed, features": (
+        "attention", (PACKED[:, :15],) * 3, {"key_padding_mask": packing(), "need_weights": False}, AssertionError, "dimension of 16, but got 15",
+    ),
+    "features of keys": ("attention", (X, X[..., :15], X[..., :15]), {}, RuntimeError, "^was expecting a key of 16 features, but got 15"),
+    "nested, features": ("attention", (NESTED[..., :15],) * 3, {"need_weights": False}, AssertionError, "dimension of 16, but got 15"),
+    "nested, features of a value": (
+        "attention", (NESTED, NESTED, NESTED[..., :15]), {"need_weights": False}, RuntimeError, "a value of 16 features, but got 15",
+    ),
+    "nested, a value of other lengths": (
+        "attention", (NESTED, NESTED, OTHERS), {"need_weights": False}, ValueError, r"^key and value .* lengths \[2, 3\] and \[3, 2\]",
+    ),
+    "nested, a dense value": ("attention", (NESTED, NESTED, X), {}, ValueError, "nested together; got a nested key and a dense value"),
+    "packed source, features": ("encoder", (PACKED[:, :15],), {"src_key_padding_mask": packing()}, AssertionError, "of 16, but got 15"),
+    "nested source, features": ("encoder", (NESTED[..., :15],), {}, AssertionError, "of 16, but got 15"),
+    "offsets of a packing": (
+        "encoder", (PACKED,), {"src_key_padding_mask": foci.nn.Packing([0, 3, 4], 3, (2, 3))}, ValueError,
+        r"^offsets of a Packing of 2 sequences must be a tensor \[3\]; got list",
+    ),
+    "more offsets": (
+        "encoder", (PACKED,), {"src_key_padding_mask": foci.nn.Packing(torch.tensor([0, 1, 3, 4]), 3, (2, 3))}, ValueError,
+        r"must be a tensor \[3\]; got \[4\]",
     ),
     "packed, statistics": (
         "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "return_aux": foci.AuxRequest(lse=True)}, ValueError,
@@ -142,3 +170,13 @@ def test_rows_of_a_cache(rows):
     with pytest.raises(IndexError):
         cache.select(torch.tensor([2]))
     cache.select(torch.tensor([1, 1]))
+
+
+def test_batches_that_a_packing_is_not_of():
+    for wrong in (X.transpose(0, 1), torch.randn(4, 3, 16), PACKED):
+        with pytest.raises(ValueError, match=r"^the batch to pack must be \[2, 3\] and features; got"):
+            packing().pack(wrong)
+    with pytest.raises(ValueError, match=r"^tokens to pad must be 4 rows, of 2 sequences; got \[5, 16\]"):
+        packing().pad(torch.randn(5, 16))
+    with pytest.raises(ValueError, match=r"^tokens to pad must be 6 rows, of 2 sequences; got \[4, 16\]"):
+        foci.nn.Packing(torch.tensor([0, 3, 4]), 3, (2, 3)).pad(PACKED)

@@ -16,7 +16,7 @@ from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
 from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import Functions
-from foci.nn.packing import Packing, Pair, appended, bounded, pack_nested, pack_whole
+from foci.nn.packing import Packing, Pair, appended, bounded, check_same_sequences, pack_nested, pack_whole
 from foci.nn.products import linear
 from foci.nn.rotary import RotaryEmbedding
 from foci.prepare import Extras, check_is_tensor
@@ -197,9 +197,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             found = None if found is None else found.squeeze(0)
         return out, found
 
+    def _check_features(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        got, wanted = (query.shape[-1], key.shape[-1], value.shape[-1]), (self.embed_dim, self.kdim, self.vdim)
+        if got == wanted:
+            return
+        if got[0] != wanted[0]:
+            raise AssertionError(f"was expecting embedding dimension of {wanted[0]}, but got {got[0]}")
+        name, n = ("key", 1) if got[1] != wanted[1] else ("value", 2)
+        raise RuntimeError(f"was expecting a {name} of {wanted[n]} features, but got {got[n]}")
+
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if query.shape[-1] != self.embed_dim:
-            raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        self._check_features(query, key, value)
         masking.check_batches(*(t.shape[0 if self.batch_first else 1] for t in (query, key)))
         if not self._qkv_same_embed_dim and key.shape[:2] != value.shape[:2]:
             raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
@@ -327,6 +335,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
         query, key = _pair(padding)
+        if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
+            got = ", ".join(str(t.dim()) for t in inputs)
+            raise ValueError(f"query, key and value beside a Packing must be tokens [tokens, features]; got {got} dimensions")
+        self._check_features(*inputs)
         if query is not key:
             masking.check_batches(query.batch, key.batch)
         if is_causal and attn_mask is None:
@@ -376,6 +388,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         query, key, value = inputs
         query_packing = _packing(query, batch_first=self.batch_first)
         key_packing = query_packing if _same_sequences(query, key) else _packing(key, batch_first=self.batch_first)
+        if value is not key:
+            check_same_sequences(key, value, key_packing)
         q = query_packing.pack(query)
         k = q if key is query else key_packing.pack(key)
         v = k if value is key else key_packing.pack(value)

@@ -17,6 +17,7 @@ __all__ = [
     "Pair",
     "appended",
     "bounded",
+    "check_same_sequences",
     "cleared",
     "entered",
     "entered_pair",
@@ -158,6 +159,9 @@ class Packing:
             return self.values
         if is_nested(padded):
             return _nested_values(padded)
+        sizes = [*self.shape] if self.batch_first else [*self.shape][::-1]
+        if [*padded.shape[:2]] != sizes:
+            raise ValueError(f"the batch to pack must be {sizes} and features; got {[*padded.shape]}")
         rows = padded.flatten(0, 1)
         if self.indices is None:
             return rows
@@ -170,6 +174,9 @@ class Packing:
         """The inverse of `pack`: zeros where no token is, or a NestedTensor if the batch was one."""
         if self.nested is not None:
             return self._nest(tokens)
+        rows = self.shape[0] * self.shape[1] if self.indices is None else self.indices.shape[0]
+        if tokens.shape[0] != rows:
+            raise ValueError(f"tokens to pad must be {rows} rows, of {self.batch} sequences; got {list(tokens.shape)}")
         if self.indices is not None:
             tokens = _scattered(tokens, self.indices, self.shape[0] * self.shape[1])
         return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
@@ -292,6 +299,28 @@ def pack_nested(tensor: Tensor) -> Packing:
     return Packing(offsets, longest, (offsets.shape[0] - 1, longest), nested=tensor, whole=whole, values=values)
 
 
+def check_same_sequences(key: Tensor, value: Tensor, packing: Packing) -> None:
+    """Checks that a value has the sequences of a key that is packed; not where they lie in tensors of their own on a GPU: nobody waits to
+    know.
+
+    Raises:
+        ValueError: for others, or a dense one beside a nested one.
+    """
+    if is_nested(key) != is_nested(value):
+        nested, dense = ("key", "value") if is_nested(key) else ("value", "key")
+        raise ValueError(f"Expected key and value to be nested together; got a nested {nested} and a dense {dense}")
+    if not is_nested(key):
+        if key.shape[:2] != value.shape[:2]:
+            raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
+        return
+    other = pack_nested(value)
+    if packing.offsets is other.offsets or not (is_readable(packing.offsets) and packing.offsets.device.type == "cpu"):
+        return
+    if not torch.equal(packing.offsets, other.offsets):
+        lengths = [p.lengths.tolist() for p in (packing, other)]
+        raise ValueError(f"key and value must have the same sequences; got lengths {lengths[0]} and {lengths[1]}")
+
+
 def _without_gaps(jagged: Any) -> Any:
     return jagged.contiguous() if jagged.lengths() is not None else jagged
 
@@ -338,6 +367,9 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
             padded = "enable_nested_tensor=False, layers with methods or an attention of their own and a cache take padded batches only"
             why = padded if x.dim() == 2 else f"got {x.dim()} dimensions"
             raise ValueError(f"a Packing comes with tokens [tokens, features] and layers that take them; {why}")
+        if not isinstance(padding.offsets, Tensor) or padding.offsets.shape[0] != padding.batch + 1:
+            got = list(padding.offsets.shape) if isinstance(padding.offsets, Tensor) else type(padding.offsets).__name__
+            raise ValueError(f"offsets of a Packing of {padding.batch} sequences must be a tensor [{padding.batch + 1}]; got {got}")
         return x, padding
     if is_nested(x):
         if padding is not None:

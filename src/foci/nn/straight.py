@@ -151,6 +151,8 @@ class Stack:
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
         casts = torch._C._is_any_autocast_enabled()
         steps, as_node = Steps if learns or casts else Unseen, learns and not casts and x.device.type in _AS_NODES
+        if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
+            return None  # modules say what is wrong
         shared: dict[tuple[Heads, float], Attention] = {}
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__
