@@ -415,6 +415,39 @@ def test_weights_of_tokens_behind_the_last_sequence():
     torch.testing.assert_close(out[2:5], ours(*[tokens[2:5]] * 3)[0])
 
 
+ROWS = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["nested", "dense keys", "dense queries", "tokens"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_row_statistics_of_nested_inputs(kind, own, batch_first):
+    _, ours = pair(batch_first=batch_first, add_bias_kv=own, add_zero_attn=own)
+    query, key = nested((3, 0, 5)), nested((4, 2, 1), seed=7)
+
+    def laid(dense):
+        return dense if batch_first else dense.transpose(0, 1)
+
+    if kind == "tokens":
+        packing = foci.nn.Packing(query.offsets(), 5, (3, 5))
+        out, aux = ours(*[query.values()] * 3, packing, return_aux=ROWS)
+        key, ends = query, query.offsets() + 2 * own * torch.arange(4)
+        split = [[t[:, a:b] for a, b in itertools.pairwise(at)] for t, at in zip(aux[:3], (query.offsets(), query.offsets(), ends))]
+        outs = out.split([3, 0, 5])
+    else:
+        query = rand(B, L, E) if kind == "dense queries" else query
+        key = rand(B, S, E, seed=1) if kind == "dense keys" else key
+        given = [t if t.is_nested else laid(t) for t in (query, key, key)]
+        out, aux = ours(*given, return_aux=ROWS)
+        assert [t.is_nested for t in aux[:3]] == [query.is_nested, query.is_nested, key.is_nested]
+        split, outs = [t.unbind() for t in aux[:3]], (out if out.is_nested else laid(out)).unbind()
+    assert aux.weights is None
+    for n, (q, k) in enumerate(zip(query.unbind(), key.unbind())):
+        want, rows = ours(q, k, k, return_aux=ROWS)
+        torch.testing.assert_close(outs[n], want)
+        torch.testing.assert_close([part[n] for part in split], list(rows[:3]))
+
+
 def test_nested_against_dense():
     _, ours = pair()
     query, key = nested((3, 1, 5)), rand(S, B, E)

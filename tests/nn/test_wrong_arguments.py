@@ -112,10 +112,11 @@ CALLS = {
         "encoder", (PACKED,), {"src_key_padding_mask": foci.nn.Packing(torch.tensor([0, 1, 3, 4]), 3, (2, 3))}, ValueError,
         r"must be a tensor \[3\]; got \[4\]",
     ),
-    "packed, statistics": (
-        "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "return_aux": foci.AuxRequest(lse=True)}, ValueError,
-        "^return_aux must be None",
+    "packed, weights among statistics": (
+        "attention", (PACKED,) * 3, {"key_padding_mask": packing(), "return_aux": foci.AuxRequest(lse=True, weights=True)}, ValueError,
+        "^return_aux asks for the weights .*: need_weights=True gives them",
     ),
+    "nested, statistics of another type": ("attention", (NESTED,) * 3, {"return_aux": True}, TypeError, "a foci.AuxRequest; got bool"),
     "no source": ("encoder", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
     "no source of a layer": ("encoder layer", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
     "features alone": ("encoder", (X[0, 0],), {}, AssertionError, "^src must have 2 or 3 dimensions; got 1"),

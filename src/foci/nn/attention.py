@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 
 import foci
-from foci.dispatch import run_packed
+from foci.arguments import checked_outputs
+from foci.dispatch import run, run_packed
 from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.direct import caller, is_alone, is_silent, parameter
@@ -105,7 +107,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Returns:
             The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
-            None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B; those of nested inputs and of tokens padded, with zeros.
+            None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B. Weights of nested inputs and of tokens are padded with
+            zeros; row statistics are nested, or [H, T] of tokens.
 
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
@@ -130,17 +133,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not isinstance(cache, (LayerCache, Memory, type(None))):
             raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         if isinstance(padding, (Packing, Pair)):
-            masking.check_packed(cache, return_aux)
+            masking.check_packed(cache)
             inputs = (query, key, value)
+            if return_aux is not None:
+                return self._with_statistics(inputs, padding, attn_mask, is_causal=is_causal, asked=return_aux)[:2]
             if need_weights:
                 return self._weighed(inputs, _pair(padding), attn_mask, average=average, is_causal=is_causal)
             return self._packed(inputs, padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
             if isinstance(cache, LayerCache):
                 raise ValueError("cache takes padded batches only; got nested inputs")
-            if return_aux is not None:
-                raise ValueError("row statistics of nested inputs are ragged; call foci.attention with nested tensors for them")
-            return self._nested((query, key, value), padding, attn_mask, need_weights=need_weights, average=average, is_causal=is_causal)
+            options: Any = {"need_weights": need_weights, "average": average, "is_causal": is_causal, "return_aux": return_aux}
+            return self._nested((query, key, value), padding, attn_mask, **options)
         masking.check_mask("key_padding_mask", padding)
         masking.check_mask("attn_mask", attn_mask)
         batched = masking.check_shapes(query, key, value, padding, attn_mask)
@@ -334,6 +338,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _packed(self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """[T, E] of tokens [T, E], [Tk, Ek] and [Tk, Ev]."""
+        tensors, functions, extras = self._call_of_packed(inputs, padding, attn_mask, is_causal=is_causal)
+        mask, score = functions.mask, functions.score
+        out = run_packed(tensors, None if score is None else score.function, None if mask is None else mask.function, extras).out
+        return caller()(self.out_proj, out.flatten(1))
+
+    def _with_statistics(
+        self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool, asked: foci.AuxRequest
+    ) -> tuple[Tensor, foci.AuxOutput, Tensor]:  # fmt: skip
+        """[T, E]; statistics of rows, [H, T], and of columns, [H, Tk]; and the offsets of these, which count the module's own keys."""
+        if checked_outputs(asked, None).weights:
+            raise ValueError("return_aux asks for the weights of nested inputs or tokens: need_weights=True gives them, without return_aux")
+        tensors, functions, extras = self._call_of_packed(inputs, padding, attn_mask, is_causal=is_causal)
+        mask, score = functions.mask, functions.score
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
+        which = (None if score is None else score.function, None if mask is None else mask.function)
+        found = run((q, k, v), *which, replace(extras, outputs=asked))
+        given = (found.lse if asked.lse else None, found.row_max, found.column_sums)
+        lse, row_max, column_sums = (None if t is None else t.squeeze(0) for t in given)
+        aux = foci.AuxOutput(lse, row_max, column_sums, None)
+        assert extras.cu_kv is not None
+        return caller()(self.out_proj, found.out.squeeze(0).transpose(0, 1).flatten(1)), aux, extras.cu_kv
+
+    def _call_of_packed(
+        self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool
+    ) -> tuple[Projected, Functions, Extras]:  # fmt: skip
+        """What `run_packed` is given for tokens."""
         query, key = _pair(padding)
         if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
             got = ", ".join(str(t.dim()) for t in inputs)
@@ -354,10 +384,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             k, v = (appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
             functions = masking.with_extra_keys(functions, count)
-        mask, score = functions.mask, functions.score
-        extras = self._extras(query, offsets, longest, functions)
-        out = run_packed((q, k, v), None if score is None else score.function, None if mask is None else mask.function, extras).out
-        return caller()(self.out_proj, out.flatten(1))
+        return (q, k, v), functions, self._extras(query, offsets, longest, functions)
 
     def _of_packed(self, query: Packing, key: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Functions:
         """Mask and score of indices within packed sequences."""
@@ -380,8 +407,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return Extras(_OUT, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
 
     def _nested(
-        self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool,
+        return_aux: foci.AuxRequest | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """NestedTensors [B, ragged, E], or dense tensors beside them."""
         if padding is not None:
             raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
@@ -394,6 +422,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         k = q if key is query else key_packing.pack(key)
         v = k if value is key else key_packing.pack(value)
         packings = Pair(query_packing, key_packing)
+        if return_aux is not None:
+            out, aux, ends = self._with_statistics((q, k, v), packings, attn_mask, is_causal=is_causal, asked=return_aux)
+            lse, row_max = (_of_sequences(t, query_packing.offsets, query_packing) for t in (aux.lse, aux.row_max))
+            return query_packing.pad(out), foci.AuxOutput(lse, row_max, _of_sequences(aux.column_sums, ends, key_packing), None)
         if not need_weights:
             return query_packing.pad(self._packed((q, k, v), packings, attn_mask, is_causal=is_causal)), None
         out, weights = self._weighed((q, k, v), packings, attn_mask, average=average, is_causal=is_causal)
@@ -524,6 +556,15 @@ def _unsqueezed(inputs: Projected, dim: int) -> Projected:
 
 def _packing(tensor: Tensor, *, batch_first: bool) -> Packing:
     return pack_nested(tensor) if tensor.is_nested else pack_whole(tensor, batch_first=batch_first)
+
+
+def _of_sequences(rows: Tensor | None, offsets: Tensor, packing: Packing) -> Tensor | None:
+    """[H, T] as a NestedTensor [B, H, ragged], or [B, H, S] where the batch was none."""
+    if rows is None:
+        return None
+    if packing.nested is None:
+        return torch.unflatten(rows, 1, (packing.batch, -1)).transpose(0, 1)
+    return torch.nested.nested_tensor_from_jagged(rows.T, offsets=offsets).transpose(1, 2)
 
 
 def _pair(padding: Packing | Pair) -> Pair:

@@ -90,12 +90,10 @@ def check_batches(query: int, key: int) -> None:
         raise AssertionError(f"query and key must have one batch size; got {query} and {key}")
 
 
-def check_packed(cache: Any, return_aux: Any) -> None:
-    """Raises a ValueError for what packed tokens have not."""
+def check_packed(cache: Any) -> None:
+    """Raises a ValueError for a cache beside packed tokens."""
     if cache is not None:
         raise ValueError("cache takes padded batches only; got packed tokens")
-    if return_aux is not None:
-        raise ValueError("return_aux must be None for packed tokens, whose row statistics are ragged; foci.varlen_attn has them")
 
 
 def check_padding_shape(padding: Tensor, batch: int, length: int) -> None:
