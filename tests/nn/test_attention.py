@@ -415,6 +415,31 @@ def test_weights_of_tokens_behind_the_last_sequence():
     torch.testing.assert_close(out[2:5], ours(*[tokens[2:5]] * 3)[0])
 
 
+def test_masks_for_longer_sequences_than_the_nested_ones():
+    _, ours = pair(batch_first=True)
+    query, key = nested((3, 0, 5)), nested((4, 2, 1), seed=7)
+    for mask in (explicit((9, 8), "bool"), explicit((9, 8), "floating", rank=3)):
+        part = mask[..., :5, :4]
+        for need_weights in (False, True):
+            got, want = (ours(query, key, key, attn_mask=m, need_weights=need_weights) for m in (mask, part))
+            torch.testing.assert_close((got[0].values(), got[1]), (want[0].values(), want[1]))
+    with pytest.raises(RuntimeError, match=r"attn_mask is torch.Size\(\[4, 4\]\), but should be \(5, 4\)"):
+        ours(query, key, key, attn_mask=part[0, :4, :4], need_weights=False)
+
+
+def test_compiled_masks_of_nested_inputs_whose_longest_is_unknown():
+    _, ours = pair(batch_first=True)
+    query = torch.nested.nested_tensor_from_jagged(rand(6, E), offsets=torch.tensor([0, 4, 6]))
+    mask = explicit((4, 4), "bool")
+
+    def both(x):
+        return [ours(x, x, x, attn_mask=mask, need_weights=asked) for asked in (False, True)]
+
+    found = torch.compile(both, backend="eager", fullgraph=True)(query)
+    for (out, weights), (want, theirs) in zip(found, both(query), strict=True):
+        torch.testing.assert_close((out.values(), weights), (want.values(), theirs))
+
+
 ROWS = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
 
 

@@ -99,7 +99,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask: [B, S] or [S], bool, true for keys to leave out, or floating, added to their scores; or, with tokens
                 [T, E] in place of query, key and value, their `foci.nn.Packing`.
             need_weights: also return the weights.
-            attn_mask: [L, S] or [B * H, L, S], bool, true where not to attend, or floating, added; may require grad.
+            attn_mask: [L, S] or [B * H, L, S], bool, true where not to attend, or floating, added; may require grad. Of nested inputs L and
+                S are the longest, or more.
             average_attn_weights: weights averaged over heads.
             is_causal: a hint that attn_mask is causal, which is then not read; needs attn_mask.
             cache: a layer's part of a `foci.nn.KVCache`, whose tokens the new ones join; queries then see none after their own.
@@ -108,7 +109,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Returns:
             The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
             None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B. Weights of nested inputs and of tokens are padded with
-            zeros; row statistics are nested, or [H, T] of tokens.
+            zeros, to the longest, or to a bound of it under torch.compile; row statistics are nested, or [H, T] of tokens.
 
         Raises:
             AssertionError, RuntimeError: for wrong arguments, in torch's words.
@@ -364,7 +365,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool
     ) -> tuple[Projected, Functions, Extras]:  # fmt: skip
         """What `run_packed` is given for tokens."""
-        query, key = _pair(padding)
+        query, key = _within(_pair(padding), attn_mask, is_causal=is_causal)
         if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
             got = ", ".join(str(t.dim()) for t in inputs)
             raise ValueError(f"query, key and value beside a Packing must be tokens [tokens, features]; got {got} dimensions")
@@ -390,8 +391,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Mask and score of indices within packed sequences."""
         functions = self._own()
         if attn_mask is not None and not is_causal:
-            lengths = (query.shape[1], key.shape[1])
-            functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=query.batch, heads=self.num_heads)))
+            matrix = masking.explicit(_cut(attn_mask, query, key), (query.shape[1], key.shape[1]), batch=query.batch, heads=self.num_heads)
+            functions = functions.and_(masking.matrix(matrix))
         elif is_causal and query is not key:
             functions = functions.and_(masking.CAUSAL)
         functions = masking.placed(functions, masking.packed_place(query), masking.packed_place(key))
@@ -435,12 +436,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, tokens: Projected, packings: Pair, attn_mask: Tensor | None, *, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output of tokens [T, E], [Tk, Ek] and [Tk, Ev], and weights of the padded batch, zeros where there is padding."""
-        query, key = packings
+        query, key = packings = _within(packings, attn_mask, is_causal=is_causal)
         padded = (packing.spread(t) for t, packing in zip(tokens, (query, key, key), strict=True))
         q, k, v = (t if self.batch_first else t.transpose(0, 1) for t in padded)
         hidden, blocked = (_hidden(packing, t) for packing, t in zip(packings, tokens, strict=False))
         if key.bias is not None:
             blocked = key.spread(key.bias).masked_fill(blocked, -torch.inf)
+        attn_mask = None if attn_mask is None else _cut(attn_mask, query, key)
         out, weights = self._attend(q, k, v, blocked, True, attn_mask, average, is_causal, None, None)
         out = out if self.batch_first else out.transpose(0, 1)
         return query.gathered(out, tokens[0].shape[0]), weights.masked_fill(
@@ -569,6 +571,21 @@ def _of_sequences(rows: Tensor | None, offsets: Tensor, packing: Packing) -> Ten
 
 def _pair(padding: Packing | Pair) -> Pair:
     return padding if isinstance(padding, Pair) else Pair(padding, padding)
+
+
+def _within(packings: Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Pair:
+    """Packings whose unknown lengths are those of a mask that is read."""
+    if attn_mask is None or is_causal or attn_mask.dim() < 2:
+        return packings
+    query = packings.query.within(attn_mask.shape[-2])
+    return Pair(query, query if packings.key is packings.query else packings.key.within(attn_mask.shape[-1]))
+
+
+def _cut(attn_mask: Tensor, query: Packing, key: Packing) -> Tensor:
+    """The part of a mask for longer sequences that is about nested ones."""
+    if query.nested is not None and attn_mask.dim() > 1:
+        attn_mask = attn_mask[..., : query.shape[1], :]
+    return attn_mask if key.nested is None else attn_mask[..., : key.shape[1]]
 
 
 def _hidden(packing: Packing, tokens: Tensor) -> Tensor:

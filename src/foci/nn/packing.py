@@ -202,6 +202,12 @@ class Packing:
         places = torch.arange(tokens.shape[0], device=tokens.device) - self.offsets[ids] + ids * self.longest
         return torch.unflatten(_scattered(tokens, places, self.batch * self.longest), 0, (self.batch, self.longest))
 
+    def within(self, length: int) -> Packing:
+        """The same, of sequences that are no longer than this, if it is not known how long they are."""
+        if self.whole is None or self.whole._maybe_max_seqlen is not None:  # type: ignore[attr-defined]
+            return self
+        return Packing(self.offsets, length, (self.shape[0], length), nested=self.nested, whole=self.whole, values=self.values)
+
     def _nest(self, tokens: Tensor) -> Tensor:
         whole: Any = self.whole
         if whole is None:
