@@ -1,6 +1,9 @@
 """What the Hopper backend takes, what it declines and in which words. Pure: no device, no Triton."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,8 +175,8 @@ def test_dropouts_backward_is_the_single_kernels(kind, width):
     asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert rates_of(asked).backward.is_ahead
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
-    assert kernel.HopperKernel(Plan("hopper", asked, H200)).takes_own
+    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
+    assert training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
 
 
 @pytest.mark.parametrize(("kind", "width"), [("full", 16), ("full", 256), ("score", 128), ("pair", 128)])
@@ -182,8 +185,8 @@ def test_dropouts_backward_is_tritons_where_several_kernels_take_it(kind, width)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert not rates_of(asked).backward.is_ahead
     assert BACKEND.note(asked, H200).endswith("so taken from triton")
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
-    assert not kernel.HopperKernel(Plan("hopper", asked, H200)).takes_own
+    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
+    assert not training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
 
 
 JAGGED = {"layout": Layout.JAGGED}
@@ -276,16 +279,33 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
 
 
 def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     came = []
-    monkeypatch.setattr(kernel.host.TritonKernel, "_backward", lambda *args: came.append("triton"))
-    monkeypatch.setattr(kernel.HopperGradients, "_backward", lambda *args: came.append("hopper"))
+    monkeypatch.setattr(training.TritonKernel, "_backward", lambda *args: came.append("triton"))
+    monkeypatch.setattr(training.HopperGradients, "_backward", lambda *args: came.append("hopper"))
     window, document = ({**KINDS[kind], "layout": Layout.JAGGED} for kind in ("window", "document"))
     shared = {**KINDS["score"], **NARROW, "q_heads": 32, "kv_heads": 8}
     for given in ({}, NARROW, KINDS["window"], window, document, {**KINDS["score"], **NARROW}, shared):
         asked = problem(**given, **TRAINED)
-        kernel.HopperKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
+        training.TrainingKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
     assert came == ["hopper"] * 4 + ["triton", "hopper", "triton"]
+
+
+def test_kernels_of_the_backward_are_left_unread_without_gradients():
+    pytest.importorskip("foci.backends.hopper.interface", reason="needs a Triton with Gluon")
+    code = """
+import sys
+import test_planning as planning
+
+def read():
+    return [name for name in sys.modules if name.startswith("foci.backends.hopper.backward_") and not name.endswith("_schedules")]
+
+planning.BACKEND.compile(planning.Plan("hopper", planning.problem(), planning.H200))
+assert read() == [], read()
+planning.BACKEND.compile(planning.Plan("hopper", planning.problem(**planning.TRAINED), planning.H200))
+assert read()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
 def test_one_query_is_left_to_the_kernel_that_splits_keys():

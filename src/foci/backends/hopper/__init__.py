@@ -100,6 +100,11 @@ class HopperBackend:
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
+        if plan.problem.needs_backward:
+            from foci.backends.hopper.training import TrainingKernel
+
+            return TrainingKernel(plan)
+        # the backward's kernels, whose Python takes longer to read than the forward's, are left unread
         from foci.backends.hopper.kernel import HopperKernel
 
         return HopperKernel(plan)

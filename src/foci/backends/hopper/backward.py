@@ -24,10 +24,11 @@ from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, WHOLE, Cut, Fused, fused_schedule, is_prefix, widths_of
 from foci.backends.hopper.backward_split import attention_split_gradient
-from foci.backends.hopper.backward_sums import begin_gradients, clear_turns, finish_query_gradient
+from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
+from foci.backends.hopper.gaps import clear_turns
 from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.kinds import WORDS_AT_MOST
 from foci.backends.hopper.reduction import HAS_ADD

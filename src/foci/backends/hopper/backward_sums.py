@@ -64,13 +64,6 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, turns, count, grads, stri
 
 
 @triton.jit
-def clear_turns(turns, count):
-    """Zeros."""
-    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
-
-
-@triton.jit
 def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr):
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 

@@ -1,10 +1,18 @@
 # mypy: ignore-errors
-"""What precedes a forward of packed tensors: zeros in rows that belong to no sequence, and -inf for their statistics."""
+"""What precedes other kernels: numbers that become zeros; of packed tensors, zeros in rows that belong to no sequence, and -inf for their
+statistics."""
 
 import triton
 import triton.language as tl
 
 from foci.backends.triton.tiles import clear_gaps, fill_gaps, number, widest_gap
+
+
+@triton.jit
+def clear_turns(turns, count):
+    """Zeros."""
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
 
 
 @triton.jit

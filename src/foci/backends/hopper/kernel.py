@@ -1,4 +1,4 @@
-"""A plan made runnable: what a forward launches, and with what."""
+"""A plan without gradients made runnable: what a forward launches, and with what."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.contract import Given, Plan
+from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config, Marked
-from foci.backends.hopper.backward import HopperGradients
-from foci.backends.hopper.backward_sums import clear_turns
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
-from foci.backends.hopper.gaps import fill_between
+from foci.backends.hopper.gaps import clear_turns, fill_between
 from foci.backends.hopper.kinds import WORDS_AT_MOST
-from foci.backends.hopper.rates import rates_of
 from foci.backends.hopper.schedules import Schedule, forward_schedule, width_of
 from foci.backends.hopper.words import pack_masks
 from foci.backends.triton import kernel as host
@@ -40,11 +37,8 @@ _words: Final[weakref.WeakKeyDictionary[Visits, tuple[Tensor, Tensor]]] = weakre
 """Kept as long as the visits are that they belong to."""
 
 
-class HopperKernel(HopperGradients):
-    """Forward and backward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend.
-
-    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
-    """
+class HopperKernel(host.TritonKernel):
+    """Forward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -53,8 +47,6 @@ class HopperKernel(HopperGradients):
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True) and formula.layout is Layout.DENSE
-        self.takes_own = rates_of(self.problem).backward.is_ahead
-        self.foresees = self.is_prefix or not self.takes_own  # tables of other masks are made by themselves
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
@@ -90,13 +82,6 @@ class HopperKernel(HopperGradients):
             functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
-
-    def _backward(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
-    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        if self.takes_own:
-            return super()._backward(operands, given, sequences, recorder, flow)
-        return host.TritonKernel._backward(self, operands, given, sequences, recorder, flow)
 
     def _programs(self, tasks: int, schedule: Schedule, operands: Operands, recorder: Recorder) -> tuple[int, Tensor | None, int]:
         """(programs for so many tasks, what persistent ones count them by, how many of the last tasks are for two programs each).

@@ -1,0 +1,36 @@
+"""A plan with gradients made runnable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foci.backends.contract import Given, Plan
+from foci.backends.hopper.backward import HopperGradients
+from foci.backends.hopper.kernel import HopperKernel
+from foci.backends.hopper.rates import rates_of
+from foci.backends.triton.kernel import TritonKernel
+from foci.backends.triton.recording import Recorder
+from foci.backends.triton.sparsity import Sequences
+from foci.problem import Operands
+
+__all__ = ["TrainingKernel"]
+
+
+class TrainingKernel(HopperKernel, HopperGradients):
+    """Forward and backward of a plan.
+
+    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.takes_own = rates_of(self.problem).backward.is_ahead
+        self.foresees = self.is_prefix or not self.takes_own  # tables of other masks are made by themselves
+
+    def _backward(
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        by = HopperGradients if self.takes_own else TritonKernel
+        return by._backward(self, operands, given, sequences, recorder, flow)
