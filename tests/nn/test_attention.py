@@ -345,8 +345,8 @@ def test_a_learned_score():
 
 
 def test_sliding_window():
-    ours = foci.nn.SlidingWindowAttention(E, H, left=2, right=1, batch_first=True)
-    x = rand(B, 8, E, dtype=torch.float32)
+    ours = foci.nn.SlidingWindowAttention(E, H, left=2, right=1, batch_first=True, device="cpu", dtype=torch.float64)
+    x = rand(B, 8, E)
     _, weights = ours(x, x, x)
     distance = torch.arange(8)[:, None] - torch.arange(8)
     assert torch.equal(weights[0] > 0, (distance <= 2) & (distance >= -1))

@@ -263,3 +263,16 @@ def test_undefined_gradients_of_a_nested_output():
     nested = torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor([0, 3, 8]))
     (grad,) = torch.autograd.grad(Undefined.apply(ours(nested)).values().sum() + values.sum(), values)
     torch.testing.assert_close(grad, torch.ones_like(values))
+
+
+def test_a_hook_that_asks_for_weights_gets_those_of_the_padded_batch():
+    encoder = foci.nn.TransformerEncoder(foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True), 2)
+    x, padding, seen = torch.randn(B, S, E), torch.arange(S) >= torch.tensor([[S], [2], [3]]), []
+    want = encoder(x, src_key_padding_mask=padding)
+    for layer in encoder.layers:
+        ask = {"need_weights": True, "average_attn_weights": False}
+        layer.self_attn.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs | ask), with_kwargs=True)
+        layer.self_attn.register_forward_hook(lambda module, args, result: seen.append(result[1]))
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), want)
+    assert [weights.shape for weights in seen] == [(B, H, S, S)] * 2
+    torch.testing.assert_close(seen[1].sum((1, 3)), H * (~padding).float())

@@ -120,6 +120,7 @@ CALLS = {
     "no source": ("encoder", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
     "no source of a layer": ("encoder layer", (None,), {}, TypeError, "^src must be a tensor; got NoneType"),
     "features alone": ("encoder", (X[0, 0],), {}, AssertionError, "^src must have 2 or 3 dimensions; got 1"),
+    "a batch of batches": ("encoder layer", (X[None],), {}, AssertionError, "^src must have 2 or 3 dimensions; got 4"),
     "unbatched, padding of a batch": (
         "encoder", (X[0],), {"src_key_padding_mask": HIDDEN}, AssertionError, r"to be \(3,\), but got \(2, 3\)",
     ),

@@ -456,7 +456,7 @@ class SlidingWindowAttention(MultiheadAttention):
     Args:
         embed_dim, num_heads: as in `MultiheadAttention`.
         left, right: how many keys before and after its own position a query sees; None for all.
-        dropout, bias, batch_first, num_kv_heads, rotary: as in `MultiheadAttention`.
+        dropout, bias, batch_first, num_kv_heads, rotary, device, dtype: as in `MultiheadAttention`.
 
     Raises:
         ValueError: for a negative window.
@@ -471,11 +471,12 @@ class SlidingWindowAttention(MultiheadAttention):
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, left: int | None, right: int | None = 0, dropout: float = 0.0, bias: bool = True,
-        batch_first: bool = False, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None,
+        batch_first: bool = False, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None, device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            embed_dim, num_heads, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, rotary=rotary,
-            mask=foci.masks.window(left, right),
+            embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype, num_kv_heads=num_kv_heads,
+            rotary=rotary, mask=foci.masks.window(left, right),
         )  # fmt: skip
 
 

@@ -253,7 +253,8 @@ class KVCache:
 
     Given to `TransformerEncoder` or `TransformerDecoder` as `cache=`, and `cache[n]` to a layer, it makes them attend to all
     tokens so far: each call adds the tokens it is given, and each of them sees those before it and itself. Rows may have
-    different lengths: a padding mask, on any side, leaves tokens out. No gradient flows through a cache.
+    different lengths: a padding mask, on any side, leaves tokens out. No gradient flows through a cache, and a backward pass comes before
+    the next call, which writes to what it would read.
 
     Static, it is one tensor of `max_length` for each layer, and attention reads it in place. Paged (Kwon et al., 2023), it
     grows by pages of `page_size` tokens, which attention reads through a page table (`foci.paged_attention`).

@@ -77,10 +77,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Te
 
 
 def check_input(**named: Any) -> None:
-    """Raises a TypeError for what is no tensor, an AssertionError for one that has no length."""
+    """Raises a TypeError for what is no tensor, an AssertionError for one that is no batch, no sequence and no tokens."""
     check_is_tensor(**named)
     for name, x in named.items():
-        if not x.is_nested and x.dim() < 2:
+        if not x.is_nested and x.dim() not in (2, 3):
             raise AssertionError(f"{name} must have 2 or 3 dimensions; got {x.dim()}")
 
 
