@@ -61,7 +61,8 @@ def check(architecture, dtype, *, training):
     counts = dynamo_counts()
     assert [site.reason for site in log.fusions if not site.fused] == []
     assert len(log.calls) == expected  # a frame that runs for each layer is compiled, and reported, once
-    assert counts == eager_counts(plain, inputs, training=training)
+    if dtype == torch.float32:  # Dynamo's time is most of the test's, and it breaks graphs alike in both dtypes
+        assert counts == eager_counts(plain, inputs, training=training)
     eager = results(plain, inputs, training=training)
     wide = undropped(architecture.model()).double().train(training)
     wide.load_state_dict(plain.state_dict())
