@@ -364,6 +364,37 @@ class GatedTwin(Gated):
         return out.permute(0, 2, 1, 3).reshape(x.shape)
 
 
+class MaskedSoftmax(torch.autograd.Function):
+    """He et al. 2021: keeps its result alone for the backward."""
+
+    @staticmethod
+    def forward(ctx, scores, keep):
+        weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1).masked_fill_(~keep, 0.0)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weights,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grad, weights, -1, weights.dtype), None
+
+
+class UnzeroedSoftmax(MaskedSoftmax):
+    @staticmethod
+    def forward(ctx, scores, keep):
+        weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1)
+        ctx.save_for_backward(weights)
+        return weights
+
+
+def softmax_function(q, k, v, keep):
+    return MaskedSoftmax.apply(q @ k.mT * SCALE, keep[:, None, None]) @ v
+
+
+def softmax_function_twin(q, k, v, keep):
+    return UnzeroedSoftmax.apply(q @ k.mT * SCALE, keep[:, None, None]) @ v
+
+
 PAPERS = (
     Spelling("a non-local block", non_local, channels, non_local_twin, ""),
     Spelling("image generator", ImageGenerator, one_image, ImageGeneratorTwin, ""),
@@ -385,6 +416,14 @@ PAPERS = (
     Spelling("fewer keys", low_rank, projected, low_rank_twin, None, grows=False),
     Spelling("a cache of keys", cached, caches, cached_twin, "", grows=False, variant=("kv_idx",)),
     Spelling("a gate behind it", Gated, hidden, GatedTwin, "", variant=("kv_idx <= q_idx",)),
+    Spelling(
+        "a softmax with a backward of its own",
+        softmax_function,
+        padded,
+        softmax_function_twin,
+        "autograd.Function",
+        variant=("score where c0",),
+    ),
     Spelling("the largest scores", most_alike, qkv, reason="also read"),
     Spelling("relative values", relative_keys_and_values, relative_values, reason="also read"),
 )

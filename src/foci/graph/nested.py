@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import fx
 
-__all__ = ["body_of", "graphs_of"]
+__all__ = ["body_of", "graphs_of", "named"]
 
 # Operators that do nothing with a body but run it, or a part of it, as it is written.
 _RUN: Final = frozenset((
@@ -18,7 +18,14 @@ _RUN: Final = frozenset((
 
 def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The body that a node of `module` names for operators which run it as it is written, else None."""
-    if node.op != "get_attr" or not node.users or not all(getattr(user.target, "__name__", "") in _RUN for user in node.users):
+    if not node.users or not all(getattr(user.target, "__name__", "") in _RUN for user in node.users):
+        return None
+    return named(module, node)
+
+
+def named(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node of `module` names, None if it names anything else."""
+    if node.op != "get_attr":
         return None
     found = module
     for name in str(node.target).split("."):

@@ -21,6 +21,7 @@ from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.examples import with_values
+from foci.graph.functions import open_functions, softmaxes_in
 from foci.graph.indices import NeedsSplit, NoRule
 from foci.graph.inline import open_composites
 from foci.graph.inplace import without_writes
@@ -83,6 +84,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
     bodies: dict[str, str] = {}
     graph = module.graph
     opened = open_composites(graph, mode)
+    open_functions(module, mode)
     without_writes(graph, mode)
     erase_dead(graph)
     sizes = Sizes(graph)
@@ -93,6 +95,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
         if body is not None:
             sites += _fuse_body(module, node, body, bodies)
             continue
+        sites += _sites_in_function(module, node)
         site = _site(graph, node, writes, sizes, mode)
         if site is not None:
             sites.append(replace(site, kind="mha") if node in opened else site)
@@ -141,6 +144,14 @@ def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: Fa
         return _call_site(node, "flex", lambda: _replace_flex(graph, node, mode, sizes))
     softmax = softmax_of(node)
     return None if softmax is None else _softmax_site(graph, softmax, writes, sizes, mode)
+
+
+def _sites_in_function(module: fx.GraphModule, node: fx.Node) -> Iterator[Site]:
+    """Attentions of which an autograd.Function that a node calls has at least the softmax."""
+    reason = "the softmax is in an autograd.Function with a backward of its own"
+    for softmax in softmaxes_in(module, node):
+        if any(_products_of(_below(start)) for start in (softmax, *node.users)):
+            yield Site(False, location_of(softmax), "", reason, "matmul-softmax-matmul")
 
 
 def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
