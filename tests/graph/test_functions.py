@@ -39,6 +39,8 @@ LEFT = {
     "filled under two masks": of(lambda scores: filled(scores, last=OTHERS)),
     "filled with another number": of(lambda scores: filled(scores, zero=0.1)),
     "scaled within": of(lambda scores: (scores * 2).softmax(-1)),
+    "scaled from the left": of(lambda scores: (2 * scores).softmax(-1)),
+    "nothing of the scores": of(lambda scores: torch.ones_like(scores).softmax(-1)),
     "of other rows": of(filled, lambda ctx, grad: torch._softmax_backward_data(grad, *ctx.saved_tensors, -2, grad.dtype)),
     "straight through": of(filled, lambda ctx, grad: grad),
     "doubled": of(filled, lambda ctx, grad: 2 * torch._softmax_backward_data(grad, *ctx.saved_tensors, -1, grad.dtype)),

@@ -72,21 +72,29 @@ class _Softmax:
     others: tuple[fx.Node, ...]
 
 
-def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], Any]:
-    """Inputs, operations but for switches of autograd, and the output's argument."""
+def _several(found: Any) -> tuple[Any, ...]:
+    """The entries of a list; a single one as it is."""
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], tuple[Any, ...]]:
+    """Inputs, operations but for switches of autograd, and outputs."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     steps = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not torch._C._set_grad_enabled]
-    return inputs, steps, graph.output_node().args[0]
+    return inputs, steps, _several(graph.output_node().args[0])
 
 
 def _read(node: fx.Node, forward: fx.Graph, backward: fx.Graph) -> _Softmax | None:
     """What the Function that a node calls computes, if that is a softmax and its backward the softmax's; else None."""
-    inputs, steps, (results, saved) = _parts(forward)
+    inputs, steps, outputs = _parts(forward)
     found = _softmax(forward, steps)
-    if found is None or found.scores not in inputs or results[0] not in found.results:
+    if found is None or found.scores not in inputs or len(inputs) != len(node.args) - 2 or len(outputs) != 2:
         return None
-    given = dict(zip(inputs, node.args[2:], strict=True))
-    if any(isinstance(arg, fx.Node) and needs_grad(arg) for inner, arg in given.items() if inner is not found.scores):
+    results, saved = map(_several, outputs)
+    if not results or results[0] not in found.results:
+        return None
+    given = zip(inputs, node.args[2:], strict=True)
+    if any(isinstance(arg, fx.Node) and needs_grad(arg) for inner, arg in given if inner is not found.scores):
         return None
     if not all(call is not None and call.name == "getitem" and call.args[1] == 0 for call in map(call_of, node.users)):
         return None  # more than one result is read
@@ -101,7 +109,9 @@ def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
         return None
     (softmax,) = found
     before, after = call_of(softmax.source), [step for step in steps if step in softmax.node.users]
-    scores: Any = softmax.source if before is None else before.args[0]
+    scores: Any = softmax.source if before is None else before.argument(0, "input")
+    if not is_tensor(scores):
+        return None
     spelled = {softmax.node, *after, *(() if before is None else (softmax.source,))}
     others = tuple(step for step in steps if step not in spelled)
     if any(call is None or call.in_place for call in map(call_of, others)) or dtype_of(softmax.node) != dtype_of(scores):
@@ -136,8 +146,10 @@ def _is_its_derivative(backward: fx.Graph, position: int, saves: list[int], foun
     if call is None or call.name != "_softmax_backward_data":
         return False
     gradient, result = call.argument(0, "grad_output"), call.argument(1, "output")
-    dim, dtype = call.argument(2, "dim") % rank_of(found.node), call.argument(3, "input_dtype")
-    if gradient is not inputs[0] or result not in [inputs[n] for n in saves] or dim != found.dim or dtype != dtype_of(found.node):
+    dim, dtype = call.argument(2, "dim"), call.argument(3, "input_dtype")
+    if gradient is not inputs[0] or result not in [n for place, n in enumerate(inputs) if place in saves]:
+        return False
+    if not isinstance(dim, int) or dim % rank_of(found.node) != found.dim or dtype != dtype_of(found.node):
         return False
     return all(g is (steps[0] if n == position else None) for n, g in enumerate(gradients))
 
