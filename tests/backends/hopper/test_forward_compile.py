@@ -18,6 +18,8 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
+from triton.compiler.code_generator import CodeGenerator  # noqa: E402
+
 from foci.backends.hopper import kernel  # noqa: E402
 from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
@@ -152,3 +154,14 @@ def launch(case):
         formula, dtype, dim, case.get("value_dim", dim), heads, heads, batch, length, length, capture_grads=(False,) * len(bound.captures)
     )
     kernel.HopperKernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))).forward(operands)
+
+
+@pytest.mark.parametrize(
+    ("case", "consumer"), [({"dim": 64, "length": 4096}, "consume_all"), ({"mask": masks.causal(), "blocks": True}, "fold")]
+)
+def test_consumers_functions_are_read_once_for_all_of_them(case, consumer, stand_in, monkeypatch):
+    read, inner = [], CodeGenerator.visit_FunctionDef
+    monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", lambda self, node: (read.append(node.name), inner(self, node))[1])
+    stand_in(LAUNCHED, 90, is_read_only=True)
+    launch(case)
+    assert read.count(consumer) == read.count("consume") == 1

@@ -19,6 +19,7 @@ from foci.backends.hopper.interface import (
     gl,
     gluon,
     mbarrier,
+    specialize,
     thread_barrier,
     tma,
     warpgroup_mma_wait,
@@ -63,15 +64,15 @@ def writes_over(width, out_width, is_persistent):
 
 
 @gluon.jit
-def release_queries(q_free, ME: gl.constexpr, now, c):
+def release_queries(q_free, me, now, c):
     """After the last product with them, those of the next task may come, unless the result is to be there first."""
     if c.PERSISTENT and not writes_over(c.D_PAD, c.DV_PAD, True):
-        free_queries(q_free, ME, now, c)
+        free_queries(q_free, me, now, c)
 
 
 @gluon.jit
 def fold_in_turn(
-    ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
+    me, acc, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high of a consumer, one step after the other."""
@@ -87,7 +88,7 @@ def fold_in_turn(
         drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
         free(k_free, stage, c, 0)
-        release_queries(q_free, ME, i == end - 1, c)
+        release_queries(q_free, me, i == end - 1, c)
         x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
         p, acc, alpha, kept, total = weights_of(x, acc, kept, total, at[7], c)
         if not rescales(acc, c.TILE_KV):
@@ -102,7 +103,7 @@ def fold_in_turn(
 
 @gluon.jit
 def fold_overlapped(
-    ME: gl.constexpr, acc, p, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
+    me, acc, p, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Folds the tiles low .. high, each one's scores beside the values of the tile before it, which have been waited for.
@@ -122,7 +123,7 @@ def fold_overlapped(
         drops = drops_of(tile, at, odds, c)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
         free(k_free, stage, c, 0)
-        release_queries(q_free, ME, i == end - 1, c)
+        release_queries(q_free, me, i == end - 1, c)
         x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
         weights, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
         weights = dropped(weights, drops, c)
@@ -154,25 +155,25 @@ def pass_over(bars, low, high, c):
 
 
 @gluon.jit
-def fold(ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
+def fold(me, acc, kept, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
     pass_over(bars, 0, start, c)
     if not c.OVERLAPPED:
         if c.JOINED:
             acc, kept, total = fold_in_turn(
-                ME, acc, kept, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
+                me, acc, kept, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
             acc, kept, total = fold_in_turn(
-                ME, acc, kept, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
+                me, acc, kept, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
             )
             acc, kept, total = fold_in_turn(
-                ME, acc, kept, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
+                me, acc, kept, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 acc, kept, total = fold_in_turn(
-                    ME, acc, kept, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
+                    me, acc, kept, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
                 )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
@@ -182,7 +183,7 @@ def fold(ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, run, tab
         mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
         raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, tile, at, env, c, score)])
         free(k_free, stage, c, 0)
-        release_queries(q_free, ME, start == end - 1, c)
+        release_queries(q_free, me, start == end - 1, c)
         # a full tile may be treated as a partial one
         x = scores_of(raw, tile, marks, True, at, env, c, score, mask, BOTH)
         p, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
@@ -191,20 +192,20 @@ def fold(ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, run, tab
         next = start + 1
         if c.JOINED:
             acc, p, kept, total = fold_overlapped(
-                ME, acc, p, kept, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
+                me, acc, p, kept, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
             acc, p, kept, total = fold_overlapped(
-                ME, acc, p, kept, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
+                me, acc, p, kept, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
             )
             low = gl.maximum(first, next)
             acc, p, kept, total = fold_overlapped(
-                ME, acc, p, kept, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
+                me, acc, p, kept, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 low = gl.maximum(second, next)
                 acc, p, kept, total = fold_overlapped(
-                    ME, acc, p, kept, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
+                    me, acc, p, kept, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
         acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
@@ -215,13 +216,13 @@ def fold(ME: gl.constexpr, acc, kept, total, q, q_free, bars, at, cuts, run, tab
 
 @gluon.jit
 def consume(
-    ME: gl.constexpr, turn, away, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, out_buffers, lse, row_max, size, table,
+    me, cuts, turn, away, q_tiles, q_full, q_free, bars, place, run, spans, out, out_buffers, lse, row_max, size, table,
     numbers, env, c, pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer: 64 rows of the program's tile, `away` beyond all rows where another program has them."""
     b, memory_b, h, task, block = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
-    first = block * c.TILE_Q + ME * ROWS + away
+    first = block * c.TILE_Q + me * ROWS + away
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
@@ -234,13 +235,13 @@ def consume(
     kept = nothing(c.TILE_KV)
     # without keys no queries come
     if cuts[4] > 0:
-        mbarrier.wait(q_full.index(ME), turn & 1)
-    rows_of_q = nth(q_tiles, ME)
+        mbarrier.wait(q_full.index(me), turn & 1)
+    rows_of_q = nth(q_tiles, me)
     if c.HELD:
         rows_of_q = held(rows_of_q, c)
     odds = odds_of(numbers, c)
-    acc, kept, total = fold(ME, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
-    release_queries(q_free, ME, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
+    acc, kept, total = fold(me, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
+    release_queries(q_free, me, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
     head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
     natural = reference_of(kept, c.TILE_KV) * (factor * LN2)
@@ -255,13 +256,13 @@ def consume(
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, ME), by_rows(acc, weight), c.JAGGED)
+    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, me), by_rows(acc, weight), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same
         if cuts[4] > 0:
             thread_barrier()
-            free_queries(q_free, ME, True, c)
+            free_queries(q_free, me, True, c)
 
 
 @gluon.jit
@@ -340,7 +341,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
 
 @gluon.jit
 def consume_all(
-    ME: gl.constexpr, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+    me, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
     pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer of such a program."""
@@ -351,11 +352,11 @@ def consume_all(
     n = 0
     mbarrier.wait(post_full.index(0), 0)
     while posted_head(posts, n) >= 0:
-        place, run, cuts, away = take(ME, posts, n, c)
+        place, run, cuts, away = take(me, posts, n, c)
         mbarrier.arrive(post_free.index(n % POSTS), count=1)
         bars = (keys, values, k_full, k_free, v_full, v_free, base)
         consume(
-            ME, turn, away, cuts, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers,
+            me, cuts, turn, away, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers,
             env, c, pre, score, mask, bounds,
         )  # fmt: skip
         base += cuts[4]
@@ -400,57 +401,18 @@ def attention_forward(
     if c.PERSISTENT:
         posted = (posts_of(), barriers(POSTS, 1), barriers(POSTS, c.CONSUMERS))
     fence_async_shared()
-    # fmt: off
-    if not c.PERSISTENT and c.CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (consume, (0, 0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (1, 0, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (2, 0, 0, cuts[2], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
-    elif not c.PERSISTENT:
-        gl.warp_specialize(
-            [
-                (consume, (0, 0, 0, cuts[0], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (consume, (1, 0, 0, cuts[1], q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table,
-                           numbers, env, c, pre, score, mask, bounds)),
-                (produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    elif c.CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume_all, (0, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
-                               env, c, pre, score, mask, bounds)),
-                (consume_all, (1, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
-                               env, c, pre, score, mask, bounds)),
-                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+    REGISTERS: gl.constexpr = 240 if c.CONSUMERS == 2 else 160
+    if c.PERSISTENT:
+        specialize(
+            c.CONSUMERS, consume_all, ((), (), ()),
+            (q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+             pre, score, mask, bounds),
+            produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds), REGISTERS,
+        )  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume_all, (0, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
-                               env, c, pre, score, mask, bounds)),
-                (consume_all, (1, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
-                               env, c, pre, score, mask, bounds)),
-                (consume_all, (2, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers,
-                               env, c, pre, score, mask, bounds)),
-                (produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
-    # fmt: on
+        specialize(
+            c.CONSUMERS, consume, ((cuts[0],), (cuts[1],), (cuts[2],)),
+            (0, 0, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+             pre, score, mask, bounds),
+            produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c), REGISTERS,
+        )  # fmt: skip

@@ -8,6 +8,7 @@ its number, before anything here is imported.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,6 +31,38 @@ def viewed(buffer, dtype, shape, layout, _semantic=None):
     return view(dtype, shape, layout, _semantic=_semantic)
 
 
+class _Alike:
+    """Stands in for Triton's reader of functions: all consumers call theirs as a partition of four warps, with their number a value.
+
+    A function is read anew for each number that it is to know beforehand, and for the program's own warps apart from a partition's.
+    Read once for all, the forward's take half of the time, and what is made of them is the same.
+    """
+
+    def __init__(self, reader, consume, semantic):
+        self._reader, self._consume, self._semantic = reader, consume, semantic
+
+    def __getattr__(self, name):
+        return getattr(self._reader, name)
+
+    def call_JitFunction(self, function, args, kwargs, caller_context=None):
+        if function is self._consume:
+            caller_context = caller_context or GluonCallerContext(num_warps=4)
+            me, *others = args
+            args = (self._semantic.to_tensor(me), *others)
+        return self._reader.call_JitFunction(function, args, kwargs, caller_context=caller_context)
+
+
+@builtin
+def specialize(consumers, consume, own, args, produce, given, registers, _semantic=None, _generator=None):
+    """Divides a program of one warpgroup: so many `consumers`, the first of them the program's own warps, each call
+    `consume(its number, *own[its number], *args)`, and a warp beside them `produce(*given)`. `registers`: of a consumer's thread."""
+    n, most = (gl._core._unwrap_if_constexpr(x) for x in (consumers, registers))
+    parts = [(consume, (gl.constexpr(me), *own[me], *args)) for me in range(n)]
+    reader = _Alike(_generator, consume, _semantic)
+    warps, limits = [*[4] * (n - 1), 1], [*[most] * (n - 1), 24]
+    gl.warp_specialize([*parts, (produce, given)], warps, limits, _semantic=_semantic, _generator=reader)
+
+
 __all__ = [
     "TensorDescriptor",
     "bring",
@@ -38,6 +71,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "send",
+    "specialize",
     "thread_barrier",
     "tma",
     "viewed",

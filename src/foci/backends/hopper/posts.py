@@ -78,7 +78,7 @@ def posted_head(posts, n):
 
 
 @gluon.jit
-def take(ME: gl.constexpr, posts, n, c):
+def take(me, posts, n, c):
     """(place, run, the consumer's cuts, how far beyond are its rows) of the n-th task."""
     at = n % POSTS * FIELDS
     place = (get(posts, at), get(posts, at + 1), get(posts, at + 2), get(posts, at + 3), get(posts, at + 4))
@@ -91,7 +91,7 @@ def take(ME: gl.constexpr, posts, n, c):
         line = line.to(gl.int64)
     full, part = get(posts, at + 7), get(posts, at + 11)
     run = (line, get(posts, at + 6), full, get(posts, at + 8), get(posts, at + 9), get(posts, at + 10), part)
-    own = at + OWN + 6 * ME
+    own = at + OWN + 6 * me
     cuts = (get(posts, own), get(posts, own + 1), get(posts, own + 2), get(posts, own + 3), full + part, get(posts, own + 4))
     return place, run, cuts, get(posts, own + 5)
 

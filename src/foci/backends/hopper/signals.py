@@ -47,14 +47,14 @@ def await_free(which, i, c, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def free_queries(which, ME: gl.constexpr, now, c):
+def free_queries(which, me, now, c):
     """The same of a consumer's queries, if it is so now."""
     if c.NUMBERED:
-        number = gl.to_tensor(KEYS + 2 * c.STAGES + ME)
+        number = gl.to_tensor(KEYS + 2 * c.STAGES + me)
         text: gl.constexpr = _reached_if(160)
         gl.inline_asm_elementwise(text, "=r,r,r", [number, gl.to_tensor(now).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
     elif now:
-        mbarrier.arrive(which.index(ME), count=1)
+        mbarrier.arrive(which.index(me), count=1)
 
 
 @gluon.jit
