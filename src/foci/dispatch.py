@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from foci.backends.contract import BackwardOfRows, ForwardOfRows
+from foci.context import observers
 from foci.core import Check, Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
-from foci.operator import Optional, Outline, attend_outlined, backward_now, forward_now
+from foci.operator import Optional, Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
 from foci.prepare import Extras, prepare
 from foci.problem import Results
 from foci.transposed import column_sums
 
-__all__ = ["PackedCall", "run", "run_packed"]
+__all__ = ["Lay", "PackedCall", "Passes", "run", "run_packed"]
 
 
 def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
@@ -55,19 +58,40 @@ def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras
     return Results(results.out.squeeze(0).transpose(0, 1), results.lse.squeeze(0))
 
 
+class Lay(Protocol):
+    """How query, key and value [T, H, D] lie in rows [T, E]."""
+
+    def split(self, rows: Tensor, /) -> Tensors:
+        """They."""
+
+    def of_queries(self, rows: Tensor, /) -> Tensor:
+        """[T, Hq, Dv] of [T, Hq * Dv]."""
+
+
+class Passes:
+    """The passes of a call, bound when the first layer of a batch asks for them, for those that follow."""
+
+    __slots__ = ("backward", "forward")
+
+    def __init__(self) -> None:
+        self.forward: ForwardOfRows | None = None
+        self.backward: BackwardOfRows | None = None
+
+
 class PackedCall(NamedTuple):
     """A call of packed tensors [T, H, D] outside of autograd, for those that are a node of it themselves."""
 
     outline: Outline
     captures: tuple[Tensor, ...]
     optional: Optional
+    passes: Passes
 
     @staticmethod
     def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool) -> PackedCall | None:
         """The call, with gradients of query, key and value if it `learns`, else of what requires them; None where there is something to
         work out each time."""
         found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=learns)
-        return None if found is None else PackedCall(found[0], found[1][3:], found[2])
+        return None if found is None else PackedCall(found[0], found[1][3:], found[2], Passes())
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
@@ -79,9 +103,43 @@ class PackedCall(NamedTuple):
         made = backward_now(self.outline, (*tensors, *self.captures), self.optional, found, (gradient,))
         return tuple(t for t in made[:3] if t is not None)
 
+    def forward_rows(self, rows: Tensor, lay: Lay) -> tuple[Tensor, Tensor]:
+        """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv]."""
+        passes = self.passes
+        if not observers():
+            if passes.forward is None and self.outline.chosen.binding is not None:
+                passes.forward = bind_forward(self.outline, rows, lay.split(rows), self.optional)
+            made = None if passes.forward is None else passes.forward(rows)
+            if made is not None:
+                return made
+        out, lse = self.forward(lay.split(rows))
+        return out.flatten(1), lse
+
+    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: Lay) -> Tensor:
+        """The gradient [T, E] of these rows, by what `forward_rows` found and the gradient of out."""
+        passes, (out, lse) = self.passes, found
+        if not (observers() or torch.is_grad_enabled()):
+            if passes.backward is None and self.outline.chosen.binding is not None:
+                of_heads = (lay.of_queries(out), lse)
+                passes.backward = bind_backward(self.outline, rows, lay.split(rows), self.optional, of_heads, lay.of_queries(gradient))
+            made = None if passes.backward is None else passes.backward(rows, out, lse, gradient)
+            if made is not None:
+                return made
+        return _side_by_side(self.backward(lay.split(rows), (lay.of_queries(out), lse), lay.of_queries(gradient)))
+
     def differentiable(self, tensors: Tensors) -> Tensor:
         """out, as autograd knows it."""
         return attend_outlined(self.outline, (*tensors, *self.captures), self.optional).out
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[T, E] of the rows of [T, H, D]; no copy where they lie so already, in one allocation."""
+    first, at, width = parts[0], parts[0].data_ptr(), sum([t.shape[1] * t.shape[2] for t in parts])
+    for t in parts:
+        if t.stride() != (width, t.shape[2], 1) or t.data_ptr() != at or t.shape[0] < 2:  # a row alone may have any stride
+            return torch.cat(parts, 1).flatten(1)  # type: ignore[arg-type]
+        at += t.shape[1] * t.shape[2] * t.element_size()
+    return first.as_strided((first.shape[0], width), (width, 1))
 
 
 def _with_sink(results: Results, sink: Tensor) -> Results:

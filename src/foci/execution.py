@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Backend, Given, Inputs, Kernel, Offsets, Repeating
+from foci.backends.contract import Backend, Binding, Given, Inputs, Kernel, Offsets, Repeating
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
@@ -46,7 +46,9 @@ Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 """Whether query, key, value and each captured tensor want a gradient."""
 
 _CAPACITY: Final = 1024
-_decisions: OrderedDict[tuple[object, ...], tuple[Decision, Kernel, Repeating | None]] = OrderedDict()
+_Decided: TypeAlias = tuple[Decision, Kernel, Repeating | None, Binding | None]
+"""The kernel twice more, where it is that."""
+_decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
 _kernels: OrderedDict[str, tuple[Backend, Kernel]] = OrderedDict()
 
 
@@ -84,7 +86,7 @@ def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed)
     return choose(problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
 
 
-def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> tuple[Decision, Kernel, Repeating | None]:
+def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> _Decided:
     query, key, value = operands.query, operands.key, operands.value
     if operands.cu_q is None:
         sizes = (query.shape[0], query.shape[2], key.shape[2] if operands.page_table is None else operands.max_kv)
@@ -101,7 +103,8 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         if decision.plan is None:
             raise NoViableBackend(decision)
         kernel = _compiled(decision)
-        found = _decisions[signature] = decision, kernel, kernel if isinstance(kernel, Repeating) else None
+        repeating, binding = kernel if isinstance(kernel, Repeating) else None, kernel if isinstance(kernel, Binding) else None
+        found = _decisions[signature] = decision, kernel, repeating, binding
         _trim(_decisions)
     return found
 
@@ -143,7 +146,7 @@ def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class Chosen(NamedTuple):
-    """A formula with the gradients that are wanted, and what was decided to run it; `repeating` is the kernel if it is that."""
+    """A formula with the gradients that are wanted, and what was decided to run it; `repeating`, `binding`: the kernel, if it is that."""
 
     formula: Formula
     needs: Needs
@@ -151,6 +154,7 @@ class Chosen(NamedTuple):
     decision: Decision
     kernel: Kernel
     repeating: Repeating | None
+    binding: Binding | None
 
 
 def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Chosen:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from foci.core import Function, Tensors
-from foci.dispatch import PackedCall, run_packed
+from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.memo import fingerprint
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
@@ -106,7 +106,7 @@ class _NestedAttention(torch.autograd.Function):
             return (None,) * 4
         saved = ctx.saved_tensors
         tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
-        call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :])
+        call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :], Passes())
         is_plain = type(gradient) is NestedTensor and gradient._ragged_idx == _RAGGED and gradient._lengths is None
         if torch.is_grad_enabled() or not is_plain:
             return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))

@@ -11,11 +11,11 @@ import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 from onlookers import Calling, Dispatching
-from padded_stacks import PADDING, E, H, by_modules, model, outcome, source
+from padded_stacks import PADDING, E, H, S, by_modules, model, outcome, source
 
 import foci
 import foci.nn
-from foci.nn import node
+from foci.dispatch import _side_by_side
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -55,6 +55,25 @@ def test_learned_scores(taken, monkeypatch):
     assert [layer.self_attn.score.calls for layer in encoder.layers] == [1, 1]
     torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
     assert taken == [True]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("where", ["score", "mask"])
+def test_what_is_captured_learns_beside_frozen_parameters(taken, monkeypatch, activation, where):
+    slopes, bias = Slopes(), torch.zeros(S, S, requires_grad=True)
+    encoder, x = model(score=slopes if where == "score" else None, activation=activation), source(grad=False)
+    encoder.requires_grad_(requires_grad=False)
+    leaves = [layer.self_attn.score.table.requires_grad_() for layer in encoder.layers] if where == "score" else [bias]
+
+    def found():
+        out = encoder(x, mask=bias if where == "mask" else None, src_key_padding_mask=PADDING)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    here = found()
+    assert taken == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr("foci.nn.encoder.noted", lambda *_: None)
+        torch.testing.assert_close(here, found(), rtol=1e-5, atol=1e-6)
 
 
 class Louder(torch.nn.Linear):
@@ -330,6 +349,6 @@ def test_rows_side_by_side_are_not_copied(case):
         parts = tuple(t.clone() for t in parts)
     if case == "in another order":
         parts = parts[::-1]
-    found = node._side_by_side(parts)
+    found = _side_by_side(parts)
     assert torch.equal(found, torch.cat(parts, 1).flatten(1))
     assert (found.data_ptr() == whole.data_ptr()) == (case == "one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -10,7 +10,20 @@ from torch import Tensor
 
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Problem, Results, Target
 
-__all__ = ["Backend", "Given", "Inputs", "Kernel", "Noted", "Offsets", "Plan", "Rejection", "Repeating"]
+__all__ = [
+    "Backend",
+    "BackwardOfRows",
+    "Binding",
+    "ForwardOfRows",
+    "Given",
+    "Inputs",
+    "Kernel",
+    "Noted",
+    "Offsets",
+    "Plan",
+    "Rejection",
+    "Repeating",
+]
 
 Inputs: TypeAlias = Sequence[Tensor | None]
 """query, key, value, captured tensors, seed."""
@@ -82,6 +95,31 @@ class Repeating(Protocol):
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
         """Gradients of query, key and value, those that the problem asks for."""
+        ...
+
+
+ForwardOfRows: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+"""out [T, Hq * Dv] and lse [Hq, T] of rows [T, E] that hold query, key and value side by side."""
+BackwardOfRows: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+"""The gradient of such rows, of these, out, lse and the gradient of out."""
+
+
+@runtime_checkable
+class Binding(Protocol):
+    """A `Repeating` kernel that binds a pass it knows to all that does not change from one layer of a batch to the next: geometry,
+    sequences, stream. What it returns takes rows of the same shape, dtype and device, which it looks at again as at all else that may
+    have changed, and gives None where something has; so do these functions where the pass is not known. Neither is a call of a paged
+    kernel, of captured tensors or with dropout.
+    """
+
+    def bind_forward(self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /) -> ForwardOfRows | None:
+        """`Repeating.forward_again` of rows [T, E]; `inputs` are query, key and value, parts of them, and None for the seed."""
+        ...
+
+    def bind_backward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
+    ) -> BackwardOfRows | None:
+        """`Repeating.backward_again` likewise."""
         ...
 
 

@@ -70,33 +70,42 @@ class Attention:
         found = [fingerprint(self._score), fingerprint(self._mask)]
         return all(known is not None and not known.tensors for known in found)
 
-    def learning(self, tensors: tuple[Tensor, Tensor, Tensor]) -> PackedCall:
+    @property
+    def captures_learn(self) -> bool:
+        """Whether gradients are wanted of what it captures, as far as that is known."""
+        found = [fingerprint(function) for function in (self._score, self._mask) if function is not None]
+        return any(known is None or True in [t.requires_grad for t in known.tensors] for known in found)
+
+    def learning(self, heads: Heads, projected: Tensor) -> PackedCall:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""
         call = self._learning
         if call is None:
-            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=True)
+            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, learns=True)
             assert call is not None, "a plain call is known by functions like these"
             if not self._extras.dropout_p:
                 self._learning = call
         return call
 
-    def __call__(self, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def __call__(self, heads: Heads, projected: Tensor) -> Tensor:
         """[T, H * D] of query, key and value, parts of one product."""
-        learns = tensors[0].requires_grad
+        learns = projected.requires_grad
         call = self._calls.get(learns)
         if call is None:
+            tensors = heads.split(projected)
             call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
             if not (call.captures or self._extras.dropout_p):  # each layer draws a seed of its own
                 self._calls[learns] = call
-        return call.differentiable(tensors).flatten(1)
+        if call.outline.learns:
+            return call.differentiable(heads.split(projected)).flatten(1)
+        return call.forward_rows(projected, heads)[0]
 
 
 class Steps:
     """The operations of a layer of tokens [T, E], as autograd and autocast know them."""
 
-    def __init__(self, attention: Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]) -> None:
+    def __init__(self, attention: Callable[[Heads, Tensor], Tensor]) -> None:
         self._attention = attention
 
     def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
@@ -117,7 +126,7 @@ class Steps:
 
     def attend(self, heads: Heads, projected: Tensor) -> Tensor:
         """Attention of the parts."""
-        return self._attention(heads.split(projected))
+        return self._attention(heads, projected)
 
     def drop(self, x: Tensor, chance: float) -> Tensor:
         """torch's dropout."""

@@ -69,11 +69,10 @@ class _Keeping(Unseen):
 
     def attend(self, heads: Heads, projected: Tensor) -> Tensor:
         """Attention of the parts, outside of autograd."""
-        tensors = heads.split(projected)
-        self.call = self._learning.learning(tensors)
-        out, lse = self.call.forward(tensors)
+        self.call = self._learning.learning(heads, projected)
+        out, lse = self.call.forward_rows(projected, heads)
         self.kept += (projected, lse)
-        return out.flatten(1)
+        return out
 
     def drop(self, x: Tensor, chance: float) -> Tensor:
         """torch's dropout; kept is what it multiplies by: on a GPU whether that is not 0, elsewhere the factors."""
@@ -93,16 +92,16 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, attention: Attention, x: Tensor, *p: Tensor | None) -> Tensor:
         steps = _Keeping(attention)
         out, call = computed(plan, x, p, steps), steps.call
-        ctx.facts = plan, call.outline, len(call.captures)
+        ctx.facts = plan, call.outline, call.passes, len(call.captures)
         ctx.save_for_backward(*p, *call.captures, *call.optional, *steps.kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        plan, outline, count = ctx.facts
+        plan, outline, passes, count = ctx.facts
         saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[2:], 12 + count + 7
         p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
-        call = PackedCall(outline, others[:count], others[count:])
+        call = PackedCall(outline, others[:count], others[count:], passes)
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
             return (None, None, *_recorded(plan, (kept[0], *p), call, _noises(plan, kept), dy, wanted))
         del saved
@@ -190,22 +189,9 @@ class _Gradients:
         do = self._linear(dy, rows, OUT)
         if do is None:
             return None
-        heads = self.plan.heads
-        parts = self.call.backward(heads.split(self.kept.pop()), (heads.of_queries(rows), lse), heads.of_queries(do))
+        projected = self.call.backward_rows(self.kept.pop(), (rows, lse), do, self.plan.heads)
         del rows, lse, do
-        projected = _side_by_side(parts)
-        del parts
         return self._linear(projected, self.kept.pop(), IN, added)
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """[T, E] of the rows of [T, H, D]; no copy where they lie so already, in one allocation."""
-    first, at, width = parts[0], parts[0].data_ptr(), sum([t.shape[1] * t.shape[2] for t in parts])
-    for t in parts:
-        if t.stride() != (width, t.shape[2], 1) or t.data_ptr() != at or t.shape[0] < 2:  # a row alone may have any stride
-            return torch.cat(parts, 1).flatten(1)  # type: ignore[arg-type]
-        at += t.shape[1] * t.shape[2] * t.element_size()
-    return first.as_strided((first.shape[0], width), (width, 1))
 
 
 _layer_norm_backward: Final[Any] = _aten.native_layer_norm_backward.default
@@ -234,7 +220,7 @@ class _Again(Steps):
     """The steps as autograd knows them, with the noise that there was."""
 
     def __init__(self, call: PackedCall, noises: list[Tensor]) -> None:
-        super().__init__(lambda tensors: call.differentiable(tensors).flatten(1))
+        super().__init__(lambda heads, projected: call.differentiable(heads.split(projected)).flatten(1))
         self._noises = iter(noises)
 
     def drop(self, x: Tensor, chance: float) -> Tensor:

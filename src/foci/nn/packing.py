@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,9 +51,10 @@ class _Nest(torch.autograd.Function):
     """Tokens as a NestedTensor with the sequences of another: torch's own view passes the dispatcher three times."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, like: Any) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, like: tuple[Any]) -> Tensor:
+        """`like` is in a tuple, as autograd asks a NestedTensor among its arguments several questions."""
         ctx.set_materialize_grads(False)  # torch has no zeros like a NestedTensor whose lengths are symbols
-        return _nested_like(tokens, like)
+        return _nested_like(tokens, like[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
@@ -61,8 +63,43 @@ class _Nest(torch.autograd.Function):
         return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
 
 
+_nest: Final[Any] = super(torch.autograd.Function, _Nest).apply
+"""`_Nest.apply` less what serves torch.func alone, which `is_readable` excludes."""
+
+
 def _nested_like(tokens: Tensor, like: Any) -> Tensor:
-    return NestedTensor(tokens.detach(), like._offsets, _metadata_cache=dict(like._metadata_cache))
+    """A NestedTensor of tokens with the sequences of another: what the constructor makes, which works out sizes and strides, as numbers
+    with symbols in them, that another of the same features has already."""
+    values, own, cache = tokens.detach(), like._values, dict(like._metadata_cache)
+    if like._ragged_idx != 1 or values.shape[1:] != own.shape[1:] or values.stride() != own.stride() or values.device != own.device:
+        return NestedTensor(values, like._offsets, _metadata_cache=cache)
+    of_nested, of_values = _marks()
+    for extreme in cache.values():
+        if extreme is not None and not hasattr(extreme, _MARK):
+            torch._dynamo.mark_dynamic(extreme, 0)
+    made: Any = Tensor._make_wrapper_subclass(
+        NestedTensor, like._size, like._strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
+        "sizes", False, True, _KEYS, storage_size=values.untyped_storage().size(),
+    )  # fmt: skip
+    made._ragged_idx, made._size, made._strides = 1, like._size, like._strides
+    made._values, made._offsets, made._lengths, made._metadata_cache = values, like._offsets, None, cache
+    for tensor, marks in ((made, of_nested), (values, of_values)):
+        for name, mark in marks.items():
+            setattr(tensor, name, copy.copy(mark))
+    return made  # type: ignore[no-any-return]
+
+
+_MARK: Final = "_dynamo_dynamic_indices"
+_KEYS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.NestedTensor).add(torch._C.DispatchKey.AutogradNestedTensor)
+
+
+@functools.cache
+def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
+    with torch.inference_mode(mode=False):
+        values = torch.empty((1, 1), device="cpu")
+        made = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))
+    return {name: mark for name, mark in vars(made).items() if "dynamo" in name}, dict(vars(values))
 
 
 def _scattered(rows: Tensor, indices: Tensor, total: int) -> Tensor:
@@ -215,7 +252,7 @@ class Packing:
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
             learns = torch.is_grad_enabled() and tokens.requires_grad
-            nested: Tensor = _Nest.apply(tokens, whole) if learns else _nested_like(tokens, whole)  # type: ignore[no-untyped-call]
+            nested: Tensor = _nest(tokens, (whole,)) if learns else _nested_like(tokens, whole)
             return nested
         shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)

@@ -162,6 +162,8 @@ class Stack:
                 attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal)
             if is_bare:
                 shared[layer.alike] = attention
+            if steps is Unseen and torch.is_grad_enabled() and attention.captures_learn:
+                steps = Steps  # from here on there are gradients, though no parameter wants one
             p = given[_PLACES * n : _PLACES * (n + 1)]
             if as_node and attention.captures_nothing:
                 x = computed_as_node(layer.plan, attention, x, p)

@@ -15,7 +15,18 @@ from torch import Tensor
 from foci.execution import Allowed, Chosen, Needs, choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
-from foci.operator.eager import NOTHING, EagerAttention, Optional, Outline, as_batch, backward_now, forward_now, packed_rows
+from foci.operator.eager import (
+    NOTHING,
+    EagerAttention,
+    Optional,
+    Outline,
+    as_batch,
+    backward_now,
+    bind_backward,
+    bind_forward,
+    forward_now,
+    packed_rows,
+)
 from foci.operator.transforms import Transformed, TransformedCall
 from foci.problem import Formula, Geometry, Operands, Results
 
@@ -27,6 +38,8 @@ __all__ = [
     "attend",
     "attend_outlined",
     "backward_now",
+    "bind_backward",
+    "bind_forward",
     "forward_now",
     "is_plain_eager",
     "needs_of",

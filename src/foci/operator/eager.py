@@ -9,12 +9,23 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Given
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
 from foci.execution import Chosen, Needs, backward_again, backward_of, forward_again, forward_of
 from foci.operator.arguments import call_backward, cotangents_of, formula_kernel, gradients_of
 from foci.problem import Formula, Geometry, Gradients, Operands, Results
 
-__all__ = ["NOTHING", "EagerAttention", "Optional", "Outline", "as_batch", "backward_now", "forward_now", "packed_rows"]
+__all__ = [
+    "NOTHING",
+    "EagerAttention",
+    "Optional",
+    "Outline",
+    "as_batch",
+    "backward_now",
+    "bind_backward",
+    "bind_forward",
+    "forward_now",
+    "packed_rows",
+]
 
 Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
 Optional: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -70,6 +81,29 @@ def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional)
             return Results(*made)
     r = forward_of(outline.chosen, outline.operands(tensors, optional))
     return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
+
+
+def bind_forward(outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional) -> ForwardOfRows | None:
+    """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known."""
+    binding, geometry = outline.chosen.binding, outline.geometry
+    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+        return None
+    return binding.bind_forward(geometry, rows, (*tensors, None), _offsets(optional))
+
+
+def bind_backward(
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], gradient: Tensor
+) -> BackwardOfRows | None:
+    """`backward_now` likewise."""
+    binding, geometry = outline.chosen.binding, outline.geometry
+    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+        return None
+    return binding.bind_backward(geometry, rows, (*tensors, None), _offsets(optional), Given(*found, gradient))
+
+
+def _is_of_rows(outline: Outline, optional: Optional) -> bool:
+    """Whether a call takes nothing but query, key and value, and where their sequences lie: no seed, no pages, no captured tensors."""
+    return outline.packed and optional[0] is None and optional[6] is None and not outline.chosen.needs[3]
 
 
 class EagerAttention(torch.autograd.Function):

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.contract import Given, Inputs, Offsets, Plan
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs, Offsets, Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.triton.bound import bind_backward, bind_forward
 from foci.backends.triton.bounds import within
 from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
 from foci.backends.triton.compiling import side_by_side
@@ -161,6 +162,15 @@ class TritonKernel:
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
         """`forward` of a call whose geometry is known, None where that is not enough; so many `others` of the inputs follow captures."""
+        found = self._known_forward(geometry, inputs, offsets, others)
+        return None if found is None else found.run(inputs)[: self.results]
+
+    def bind_forward(self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /) -> ForwardOfRows | None:
+        """See `foci.backends.contract.Binding`."""
+        found = self._known_forward(geometry, inputs, offsets, 1)
+        return None if found is None else bind_forward(found, rows, inputs, offsets)
+
+    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> Recording | None:
         query, key = inputs[0], inputs[1]
         assert query is not None
         assert key is not None
@@ -171,17 +181,30 @@ class TritonKernel:
         read = self._versions(captures) if self.mask_slots else ()
         if read is None:
             return None
-        found = find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), captures)
-        return None if found is None else found.run(inputs)[: self.results]
+        return find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), captures)
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
         """`backward` likewise: dq, dk and dv, those that were asked for."""
+        given, found, places = self._known_backward(geometry, inputs, offsets, given)
+        return None if found is None else found.run((*inputs, *given), places)[: self.gradients]
+
+    def bind_backward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
+    ) -> BackwardOfRows | None:
+        """See `foci.backends.contract.Binding`."""
+        _, found, _ = self._known_backward(geometry, inputs, offsets, given)
+        return None if found is None or given.dlse is not None else bind_backward(found, rows, inputs, offsets, given[:3])
+
+    def _known_backward(
+        self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
+    ) -> tuple[Given, Recording | None, list[int | None]]:
+        """Also what is given as it is laid out, and the places of all tensors."""
         query, key = inputs[0], inputs[1]
         assert query is not None
         assert key is not None
         stream = None if self.learns or not is_ready(given) else free_stream(query)
         if stream is None:
-            return None
+            return given, None, []
         if 0 in given.dout.stride():
             given = given._replace(dout=laid_out(given.dout, given.out))
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
@@ -189,10 +212,9 @@ class TritonKernel:
         places = places_of(tensors)
         # what autograd saved may have come back as another tensor of the same values
         if read is None or not are_aligned(places):
-            return None
+            return given, None, []
         known = (geometry, stream, strides_of(inputs, given), read)
-        found = find_pass(known, sequences_at(query, offsets, stream), tokens_at(geometry, query, key), inputs[3:-1])
-        return None if found is None else found.run(tensors, places)[: self.gradients]
+        return given, find_pass(known, sequences_at(query, offsets, stream), tokens_at(geometry, query, key), inputs[3:-1]), places
 
     def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
         """Keeps a pass by the geometry of its operands, where it is known."""

@@ -24,6 +24,7 @@ from foci.backends.triton.counts import Count
 from foci.backends.triton.keys import settle
 from foci.backends.triton.templates import (
     Arguments,
+    Joint,
     Launch,
     Maps,
     New,
@@ -31,9 +32,7 @@ from foci.backends.triton.templates import (
     Template,
     Tiles,
     address_of,
-    in_one,
     late_counts,
-    part_of,
 )
 
 __all__ = ["Recorder", "plain_arguments"]
@@ -85,7 +84,7 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | 
             values += [None, *made.rest["shape"], *made.rest["strides"]]
         else:
             values.append(value)
-    late = [*late_counts(values), *((moved[at], find) for at, find in noted.late)]
+    late = [*late_counts(values), *((moved[at], text) for at, text in noted.late)]
     places, parts = [(moved[at], role) for at, role in noted.places], [(moved[at], part) for at, part in noted.parts]
     arguments = Arguments(values, places, tiles, parts, late)
     settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
@@ -128,7 +127,7 @@ class Recorder:
         self._made += [
             New(tuple(size), tuple(steps), dtype, like.device, at) for size, steps, at in zip(sizes, strides, starts, strict=False)
         ]
-        made = in_one([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device)()
+        made = Joint([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device).maker()()
         self._tensors += made
         return made
 
@@ -187,7 +186,7 @@ class Recorder:
                 if role is not None:
                     noted.places.append((at, role))
                 elif number is not None:
-                    noted.late.append((at, functools.partial(address_of, number)))
+                    noted.late.append((at, address_of(number)))
                 else:
                     raise _UnknownTensor
                 noted.values[at] = None  # kept alive by nobody
@@ -201,10 +200,8 @@ class Recorder:
             elif isinstance(arg, tuple):
                 inner = self._noted(arg)
                 noted.values[at] = tuple(inner.values)
-                if inner.places or inner.parts:
+                if not inner.is_constant:
                     noted.parts.append((at, inner))
-                elif inner.late:
-                    noted.late.append((at, functools.partial(part_of, inner)))
         return noted
 
     def _role(self, tensor: Tensor) -> int | None:

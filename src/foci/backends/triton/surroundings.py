@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.backends.contract import Inputs
 
-__all__ = ["free_stream", "is_for_graphs", "places_of", "stream_of"]
+__all__ = ["free_stream", "free_stream_on", "is_for_graphs", "places_of", "stream_of"]
 
 
 def places_of(tensors: Inputs) -> list[int | None]:
@@ -27,13 +27,17 @@ def free_stream(tensor: Tensor) -> int | None:
     """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
     outlives what is kept. Else None.
     """
+    return free_stream_on(tensor.get_device() if tensor.is_cuda else -1)
+
+
+def free_stream_on(device: int) -> int | None:
+    """`free_stream` of tensors on a GPU of that number, or elsewhere if it is negative."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, in older releases one or None
         return None
-    if not tensor.is_cuda:
+    if device < 0:
         return 0
-    device = tensor.get_device()
     if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(device)

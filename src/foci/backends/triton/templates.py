@@ -11,7 +11,7 @@ import functools
 import itertools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from foci.backends.triton.surroundings import places_of
 __all__ = [
     "Arguments",
     "Binding",
+    "Joint",
     "Launch",
     "Maps",
     "New",
@@ -32,9 +33,7 @@ __all__ = [
     "Template",
     "Tiles",
     "address_of",
-    "in_one",
     "late_counts",
-    "part_of",
 ]
 
 Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
@@ -61,65 +60,116 @@ class Tiles(NamedTuple):
         made.__dict__ = {"base": base, **self.rest}
         return made
 
+    @property
+    def varies(self) -> bool:
+        """Whether they follow from the tokens."""
+        return any(isinstance(n, Count) for n in self.rest["shape"])
+
     def bound(self, binding: Binding) -> Tiles:
         """These tiles of other tokens."""
-        shape = self.rest["shape"]
-        if not any(isinstance(n, Count) for n in shape):
+        if not self.varies:
             return self
-        return self._replace(rest={**self.rest, "shape": [n.of(binding.tokens) if isinstance(n, Count) else n for n in shape]})
+        shape = [n.of(binding.tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
+        return self._replace(rest={**self.rest, "shape": shape})
 
 
 class Arguments(NamedTuple):
     """Arguments without their addresses: `places` (index, tensor of the pass), `tiles` likewise for descriptors, with what makes
-    one of a tensor and its address, `parts` for tuples with addresses inside, and `late` for what binding finds."""
+    one of a tensor and its address, `late` for what binding finds, by expressions of `t`, the tokens, and `k`, the addresses of what is
+    kept, and `parts` for tuples with any of these inside."""
 
     values: list[Any]
     places: list[tuple[int, int]]
     tiles: list[tuple[int, int, Any]]
     parts: list[tuple[int, Arguments]]
-    late: list[tuple[int, Callable[[Binding], Any]]]
+    late: list[tuple[int, str]]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing is to be put in."""
+        return not (self.places or self.tiles or self.parts or self.late)
 
     def after(self, head: tuple[Any, ...]) -> Arguments:
         """These arguments behind others."""
         by, (values, places, tiles, parts, late) = len(head), self
         return Arguments(
             [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, made) for at, role, made in tiles],
-            [(at + by, part) for at, part in parts], [*late_counts(head), *((at + by, find) for at, find in late)],
+            [(at + by, part) for at, part in parts], [*late_counts(head), *((at + by, text) for at, text in late)],
         )  # fmt: skip
 
-    def bound(self, binding: Binding) -> Arguments:
-        """These arguments with nothing late."""
-        if not (self.late or self.tiles or self.parts):
-            return self
-        values = self.values.copy()
-        for at, find in self.late:
-            values[at] = find(binding)
-        tiles = [(at, role, made.bound(binding)) for at, role, made in self.tiles]
-        return Arguments(values, self.places, tiles, [(at, part.bound(binding)) for at, part in self.parts], [])
+    def filler(self) -> Filler:
+        """What puts addresses in, for each launch: straight code."""
+        return _filler(_code("fill(v, m, a, o)", self._filled("v", itertools.count())))
+
+    def binder(self) -> Binder | None:
+        """What puts in what binding finds, once for a recording; None where that is nothing."""
+        found = self._bound("v")
+        return _binder(_code("bind(v, t, k)", found)) if found else None
+
+    def _filled(self, own: str, makers: Iterator[int]) -> dict[int, str]:
+        """Expressions of what has addresses in it, by `m`, the `makers`, `a`, addresses, and `o`, tensors if there are any."""
+        found = {at: f"a[{role}]" for at, role in self.places}
+        for (at, role, _), n in zip(self.tiles, makers, strict=False):
+            found[at] = f"m[{n}].known.get(a[{role}]) or described(m[{n}], a[{role}], o and o[{role}])"
+        for at, part in self.parts:
+            if inner := part._filled(f"{own}[{at}]", makers):
+                found[at] = part._tuple(f"{own}[{at}]", inner)
+        return found
+
+    def _bound(self, own: str) -> dict[int, str]:
+        """Expressions of what binding finds."""
+        found = dict(self.late)
+        for at, part in self.parts:
+            if inner := part._bound(f"{own}[{at}]"):
+                found[at] = part._tuple(f"{own}[{at}]", inner)
+        return found
+
+    def _tuple(self, own: str, found: dict[int, str]) -> str:
+        return f"({', '.join(({n: f'{own}[{n}]' for n in range(len(self.values))} | found).values())},)"
+
+    def makers(self) -> list[Any]:
+        """What makes descriptors, in the order of `filler`."""
+        return [made for _, _, made in self.tiles] + [made for _, part in self.parts for made in part.makers()]
 
 
-def late_counts(values: Sequence[Any]) -> list[tuple[int, Callable[[Binding], Any]]]:
+Filler: TypeAlias = Callable[[list[Any], list[Any], list[int | None], list[Any] | None], list[Any]]
+"""Arguments of a launch, by those that are bound, what makes descriptors, addresses, and tensors where there are any."""
+Binder: TypeAlias = Callable[[list[Any], Tokens, list[int | None]], list[Any]]
+"""Arguments that are bound, by those that are not, tokens, and addresses of what is kept."""
+
+
+def _code(head: str, found: dict[int, str]) -> str:
+    return "\n    ".join([f"def {head}:", "x = v.copy()", *(f"x[{at}] = {text}" for at, text in found.items()), "return x"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _filler(text: str) -> Filler:
+    found: dict[str, Any] = {"described": _described}
+    exec(text, found)  # text made here, of numbers alone
+    fill: Filler = found["fill"]
+    return fill
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(text: str) -> Binder:
+    found: dict[str, Any] = {}
+    exec(text, found)  # likewise, and of what `Count`s say
+    bind: Binder = found["bind"]
+    return bind
+
+
+def _described(made: Any, address: int, tensor: Any) -> Any:
+    return made(_Place(address) if tensor is None else tensor, address)
+
+
+def late_counts(values: Sequence[Any]) -> list[tuple[int, str]]:
     """Those that binding finds anew."""
-    return [(at, functools.partial(_counted, n.of)) for at, n in enumerate(values) if isinstance(n, Count)]
+    return [(at, n.text) for at, n in enumerate(values) if isinstance(n, Count)]
 
 
-def _counted(of: Callable[[Tokens], int], binding: Binding) -> int:
-    return of(binding.tokens)
-
-
-def address_of(number: int, binding: Binding) -> int:
+def address_of(number: int) -> str:
     """Where the tensor of that number lies, of those that are read of the sequences."""
-    tensor = binding.kept[number]
-    assert tensor is not None, "read when it was recorded"
-    return tensor.data_ptr()
-
-
-def part_of(part: Arguments, binding: Binding) -> tuple[Any, ...]:
-    """A tuple among arguments, with what binding finds."""
-    values = part.values.copy()
-    for at, find in part.late:
-        values[at] = find(binding)
-    return tuple(values)
+    return f"k[{number}]"
 
 
 class Launch(NamedTuple):
@@ -146,7 +196,7 @@ class New(NamedTuple):
             size[:2], stride[:2] = size[1::-1], stride[1::-1]
         return self._replace(size=tuple(size), stride=tuple(stride))
 
-    def maker(self) -> Callable[[Tokens], Callable[[], Tensor]]:
+    def maker(self) -> Callable[[Tokens], functools.partial[Tensor]]:
         """What allocates it, by how many tokens there are."""
         allocate = functools.partial(torch.empty_strided, dtype=self.dtype, device=self.device)
         if not any(isinstance(n, Count) for n in (*self.size, *self.stride)):
@@ -171,7 +221,7 @@ class Maps:
 
     def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
-        self._varies = any(isinstance(n, Count) for n in tiles.rest["shape"])
+        self.varies = tiles.varies
         self._of_others: OrderedDict[tuple[int, ...], Maps] = OrderedDict()
         self.known: dict[int, Any] = {}
 
@@ -183,7 +233,7 @@ class Maps:
 
     def bound(self, binding: Binding) -> Maps:
         """The maps of other tokens: these, where the number of tokens is no part of them; else those of as many, wherever they lie."""
-        if not self._varies:
+        if not self.varies:
             return self
         tiles = self._tiles.bound(binding)
         shape = tuple(tiles.rest["shape"])
@@ -202,7 +252,7 @@ _SHAPES: Final = 64
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_results", "_sources", "launches", "made", "makers", "parts", "scratch")
+    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
 
     def __init__(
         self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
@@ -215,16 +265,30 @@ class Template:
         self._kept: Inputs = kept
         self._sources = sources
         self._results = results
+        self._ways: list[_Way] | None = None
+
+    def ways(self) -> list[_Way]:
+        """How its launches are bound."""
+        if self._ways is None:
+            self._ways = [_Way.of(launch) for launch in self.launches]
+        return self._ways
 
     def returning(self, count: int, *, packed: bool) -> Template:
         """The same, of which the first `count` tensors made are wanted, and come packed, as `foci.problem.Geometry` says, if that is asked.
         The others are parts of one allocation."""
         made = [new.packed if packed and n < count else new for n, new in enumerate(self.made)]
-        return Template(self.launches, made, self._kept, self._sources, count)
+        return self._with_ways(Template(self.launches, made, self._kept, self._sources, count))
 
     def unbound(self) -> Template | None:
         """The same, of any sequences; None where some of what it reads is of those alone that it was recorded with."""
-        return None if None in self._sources else Template(self.launches, self.made, (), self._sources, self._results)
+        if None in self._sources:
+            return None
+        return self._with_ways(Template(self.launches, self.made, (), self._sources, self._results))
+
+    def _with_ways(self, other: Template) -> Template:
+        """Another of the same launches, with what was found of them."""
+        other._ways = self._ways
+        return other
 
     def as_recorded(self, tokens: Tokens) -> Recording:
         """Bound to the sequences that it was recorded with."""
@@ -236,6 +300,26 @@ class Template:
         rows, columns = map(int, tokens)
         kept = [t for source in self._sources if source is not None for t in source(sequences, (rows, columns), captures)]
         return Recording(self, Binding((rows, columns), kept))
+
+
+class _Way(NamedTuple):
+    """A launch's launcher, what puts addresses in its arguments, and what binding finds, these, and what makes descriptors."""
+
+    run: Callable[..., None]
+    fill: Filler
+    bind: Binder | None
+    values: list[Any]
+    makers: list[Any]
+    varies: bool
+
+    @staticmethod
+    def of(launch: Launch) -> _Way:
+        run, given = launch
+        makers = given.makers()
+        return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers))
+
+    def makers_of(self, binding: Binding) -> list[Any]:
+        return [made.bound(binding) for made in self.makers] if self.varies else self.makers
 
 
 class _Parts(NamedTuple):
@@ -250,23 +334,28 @@ class _Parts(NamedTuple):
         found = [(row_of(new.size), row_of(new.stride), new.offset) for new in made if new.offset is not None]
         return _Parts(found, made[0].dtype, made[0].device) if found else None
 
-    def at(self, tokens: Tokens) -> Callable[[], list[Tensor]]:
+    def at(self, tokens: Tokens) -> Joint:
         """What allocates them."""
-        return in_one([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
+        return Joint([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
 
 
-def in_one(
-    parts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]], dtype: torch.dtype, device: torch.device
-) -> Callable[[], list[Tensor]]:
-    """What allocates tensors of these sizes, strides and offsets in one piece."""
-    ends = [at + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) for size, stride, at in parts]
-    allocate = functools.partial(torch.empty, (max(ends),), dtype=dtype, device=device)
+class Joint(NamedTuple):
+    """Tensors of these sizes, strides and offsets that are allocated in one piece."""
 
-    def make() -> list[Tensor]:
-        whole = allocate()
-        return [whole.as_strided(*part) for part in parts]
+    parts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
+    dtype: torch.dtype
+    device: torch.device
 
-    return make
+    def maker(self) -> Callable[[], list[Tensor]]:
+        """What allocates them."""
+        last = max(at + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) for size, stride, at in self.parts)
+        allocate = functools.partial(torch.empty, (last + 1,), dtype=self.dtype, device=self.device)
+
+        def make() -> list[Tensor]:
+            whole = allocate()
+            return [whole.as_strided(*part) for part in self.parts]
+
+        return make
 
 
 class _Scratch(NamedTuple):
@@ -303,23 +392,41 @@ class Recording:
 
     Attributes:
         template: what it is a binding of.
+        joint: what it allocates in one piece, before the rest.
+        makes_rows: what `foci.backends.triton.bound` has found of it.
         tokens: how many there are, where they are packed.
     """
 
-    __slots__ = ("_binding", "_launches", "_makes", "_parts", "_scratch", "template")
+    __slots__ = ("_binding", "_launches", "_makes", "_parts", "_scratch", "joint", "makes_rows", "template")
 
     def __init__(self, template: Template, binding: Binding) -> None:
         self.template = template
         self._binding = binding  # holds what the arguments hold the addresses of
-        self._launches = [(run, arguments.bound(binding)) for run, arguments in template.launches]
-        self._parts = None if template.parts is None else template.parts.at(binding.tokens)
+        kept = [None if t is None else t.data_ptr() for t in binding.kept]
+        self._launches = [
+            (way.run, way.fill, way.values if way.bind is None else way.bind(way.values, binding.tokens, kept), way.makers_of(binding))
+            for way in template.ways()
+        ]
+        self.joint = None if template.parts is None else template.parts.at(binding.tokens)
+        self._parts = None if self.joint is None else self.joint.maker()
         self._makes = [make(binding.tokens) for make in template.makers]
         self._scratch = None if template.scratch is None else template.scratch.at(binding.tokens)
+        self.makes_rows: Any = None
 
     @property
     def tokens(self) -> Tokens:
         """How many queries and keys there are, where they are packed."""
         return self._binding.tokens
+
+    @property
+    def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+        """Sizes, strides and dtypes of what a run allocates and returns, but for what is `joint`."""
+        return [(*make.args, make.keywords["dtype"]) for make in self._makes]
+
+    @property
+    def takes_places(self) -> bool:
+        """Whether addresses are all that its launches take of tensors: where Triton's Python makes descriptors, it takes tensors."""
+        return all(isinstance(made, Maps) for *_, makers in self._launches for made in makers)
 
     def returning(self, count: int, *, packed: bool) -> Recording:
         """The same with `Template.returning`."""
@@ -333,27 +440,18 @@ class Recording:
         if self._parts is not None:
             made[:0] = self._parts()
         tensors: list[Any] = [*inputs, *made]
-        addresses = places_of(tensors) if places is None else places + [t.data_ptr() for t in made]
+        self.launch(places_of(tensors) if places is None else places + [t.data_ptr() for t in made], tensors)
+        return made
+
+    def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
+        """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `takes_places`."""
         if self._scratch is not None:
             allocate, offsets = self._scratch
             whole = allocate()  # lives until all is launched
             start = whole.data_ptr()
             scratch = [start + offset for offset in offsets]
             addresses += scratch
-            tensors += map(_Place, scratch)
-        for run, arguments in self._launches:
-            run(*_filled(arguments, tensors, addresses))
-        return made
-
-
-def _filled(arguments: Arguments, tensors: list[Any], addresses: list[int | None]) -> list[Any]:
-    values, places, tiles, parts, _ = arguments
-    args = values.copy()
-    for at, role in places:
-        args[at] = addresses[role]
-    for at, role, made in tiles:
-        found = made.known.get(addresses[role])
-        args[at] = made(tensors[role], addresses[role]) if found is None else found
-    for at, inner in parts:
-        args[at] = tuple(_filled(inner, tensors, addresses))
-    return args
+            if tensors is not None:
+                tensors += map(_Place, scratch)
+        for run, fill, values, makers in self._launches:
+            run(*fill(values, makers, addresses, tensors))

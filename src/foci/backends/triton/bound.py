@@ -1,0 +1,149 @@
+"""Known passes of query, key and value that lie side by side in rows of one tensor, bound for the layers of a batch.
+
+Layers differ in addresses alone. What a call of each would find anew, and the tensors that autograd and the kernels' arguments have no
+need of, are left out: rows come in, rows go out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Inputs, Offsets
+from foci.backends.triton.surroundings import free_stream_on
+from foci.backends.triton.templates import Recording
+
+__all__ = ["bind_backward", "bind_forward"]
+
+
+class _Kind(NamedTuple):
+    """What a tensor without gaps must be, to be as another was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Kind | None:
+        """None of a tensor with gaps, or that does not begin at a multiple of 16 bytes."""
+        return _Kind(tensor.shape, tensor.dtype, tensor.device) if tensor.is_contiguous() and not tensor.data_ptr() & 15 else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is that, but for where it begins."""
+        shape, dtype, device = self
+        return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and tensor.device == device
+
+
+class _Surroundings:
+    """Stream and sequences that a pass is bound to."""
+
+    __slots__ = ("_device", "_ends", "_stream", "_versions")
+
+    def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
+        self._device, self._stream, self._ends = device, stream, ends
+        self._versions = [t._version for t in ends]
+
+    def are_same(self) -> bool:
+        """Whether launches may go there still, around Triton, and sequences lie where they did."""
+        return free_stream_on(self._device) == self._stream and [t._version for t in self._ends] == self._versions
+
+
+def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | None:
+    device = tensor.get_device() if tensor.is_cuda else -1
+    stream, ends = free_stream_on(device), {id(t): t for t in offsets or () if t is not None}
+    if stream is None or any(t.is_inference() for t in ends.values()):
+        return None
+    return _Surroundings(device, stream, tuple(ends.values()))
+
+
+def _parts_of(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
+    """Bytes from the beginning of the rows to query, key and value; None where these are no parts of them at multiples of 16 bytes."""
+    start, size = rows.data_ptr(), rows.shape[1] * rows.element_size()
+    query, key, value = [-1 if t is None else t.data_ptr() - start for t in inputs[:3]]
+    return (query, key, value) if min(query, key, value) >= 0 and max(query, key, value) < size and not (query | key | value) & 15 else None
+
+
+class _Results(NamedTuple):
+    """What the forward makes: sizes of out and lse without gaps, and dtypes."""
+
+    out: tuple[int, int]
+    out_dtype: torch.dtype
+    lse: tuple[int, int]
+
+
+def bind_forward(found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None) -> ForwardOfRows | None:
+    """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
+    makes tensors with gaps."""
+    kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
+    if found.makes_rows is None:
+        found.makes_rows = _results_of(found) or False
+    if kind is None or around is None or parts is None or not found.makes_rows:
+        return None
+    results: _Results = found.makes_rows
+    (q, k, v), empty, device = parts, torch.empty, kind.device
+    out_size, out_dtype, lse_size = results
+
+    def run(rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        start = rows.data_ptr()
+        if start & 15 or not kind.has(rows) or not around.are_same():
+            return None
+        out, lse = empty(out_size, dtype=out_dtype, device=device), empty(lse_size, dtype=torch.float32, device=device)
+        found.launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
+        return out, lse
+
+    return run
+
+
+def _results_of(found: Recording) -> _Results | None:
+    made = found.news
+    if found.joint is not None or len(made) != 2 or not found.takes_places:
+        return None
+    (size, stride, dtype), (lse, lse_stride, lse_dtype) = made
+    if len(size) != 3 or stride != (size[1] * size[2], size[2], 1) or lse_stride != (lse[1], 1) or lse_dtype != torch.float32:
+        return None
+    return _Results((size[0], size[1] * size[2]), dtype, (lse[0], lse[1]))
+
+
+def bind_backward(
+    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
+) -> BackwardOfRows | None:
+    """Likewise a backward pass, given out [T, Hq, Dv], lse and the gradient of out; what is returned takes them [T, Hq * Dv]."""
+    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
+    if found.makes_rows is None:
+        found.makes_rows = _steps_of(found, rows) or False
+    if around is None or parts is None or not found.makes_rows:
+        return None
+    of_rows, of_out, of_lse, of_dout = kinds
+    if of_rows is None or of_out is None or of_lse is None or of_dout is None:
+        return None
+    (q, k, v), (dq, dk, dv), empty, (size, dtype, device) = parts, found.makes_rows, torch.empty, of_rows
+
+    def run(rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor | None:
+        start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+        if (start | outs | lses | douts) & 15 or not around.are_same():
+            return None
+        # autograd may hand back what it saved, and gradients, as other tensors of the same values
+        if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
+            return None
+        made = empty(size, dtype=dtype, device=device)
+        to = made.data_ptr()
+        found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
+        return made
+
+    return run
+
+
+def _steps_of(found: Recording, rows: Tensor) -> tuple[int, ...] | None:
+    """Bytes from the beginning of rows like these to dq, dk and dv in them, which they fill; None where they are no parts of such rows."""
+    parts, width = found.joint, rows.shape[1]
+    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:
+        return None
+    steps, at = [], 0
+    for size, stride, offset in parts.parts:
+        if stride != (width, size[2], 1) or offset != at:
+            return None
+        steps.append(at * parts.dtype.itemsize)
+        at += size[1] * size[2]
+    return tuple(steps) if at == width else None

@@ -1,0 +1,196 @@
+"""Passes bound for the layers of a batch, whose query, key and value are parts of the rows of one tensor; launches by stand-ins."""
+
+import pytest
+import torch
+
+import foci
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton import knobs
+
+from foci import execution, masks, planner, recall
+from foci.backends.triton import recording, templates
+from foci.dispatch import PackedCall, _side_by_side
+from foci.nn.layer import Attention, Heads
+from foci.prepare import Extras
+from foci.problem import Outputs, Target
+
+LENGTHS = [0, 56, 256]
+HEADS = {"as many": Heads(4, 4, 64), "grouped": Heads(4, 2, 64)}
+
+
+def mapped(compiled, place, noted):
+    """In place of `recording.direct`: descriptors become maps, which are known by address."""
+    tiles = [
+        (at, role, templates.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
+        for at, role, made in noted.tiles
+    ]
+    arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
+    return templates.Launch(compiled.run, arguments)
+
+
+@pytest.fixture
+def launched(logs, monkeypatch):
+    monkeypatch.setattr(recording, "direct", mapped)
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+        monkeypatch.setattr(module, name, type(getattr(module, name))())
+    with torch.no_grad():
+        yield logs
+
+
+def attention(offsets, mask=None):
+    return Attention(None, mask, Extras(Outputs(), **spans(offsets)))
+
+
+def spans(offsets):
+    return {"cu_q": offsets, "cu_kv": offsets, "max_q": 200, "max_kv": 200}
+
+
+def rows_of(heads, seed=0):
+    width = (heads.query + 2 * heads.key) * heads.width
+    return torch.randn(LENGTHS[-1], width, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def known(heads, mask=None, offsets=None):
+    """A call that is known, rows, what its forward found, and a gradient."""
+    offsets = torch.tensor(LENGTHS) if offsets is None else offsets
+    call, rows = attention(offsets, mask).learning(heads, rows_of(heads)), rows_of(heads)
+    for _ in range(2):
+        found = call.forward_rows(rows, heads)
+        gradient = torch.zeros_like(found[0])
+        call.backward_rows(rows, found, gradient, heads)
+    return call, rows, found, gradient
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", [None, masks.causal().function], ids=["plain", "causal"])
+def test_a_bound_pass_launches_what_a_call_does(launched, heads, mask):
+    heads = HEADS[heads]
+    worked_out, log = launched
+    call, *_ = known(heads, mask)
+    assert call.passes.forward is not None
+    assert call.passes.backward is not None
+    rows = rows_of(heads, 1)
+    del worked_out[:], log[:]
+    found = call.forward_rows(rows, heads)
+    forward = placed(log, (rows, *found))
+    del log[:]
+    out, lse = call.forward(heads.split(rows))
+    assert forward == placed(log, (rows, out, lse))
+    assert found[0].shape == out.flatten(1).shape
+    assert found[1].shape == lse.shape
+    gradient = torch.zeros_like(found[0])
+    del log[:]
+    made = call.backward_rows(rows, found, gradient, heads)
+    assert made.shape == rows.shape
+    given = (rows, *found, gradient)
+    bound = placed(log, (*given, made))
+    del log[:]
+    parts = call.backward(heads.split(rows), (heads.of_queries(found[0]), found[1]), heads.of_queries(gradient))
+    assert bound == placed(log, (*given, _side_by_side(parts)))
+    assert not worked_out
+
+
+def placed(log, tensors):
+    """Launches with addresses within tensors as these' numbers and distances; those of what only the pass reads differ from run to run."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        if not isinstance(value, int) or value < 1 << 32:
+            return value
+        inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < t.nbytes]
+        return inside[0] if inside else "elsewhere"
+
+    return list(map(plain, log))
+
+
+def test_layers_of_a_batch_share_what_is_bound(launched):
+    heads = HEADS["as many"]
+    call, *_ = known(heads)
+    passes = call.passes.forward, call.passes.backward
+    for seed in range(3):
+        rows = rows_of(heads, seed)
+        found = call.forward_rows(rows, heads)
+        call.backward_rows(rows, found, torch.zeros_like(found[0]), heads)
+    assert passes == (call.passes.forward, call.passes.backward)
+
+
+OTHERS = {
+    "other rows": lambda rows: rows[:-1],
+    "a gap": lambda rows: torch.zeros(rows.shape[0], 2 * rows.shape[1], dtype=rows.dtype)[:, : rows.shape[1]],
+    "another dtype": lambda rows: rows.to(torch.float16),
+    "another place": lambda rows: torch.zeros(rows.numel() + 4, dtype=rows.dtype)[4:].view(rows.shape),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_tensors_are_none_of_a_bound_pass(launched, other):
+    heads = HEADS["as many"]
+    call, rows, found, gradient = known(heads)
+    forward, backward = call.passes.forward, call.passes.backward
+    changed = OTHERS[other]
+    assert forward(changed(rows)) is None
+    assert backward(changed(rows), *found, gradient) is None
+    assert backward(rows, changed(found[0]), found[1], gradient) is None
+    assert backward(rows, *found, changed(gradient)) is None
+    assert forward(rows) is not None
+    assert backward(rows, *found, gradient) is not None
+
+
+def test_sequences_that_changed_are_looked_at_again(launched):
+    heads, offsets = HEADS["as many"], torch.tensor(LENGTHS)
+    call, rows, found, gradient = known(heads, offsets=offsets)
+    offsets[1] = 100
+    assert call.passes.forward(rows) is None
+    assert call.passes.backward(rows, *found, gradient) is None
+    del launched[1][:]
+    call.forward_rows(rows, heads)
+    assert "place_sequences" in {name for name, *_ in launched[1]}
+
+
+def test_whoever_watches_launches_is_told_of_them(launched):
+    heads = HEADS["as many"]
+    call, rows, found, gradient = known(heads)
+
+    def watch(metadata):
+        pass
+
+    knobs.runtime.launch_enter_hook.add(watch)
+    try:
+        assert call.passes.forward(rows) is None
+        assert call.passes.backward(rows, *found, gradient) is None
+    finally:
+        knobs.runtime.launch_enter_hook.remove(watch)
+    with foci.observe() as log:
+        call.forward_rows(rows, heads)
+        call.backward_rows(rows, found, gradient, heads)
+    assert len(log.calls) == 1
+    assert len(log.backward_calls) == 1
+
+
+def test_captured_tensors_that_learn_are_known_to_autograd(launched):
+    heads, slopes = HEADS["as many"], torch.ones(4, requires_grad=True)
+    alibi = Attention(lambda score, b, h, i, j: score + slopes[h] * (j - i), None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))))
+    with torch.enable_grad():
+        for seed in range(3):
+            assert alibi(heads, rows_of(heads, seed)).grad_fn is not None
+    assert alibi.captures_learn
+
+
+def test_offsets_without_versions_and_dropout_are_not_bound(launched):
+    heads = HEADS["as many"]
+    with torch.inference_mode():
+        offsets = torch.tensor(LENGTHS)
+    call, *_ = known(heads, offsets=offsets)
+    assert call.passes.forward is None
+    assert call.passes.backward is None
+    offsets = torch.tensor(LENGTHS)
+    drops = Extras(Outputs(), dropout_p=0.5, **spans(offsets))
+    rows = rows_of(heads)
+    for _ in range(3):
+        call = PackedCall.of(heads.split(rows), None, None, drops, learns=True)
+        call.forward_rows(rows, heads)
+        assert call.passes.forward is None
