@@ -1,11 +1,14 @@
 """New kernels compile side by side, and launches wait for them: without a GPU, by a driver that launches nothing."""
 
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +21,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import compiler as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from foci.backends.hurry import unhurried  # noqa: E402
 from foci.backends.triton import compiling  # noqa: E402
 from foci.backends.triton.compiling import after_launches, is_new, launch_ahead, side_by_side  # noqa: E402
+from foci.backends.triton.elsewhere import compile_packed, pack  # noqa: E402
+from foci.backends.triton.functions import jit_function  # noqa: E402
 from foci.backends.triton.recording import Recorder  # noqa: E402
 
 
@@ -83,6 +89,95 @@ def events(monkeypatch, tmp_path):
 
 def launch(kernel, n=1):
     Recorder((), None).launch(kernel, (1,), torch.zeros(16), n, num_warps=1)
+
+
+@pytest.fixture
+def hits(events):
+    """Kernels that Triton was asked for here, and whether they were in its cache."""
+    found = []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
+    return found
+
+
+def set_other_surroundings():
+    """A process that was started for something else: another assembler, another cache."""
+    os.environ["TRITON_PTXAS_PATH"] = "/bin/true"
+    os.environ["TRITON_CACHE_DIR"] = "/nowhere"
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """Triton's first look at the assembler was at another one than it takes now."""
+    version = nvidia.get_ptxas_version(80)
+    monkeypatch.setattr(nvidia, "get_ptxas_version", lambda arch: f"{version}, once")
+
+
+@pytest.mark.usefixtures("remembered")
+def test_another_process_compiles_for_those_that_do_not_hurry(hits):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, set_other_surroundings) as other, unhurried(other.submit), side_by_side():
+        launch(first_kernel)
+        launch(second_kernel)
+    assert sorted(hits) == [("first_kernel", True), ("second_kernel", True)]
+
+
+def fail(*_):
+    raise RuntimeError("closed")
+
+
+def failed(*_):
+    future = Future()
+    future.set_exception(ValueError("no such module"))
+    return future
+
+
+def cancelled(*_):
+    future = Future()
+    future.cancel()
+    return future
+
+
+def forgotten(*_):
+    return Future()
+
+
+def set_unoptimized():
+    os.environ["DISABLE_LLVM_OPT"] = "1"
+
+
+def unoptimized(_, packed):
+    """Another process makes another kernel."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_unoptimized) as other:
+        return other.submit(compile_packed, packed)
+
+
+@pytest.mark.parametrize("submit", [fail, failed, cancelled, forgotten, unoptimized])
+def test_what_no_other_process_compiles_is_compiled_here(hits, monkeypatch, submit):
+    monkeypatch.setattr(compiling, "_LONGEST", 0.1)
+    with unhurried(submit), side_by_side():
+        launch(first_kernel)
+    assert hits == [("first_kernel", False)]
+
+
+@pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
+def test_nothing_is_sent_where_triton_is_asked_for_something_of_its_own(hits, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with unhurried(lambda *_: pytest.fail("sent")), side_by_side():
+        launch(first_kernel)
+    assert hits == [("first_kernel", False)]
+
+
+def test_no_exception_leaves_the_other_process():
+    compile_packed(b"nothing")
+
+
+def test_functions_made_of_text_are_made_again_elsewhere():
+    function = jit_function("twice", "def twice(x):\n    return x + x\n")
+    source = SimpleNamespace(fn=first_kernel, signature={"x": "*fp32"}, constants={(1,): function}, attrs={})
+    (_, fn, *_, constants, _), target, options, *_ = pickle.loads(pack(source, GPUTarget("cuda", 80, 32), {"num_warps": 4}))
+    assert (fn, target, options) == (first_kernel, GPUTarget("cuda", 80, 32), {"num_warps": 4})
+    assert constants[1,] is not function
+    assert constants[1,].cache_key == function.cache_key
 
 
 def test_new_kernels_compile_in_threads_and_launch_in_order(events):

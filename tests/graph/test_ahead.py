@@ -1,6 +1,8 @@
 """Kernels compiled while the rest of a graph is."""
 
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ import torch
 import foci
 from foci.backends.hurry import is_waited_for
 from foci.execution import choose_kernel
-from foci.graph import fuse
-from foci.graph.ahead import Call, _rehearse_all, begin, calls_of
+from foci.graph import ahead, fuse, handover
+from foci.graph.ahead import Call, _other_processes, _rehearse_all, begin, calls_of
 
 
 def attend(q, k, v, keep):
@@ -97,3 +99,37 @@ def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
     assert beside
     out.float().square().sum().backward()
     assert all(beside)
+
+
+@pytest.mark.parametrize(("threads", "ready", "found"), [(8, True, "submit"), (8, False, None), (2, True, None), (None, True, None)])
+def test_inductors_processes_help_once_they_have_started(monkeypatch, threads, ready, found):
+    pool = SimpleNamespace(use_process_pool=lambda: ready, process_pool=lambda: SimpleNamespace(submit="submit"))
+    found_there = SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: threads)
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", found_there)
+    assert _other_processes({}) == found
+
+
+def test_no_process_helps_where_options_want_one_thread(monkeypatch):
+    pool = SimpleNamespace(use_process_pool=lambda: pytest.fail("asked"))
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: 8))
+    assert _other_processes({"compile_threads": 1}) is None
+
+
+def begun_with(monkeypatch, rest):
+    """Inductor's settings, as what begins kernels meets them."""
+    begun = []
+    monkeypatch.setattr(ahead, "begin", lambda _, inductor: begun.append(inductor) or (lambda: None))
+    monkeypatch.setattr(handover, "hand_over", lambda graph, *_: graph.forward)
+    torch._dynamo.reset()
+    foci.compile(attend, rest=rest, dynamic=False)(*inputs())
+    return begun
+
+
+def test_only_beside_inductor_are_its_processes_asked(monkeypatch):
+    assert begun_with(monkeypatch, "eager") == [None]
+    assert begun_with(monkeypatch, "inductor") == [{}]
+
+
+def test_inductor_is_not_imported_for_its_processes(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile", raising=False)
+    assert _other_processes({}) is None

@@ -2,6 +2,7 @@
 
 On a GPU the kernels of an attention take seconds to compile, and so does the rest of a model. So each attention of a fused graph
 runs once, on zeros of its sizes, in a thread beside the compiler, forward and backward; the first step then finds them compiled.
+Their Python is read in the processes that Inductor has for its own kernels, where it has some: the compiler wants this one's lock.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from foci.backends.hurry import unhurried
+from foci.backends.hurry import Submit, unhurried
 from foci.context import allowed_backends, is_tuning
 from foci.execution import Needs, choose_kernel
 from foci.graph.nested import graphs_of
@@ -79,8 +81,12 @@ class _Geometry:
     device: torch.device
 
 
-def begin(graph_module: fx.GraphModule) -> Callable[[], None]:
+def begin(graph_module: fx.GraphModule, inductor: Mapping[str, Any] | None = None) -> Callable[[], None]:
     """Starts to compile the kernels of a graph's attentions on GPUs.
+
+    Args:
+        graph_module: a fused graph.
+        inductor: its settings where it compiles the rest.
 
     Returns:
         What waits for the end. Until then nobody may record what the device does.
@@ -93,17 +99,34 @@ def begin(graph_module: fx.GraphModule) -> Callable[[], None]:
     _begun.update(calls)
     if not new:
         return lambda: None
-    thread = threading.Thread(target=_rehearse_all, args=(new,), name="foci-ahead", daemon=True)
+    submit = None if inductor is None else _other_processes(inductor)
+    thread = threading.Thread(target=_rehearse_all, args=(new, submit), name="foci-ahead", daemon=True)
     thread.start()
     return thread.join
 
 
-def _rehearse_all(calls: Sequence[Call]) -> None:
-    with torch.no_grad(), unhurried():
+def _rehearse_all(calls: Sequence[Call], submit: Submit | None = None) -> None:
+    with torch.no_grad(), unhurried(submit):
         for call in calls:
             # what goes wrong here goes wrong in the first step, where somebody sees it
             with contextlib.suppress(Exception), torch.cuda.device(call.device):
                 call.rehearse()
+
+
+_FEWEST: Final = 4
+"""Of processes: where there are fewer, they are wanted for what they were started for."""
+
+
+def _other_processes(config: Mapping[str, Any]) -> Submit | None:
+    """What hands work to the processes that Inductor compiles its kernels in; None where they are few or have not started."""
+    found = sys.modules.get("torch._inductor.async_compile")
+    if found is None:
+        return None
+    with contextlib.suppress(Exception):  # closed, or not as in the releases of torch that are known
+        if (config.get("compile_threads") or found.get_compile_threads()) >= _FEWEST and found.AsyncCompile.use_process_pool():
+            submit: Submit = found.AsyncCompile.process_pool().submit
+            return submit
+    return None
 
 
 def calls_of(graph: fx.Graph) -> Iterator[Call]:

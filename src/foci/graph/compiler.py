@@ -84,9 +84,10 @@ class Compiler:
         fused = fuse(graph_module, example_inputs)
         if self.verify:
             verify.verify(graph_module, fused, example_inputs)
-        finish = ahead.begin(fused.graph_module)
+        settings = handover.settings(self.mode, dict(self.options))
+        finish = ahead.begin(fused.graph_module, settings if handover.is_inductor(self.rest, example_inputs) else None)
         try:
-            compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, handover.settings(self.mode, dict(self.options)))
+            compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, settings)
         finally:
             finish()
         report.tell(fused.sites)  # now: Dynamo may ask for a better graph by an exception from below, and call again

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_origin
 import torch
 from torch import fx
 
-__all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "settings"]
+__all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "is_inductor", "settings"]
 
 Rest: TypeAlias = Literal["auto", "inductor", "eager"]
 FUSED: Final = "foci_fused"
@@ -63,6 +63,13 @@ def inductor_obstacle(devices: Iterable[str]) -> str | None:
     return None
 
 
+def is_inductor(rest: Rest, example_inputs: Sequence[Any]) -> bool:
+    """Whether Inductor compiles a graph, rather than nobody."""
+    if rest == "auto":
+        return inductor_obstacle({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}) is None
+    return rest == "inductor"
+
+
 def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest: Rest, config: Mapping[str, Any]) -> Callable[..., Any]:
     """A function that runs the graph, differentiable like it.
 
@@ -72,11 +79,8 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest:
         rest: who compiles.
         config: Inductor's settings.
     """
-    if rest == "auto":
-        devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-        rest = "eager" if inductor_obstacle(devices) else "inductor"
     graph_module.meta[FUSED] = True
-    return _inductor(graph_module, example_inputs, config) if rest == "inductor" else _eager(graph_module, example_inputs)
+    return _inductor(graph_module, example_inputs, config) if is_inductor(rest, example_inputs) else _eager(graph_module, example_inputs)
 
 
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
-from foci.backends.hurry import is_waited_for
+from foci.backends.hurry import is_waited_for, submit_elsewhere
+from foci.backends.triton.elsewhere import compile_packed, is_sendable, pack
 
 __all__ = ["RELEASE", "Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
@@ -218,12 +219,18 @@ class _Beside(Executor):
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         is_read = threading.Event()
-        src = _source_of(compile_it)
+        made_of = _made_of(compile_it)
+        src = made_of.get("src")
+        sent = _sent(made_of)
         if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
         if src is not None and RELEASE == (3, 6):
             self._pool.submit(_build_launcher, src)
-        future = self._pool.submit(compile_it, *args, **options)
+        if sent is None:
+            future = self._pool.submit(compile_it, *args, **options)
+        else:
+            is_read.set()
+            future = self._pool.submit(_found, sent, compile_it)
         future.add_done_callback(lambda _: is_read.set())
         self._read.append(is_read)
         return future
@@ -245,10 +252,31 @@ def _in_turn(make_ir: Callable[..., Any], is_read: threading.Event, *args: Any, 
             is_read.set()
 
 
-def _source_of(compile_it: Callable[..., Any]) -> Any:
-    """What Triton will compile; None where a release hides it."""
+def _made_of(compile_it: Callable[..., Any]) -> dict[str, Any]:
+    """What Triton will compile, `src`, and with what, by Triton's names; without those that a release hides."""
     names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
-    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get("src")
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _sent(made_of: dict[str, Any]) -> Future[Any] | None:
+    """A compilation in another process, where somebody does it; None where this one is to do it."""
+    submit = submit_elsewhere()
+    if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"} or not is_sendable(made_of["env_vars"]):
+        return None
+    with suppress(Exception):  # no other process can make it, or none is left
+        return submit(compile_packed, pack(made_of["src"], made_of["target"], made_of["options"].__dict__))
+    return None
+
+
+_LONGEST: Final = 60.0
+"""Seconds that another process has for a kernel, those before it included."""
+
+
+def _found(sent: Future[Any], compile_it: Callable[[], Any]) -> Any:
+    """The kernel, out of Triton's cache on disk; compiled here where the other process failed, died, was too slow, or made another."""
+    with suppress(Exception):
+        sent.result(_LONGEST)
+    return compile_it()
 
 
 def _build_launcher(src: Any) -> None:

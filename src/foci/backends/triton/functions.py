@@ -26,8 +26,10 @@ from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.variant import Variant
 
-__all__ = ["Functions", "environment_numbers", "float_early", "functions_of", "is_half", "jit_function", "lies_of"]
+__all__ = ["GENERATED", "Functions", "environment_numbers", "float_early", "functions_of", "is_half", "jit_function", "lies_of"]
 
+GENERATED: Final = "foci.generated"
+"""The module that functions made of text say they are of."""
 _ARGUMENTS: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env"
 _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
 
@@ -99,7 +101,7 @@ def jit_function(name: str, source: str) -> Any:
     """A jit function of source text, registered where `inspect` finds it."""
     filename = f"<foci triton {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    space: dict[str, Any] = {"tl": tl, "__name__": "foci.generated"} | {n: getattr(mathematics, n) for n in _NAMES}
+    space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(mathematics, n) for n in _NAMES}
     exec(compile(source, filename, "exec"), space)
     return triton.jit(space[name])
 
