@@ -69,11 +69,13 @@ class Lay(Protocol):
 
 
 class Passes:
-    """The passes of a call, bound when the first layer of a batch asks for them, for those that follow."""
+    """The passes of a call, bound when the first layer of a batch asks for them, for those that follow. `whole`: each row is a token of a
+    sequence."""
 
-    __slots__ = ("backward", "forward")
+    __slots__ = ("backward", "forward", "whole")
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
         self.forward: ForwardOfRows | None = None
         self.backward: BackwardOfRows | None = None
 
@@ -87,11 +89,11 @@ class PackedCall(NamedTuple):
     passes: Passes
 
     @staticmethod
-    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool) -> PackedCall | None:
+    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool, whole: bool = False) -> PackedCall | None:
         """The call, with gradients of query, key and value if it `learns`, else of what requires them; None where there is something to
-        work out each time."""
+        work out each time. `whole`: each row is a token of a sequence."""
         found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=learns)
-        return None if found is None else PackedCall(found[0], found[1][3:], found[2], Passes())
+        return None if found is None else PackedCall(found[0], found[1][3:], found[2], Passes(whole=whole))
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
@@ -104,11 +106,11 @@ class PackedCall(NamedTuple):
         return tuple(t for t in made[:3] if t is not None)
 
     def forward_rows(self, rows: Tensor, lay: Lay) -> tuple[Tensor, Tensor]:
-        """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv]."""
+        """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv], and lse is to be read only where the call learns."""
         passes = self.passes
         if not observers():
             if passes.forward is None and self.outline.chosen.binding is not None:
-                passes.forward = bind_forward(self.outline, rows, lay.split(rows), self.optional)
+                passes.forward = bind_forward(self.outline, rows, lay.split(rows), self.optional, whole=passes.whole)
             made = None if passes.forward is None else passes.forward(rows)
             if made is not None:
                 return made

@@ -1,5 +1,8 @@
 """Passes bound for the layers of a batch, whose query, key and value are parts of the rows of one tensor; launches by stand-ins."""
 
+import ctypes
+import itertools
+
 import pytest
 import torch
 
@@ -7,10 +10,11 @@ import foci
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from recordings import Function
 from triton import knobs
 
 from foci import execution, masks, planner, recall
-from foci.backends.triton import recording, templates
+from foci.backends.triton import bound, recording, templates
 from foci.dispatch import PackedCall, _side_by_side
 from foci.nn.layer import Attention, Heads
 from foci.prepare import Extras
@@ -86,10 +90,10 @@ def test_a_bound_pass_launches_what_a_call_does(launched, heads, mask):
     made = call.backward_rows(rows, found, gradient, heads)
     assert made.shape == rows.shape
     given = (rows, *found, gradient)
-    bound = placed(log, (*given, made))
+    launched_bound = placed(log, (*given, made))
     del log[:]
     parts = call.backward(heads.split(rows), (heads.of_queries(found[0]), found[1]), heads.of_queries(gradient))
-    assert bound == placed(log, (*given, _side_by_side(parts)))
+    assert launched_bound == placed(log, (*given, _side_by_side(parts)))
     assert not worked_out
 
 
@@ -169,6 +173,59 @@ def test_whoever_watches_launches_is_told_of_them(launched):
         call.backward_rows(rows, found, gradient, heads)
     assert len(log.calls) == 1
     assert len(log.backward_calls) == 1
+
+
+@pytest.fixture
+def hopper(launched, monkeypatch):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton", "triton-3.6"})))
+    monkeypatch.setattr(kernel, "_processors", lambda device: 4)
+    for name in ("fill_between", "attention_forward"):
+        monkeypatch.setattr(kernel, name, Function(getattr(kernel, name), *launched))
+    with foci.use("hopper"):
+        yield launched[1]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, learns):
+    heads, count = HEADS["as many"], 70
+    attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), whole=whole)
+    call = attend.learning(heads, rows_of(heads)) if learns else None
+
+    def run():
+        rows = rows_of(heads)
+        return call.forward_rows(rows, heads) if learns else (attend(heads, rows),)
+
+    early = [run() for _ in range(2)]  # kept, so that no address is used twice
+    del hopper[:]
+    found = [run() for _ in range(count)]
+    names = ["attention_forward"] if whole else ["fill_between", "attention_forward"]
+    assert [name for name, *_ in hopper] == names * count
+    taken = [args for name, _, args in hopper if name == "attention_forward"]
+    assert [args[3][1] for args in taken] == [out.data_ptr() for out, *_ in found]
+    assert not {args[3][1] for args in taken} & {out.data_ptr() for out, *_ in early}
+    assert len({args[4] for args in taken}) == (count if learns else 1)
+    assert not learns or [args[4] for args in taken] == [lse.data_ptr() for _, lse in found]
+    tickets = [args[8][7] for args in taken]
+    assert all(a != b for a, b in itertools.pairwise(tickets)) or not whole
+    assert not any(ticket & 15 for ticket in tickets)
+
+
+def test_zeros_are_given_out_once_and_live_as_long():
+    given = []
+
+    def launch(addresses):
+        given.append((addresses[-1], ctypes.string_at(addresses[-1], 512)))
+        ctypes.memset(addresses[-1], 1, 512)
+
+    zeros = bound._Zeros(launch, 512, torch.device("cpu"))
+    for _ in range(3 * bound._TURNS):
+        zeros.launch([None])
+    assert {read for _, read in given} == {bytes(512)}
+    for start in range(0, len(given), bound._TURNS):
+        places = [place for place, _ in given[start : start + bound._TURNS]]
+        assert places == [*range(places[0], places[0] + 512 * bound._TURNS, 512)]
 
 
 def test_captured_tensors_that_learn_are_known_to_autograd(launched):

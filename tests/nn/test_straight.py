@@ -16,6 +16,7 @@ from padded_stacks import PADDING, E, H, S, by_modules, model, outcome, source
 import foci
 import foci.nn
 from foci.dispatch import _side_by_side
+from foci.nn import straight
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -74,6 +75,29 @@ def test_what_is_captured_learns_beside_frozen_parameters(taken, monkeypatch, ac
     with monkeypatch.context() as patch:
         patch.setattr("foci.nn.encoder.noted", lambda *_: None)
         torch.testing.assert_close(here, found(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
+    seen = []
+    made = straight.Attention
+
+    def attention(*args, whole):
+        seen.append(whole)
+        return made(*args, whole=whole)
+
+    monkeypatch.setattr(straight, "Attention", attention)
+    encoder, x = model(), source(grad=False)
+    packing = foci.nn.Packing.from_mask(PADDING)
+    tokens = packing.pack(x)
+    told = foci.nn.Packing(packing.offsets, packing.longest, packing.shape, packing.indices)
+    more = torch.cat((tokens, tokens))
+    for given, padding in ((x, PADDING), (tokens, packing), (more, packing), (tokens, told), (tokens, copy.deepcopy(packing))):
+        encoder(given, src_key_padding_mask=padding)
+    assert seen == [True, True, False, False, False]
+    packing.offsets[-1] -= 1
+    encoder(tokens, src_key_padding_mask=packing)
+    encoder(x, src_key_padding_mask=PADDING)
+    assert seen[5:] == [False, True]
 
 
 class Louder(torch.nn.Linear):

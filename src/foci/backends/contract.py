@@ -112,8 +112,11 @@ class Binding(Protocol):
     kernel, of captured tensors or with dropout.
     """
 
-    def bind_forward(self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /) -> ForwardOfRows | None:
-        """`Repeating.forward_again` of rows [T, E]; `inputs` are query, key and value, parts of them, and None for the seed."""
+    def bind_forward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
+    ) -> ForwardOfRows | None:
+        """`Repeating.forward_again` of rows [T, E]; `inputs` are query, key and value, parts of them, and None for the seed. `whole`: each
+        row is a token of a sequence, so that there is none to fill. `out_alone`: nobody reads lse, which may be one tensor for all."""
         ...
 
     def bind_backward(

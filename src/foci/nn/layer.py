@@ -53,12 +53,13 @@ class Plan(NamedTuple):
 
 
 class Attention:
-    """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first."""
+    """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
+    `whole`: each row is a token of a sequence."""
 
-    __slots__ = ("_calls", "_extras", "_learning", "_mask", "_score")
+    __slots__ = ("_calls", "_extras", "_learning", "_mask", "_score", "_whole")
 
-    def __init__(self, score: Function, mask: Function, extras: Extras) -> None:
-        self._score, self._mask, self._extras = score, mask, extras
+    def __init__(self, score: Function, mask: Function, extras: Extras, *, whole: bool = False) -> None:
+        self._score, self._mask, self._extras, self._whole = score, mask, extras, whole
         self._calls: dict[bool, PackedCall] = {}
         self._learning: PackedCall | None = None
 
@@ -80,7 +81,7 @@ class Attention:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""
         call = self._learning
         if call is None:
-            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, learns=True)
+            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, learns=True, whole=self._whole)
             assert call is not None, "a plain call is known by functions like these"
             if not self._extras.dropout_p:
                 self._learning = call
@@ -92,7 +93,7 @@ class Attention:
         call = self._calls.get(learns)
         if call is None:
             tensors = heads.split(projected)
-            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False)
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False, whole=self._whole)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
             if not (call.captures or self._extras.dropout_p):  # each layer draws a seed of its own

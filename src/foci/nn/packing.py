@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
@@ -169,6 +170,11 @@ class Packing:
         found = pack_mask(padding, batch_first=batch_first)
         return pack_whole(padding if batch_first else padding.T, batch_first=batch_first) if found is None else found
 
+    def is_whole(self, tokens: int) -> bool:
+        """Whether so many rows are known to be the tokens of its sequences, no more and no less."""
+        found = _counted.get(self)
+        return found is not None and found == (tokens, self.offsets._version)
+
     @property
     def batch(self) -> int:
         """Number of sequences."""
@@ -258,6 +264,10 @@ class Packing:
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
+_counted: Final[weakref.WeakKeyDictionary[Packing, tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""How many tokens the mask has that a packing is of, and the version of the offsets that say so."""
+
+
 def is_jagged(tensor: Tensor) -> bool:
     """Whether it is a NestedTensor of jagged layout: by its type, as every question put to one goes through Python."""
     if torch.compiler.is_compiling():
@@ -303,7 +313,10 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
         return None
     offsets, longest, indices, columns, starts, bias = found
     batch, length = padding.shape
-    return Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
+    made = Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
+    if not offsets.is_inference():
+        _counted[made] = indices.shape[0], offsets._version
+    return made
 
 
 def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:

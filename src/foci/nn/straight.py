@@ -159,7 +159,7 @@ class Stack:
             is_bare = own.get("mask", own) is None and own.get("score", own) is None
             attention = shared.get(layer.alike) if is_bare else None
             if attention is None:
-                attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal)
+                attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal, tokens=x.shape[0])
             if is_bare:
                 shared[layer.alike] = attention
             if steps is Unseen and torch.is_grad_enabled() and attention.captures_learn:
@@ -241,8 +241,9 @@ def _layer_of(layer: Any, states: Sequence[dict[str, Any]], attention: Any) -> _
     return _Layer(plan, attention, (heads, attention.dropout if attention.training else 0.0))
 
 
-def _attention_of(attention: Any, mask: Tensor | None, packing: Packing, *, is_causal: bool) -> Attention:
+def _attention_of(attention: Any, mask: Tensor | None, packing: Packing, *, is_causal: bool, tokens: int) -> Attention:
     functions = attention._of_packed(packing, packing, mask, is_causal=is_causal)
     score, attend = functions.score, functions.mask
     extras = attention._extras(packing, packing.offsets, packing.longest, functions)
-    return Attention(None if score is None else score.function, None if attend is None else attend.function, extras)
+    which = (None if score is None else score.function, None if attend is None else attend.function)
+    return Attention(*which, extras, whole=packing.is_whole(tokens))

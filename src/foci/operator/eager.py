@@ -83,12 +83,14 @@ def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional)
     return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
 
 
-def bind_forward(outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional) -> ForwardOfRows | None:
-    """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known."""
+def bind_forward(outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, *, whole: bool) -> ForwardOfRows | None:
+    """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known. lse is there to
+    be read where the call learns. `whole`: see `foci.backends.contract.Binding`."""
     binding, geometry = outline.chosen.binding, outline.geometry
     if binding is None or geometry is None or not _is_of_rows(outline, optional):
         return None
-    return binding.bind_forward(geometry, rows, (*tensors, None), _offsets(optional))
+    inputs = (*tensors, None)
+    return binding.bind_forward(geometry, rows, inputs, _offsets(optional), whole=whole, out_alone=not outline.learns)
 
 
 def bind_backward(

@@ -231,7 +231,7 @@ class Launches:
     def __init__(self):
         self.names = []
 
-    def empty(self, shape, strides, dtype, like):
+    def empty(self, shape, strides, dtype, like, *, cleared=False):
         return torch.empty(shape, dtype=dtype)
 
     def launch(self, function, grid, *arguments, **options):

@@ -73,7 +73,7 @@ class HopperKernel(host.TritonKernel):
         programs, tickets, halved = self._programs(count, schedule, operands, recorder)
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
-            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, tickets, *places)
+            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, tickets, *places, between=True)
         recorder.launch(
             attention_forward, (programs,),
             *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits, tickets, encode(halved)),
@@ -91,7 +91,7 @@ class HopperKernel(host.TritonKernel):
         if not schedule.persistent:
             return tasks, None, 0
         programs = min(tasks, _processors(operands.query.device))
-        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
+        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query, cleared=operands.cu_q is not None)
         if tickets is not None and programs < tasks and operands.cu_q is None:  # packed, `fill_between` clears them
             recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4)
         last = tasks % programs if self.is_even else 0

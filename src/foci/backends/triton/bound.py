@@ -6,7 +6,8 @@ need of, are left out: rows come in, rows go out.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,9 +74,36 @@ class _Results(NamedTuple):
     lse: tuple[int, int]
 
 
-def bind_forward(found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None) -> ForwardOfRows | None:
+class _Zeros:
+    """Launches that are given zeros: by turns of what is allocated for many of them."""
+
+    __slots__ = ("_device", "_held", "_launch", "_size")
+
+    def __init__(self, launch: Callable[[list[int | None]], None], size: int, device: torch.device) -> None:
+        self._launch, self._size, self._device = launch, size, device
+        self._held: tuple[Tensor | None, Iterator[int]] = (None, iter(()))
+
+    def launch(self, addresses: list[int | None]) -> None:
+        """Launches for inputs and results at these places."""
+        held = self._held  # lives until it is launched, whoever else takes more meanwhile
+        place = next(held[1], None) if self._size else 0
+        if place is None:
+            zeros = torch.zeros((_TURNS * self._size,), dtype=torch.uint8, device=self._device)
+            start = zeros.data_ptr()
+            held = self._held = zeros, iter(range(start, start + _TURNS * self._size, self._size))
+            place = next(held[1])
+        addresses.append(place)
+        self._launch(addresses)
+
+
+_TURNS: Final = 32
+
+
+def bind_forward(
+    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
+) -> ForwardOfRows | None:
     """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
-    makes tensors with gaps."""
+    makes tensors with gaps. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
     if found.makes_rows is None:
         found.makes_rows = _results_of(found) or False
@@ -84,13 +112,17 @@ def bind_forward(found: Recording, rows: Tensor, inputs: Inputs, offsets: Offset
     results: _Results = found.makes_rows
     (q, k, v), empty, device = parts, torch.empty, kind.device
     out_size, out_dtype, lse_size = results
+    of_zeros = found.of_zeros() if whole else None
+    launch = found.launch if of_zeros is None else _Zeros(*of_zeros, device).launch
+    kept = empty(lse_size, dtype=torch.float32, device=device) if out_alone else None
 
     def run(rows: Tensor) -> tuple[Tensor, Tensor] | None:
         start = rows.data_ptr()
         if start & 15 or not kind.has(rows) or not around.are_same():
             return None
-        out, lse = empty(out_size, dtype=out_dtype, device=device), empty(lse_size, dtype=torch.float32, device=device)
-        found.launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
+        out = empty(out_size, dtype=out_dtype, device=device)
+        lse = empty(lse_size, dtype=torch.float32, device=device) if kept is None else kept
+        launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
         return out, lse
 
     return run

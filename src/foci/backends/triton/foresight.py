@@ -31,7 +31,7 @@ class _Foreseen(Recorder):
     def __init__(self) -> None:
         super().__init__((), None)
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor, *, cleared: bool = False) -> Tensor:
         """A tensor without memory, which kernels take for an aligned one."""
         return torch.empty_strided(tuple(map(int, shape)), tuple(map(int, strides)), dtype=dtype, device="meta")
 
@@ -39,7 +39,7 @@ class _Foreseen(Recorder):
         """Another of the kind."""
         return _Foreseen()
 
-    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Notes what will be launched."""
         plain = plain_arguments(args)
         settle((function, *plain))

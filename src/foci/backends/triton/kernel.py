@@ -165,10 +165,12 @@ class TritonKernel:
         found = self._known_forward(geometry, inputs, offsets, others)
         return None if found is None else found.run(inputs)[: self.results]
 
-    def bind_forward(self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /) -> ForwardOfRows | None:
+    def bind_forward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
+    ) -> ForwardOfRows | None:
         """See `foci.backends.contract.Binding`."""
         found = self._known_forward(geometry, inputs, offsets, 1)
-        return None if found is None else bind_forward(found, rows, inputs, offsets)
+        return None if found is None else bind_forward(found, rows, inputs, offsets, whole=whole, out_alone=out_alone)
 
     def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> Recording | None:
         query, key = inputs[0], inputs[1]

@@ -112,9 +112,9 @@ class Recorder:
         self._sources: list[Source | None] = []
         self._launches: list[Launch] | None = None if stream is None else []
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """An uninitialised tensor on the device of `like`, allocated anew in each run."""
-        new = New(tuple(shape), tuple(strides), dtype, like.device)
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor, *, cleared: bool = False) -> Tensor:
+        """An uninitialised tensor on the device of `like`, allocated anew in each run; `cleared` by a launch `between`, see `New`."""
+        new = New(tuple(shape), tuple(strides), dtype, like.device, cleared=cleared)
         made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
         self._made.append(new)
         self._tensors.append(made)
@@ -144,17 +144,19 @@ class Recorder:
         """What the pass does besides cannot be repeated: nothing is recorded."""
         self._launches = None
 
-    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launches as Triton does, which compiles what it has to; later, within `side_by_side`."""
+    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
+        """Launches as Triton does, which compiles what it has to; later, within `side_by_side`. `between`: see `Launch`."""
         plain, queue = plain_arguments(args), waiting()
         settle((function, *plain))
-        run = functools.partial(self._launch, function, grid, args, plain, options)
+        run = functools.partial(self._launch, function, grid, args, plain, options, between)
         if queue is None:
             run()
         else:
             queue.append(Waiting(function, plain, options, run))
 
-    def _launch(self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any) -> None:
+    def _launch(
+        self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any, between: bool
+    ) -> None:
         compiled = function[tuple(map(int, grid))](*plain, **options)
         if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
@@ -165,9 +167,8 @@ class Recorder:
             self._launches = None
             return
         place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
-        self._launches.append(
-            direct(compiled, place, noted) or Launch(compiled.run, noted.after((*place, compiled.packed_metadata, *_UNWATCHED)))
-        )
+        launch = direct(compiled, place, noted) or Launch(compiled.run, noted.after((*place, compiled.packed_metadata, *_UNWATCHED)))
+        self._launches.append(launch._replace(between=between))
 
     def template(self) -> Template | None:
         """What was noted, None if it cannot be run again."""

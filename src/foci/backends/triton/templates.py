@@ -173,20 +173,23 @@ def address_of(number: int) -> str:
 
 
 class Launch(NamedTuple):
-    """A compiled kernel's launcher, and all it takes."""
+    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies, and clears what is `New.cleared`."""
 
     run: Callable[..., None]
     arguments: Arguments
+    between: bool = False
 
 
 class New(NamedTuple):
-    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too."""
+    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too. `cleared`: a
+    launch `between` makes it zeros."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     offset: int | None = None
+    cleared: bool = False
 
     @property
     def packed(self) -> New:
@@ -252,7 +255,7 @@ _SHAPES: Final = 64
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
+    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch", "takes_zeros")
 
     def __init__(
         self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
@@ -262,6 +265,7 @@ class Template:
         self.parts = _Parts.of(made[:results])
         self.makers = [new.maker() for new in made[:results] if new.offset is None]
         self.scratch = None if results is None else _Scratch.of(made[results:])
+        self.takes_zeros = results is not None and all(new.cleared for new in made[results:])
         self._kept: Inputs = kept
         self._sources = sources
         self._results = results
@@ -311,12 +315,13 @@ class _Way(NamedTuple):
     values: list[Any]
     makers: list[Any]
     varies: bool
+    between: bool
 
     @staticmethod
     def of(launch: Launch) -> _Way:
-        run, given = launch
+        run, given, between = launch
         makers = given.makers()
-        return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers))
+        return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers), between)
 
     def makers_of(self, binding: Binding) -> list[Any]:
         return [made.bound(binding) for made in self.makers] if self.varies else self.makers
@@ -368,7 +373,7 @@ class _Scratch(NamedTuple):
     def of(made: Sequence[New]) -> _Scratch | None:
         return _Scratch(row_of(list(itertools.accumulate(new.lines for new in made))), made[0].device) if made else None
 
-    def at(self, tokens: Tokens) -> tuple[Callable[[], Tensor], list[int]]:
+    def at(self, tokens: Tokens) -> tuple[functools.partial[Tensor], list[int]]:
         """What allocates it, and where in it each tensor lies."""
         ends = [_LINE * lines for lines in self.lines(tokens)]
         return functools.partial(torch.empty, (ends[-1],), dtype=torch.uint8, device=self.device), [0, *ends[:-1]]
@@ -442,6 +447,23 @@ class Recording:
         tensors: list[Any] = [*inputs, *made]
         self.launch(places_of(tensors) if places is None else places + [t.data_ptr() for t in made], tensors)
         return made
+
+    def of_zeros(self) -> tuple[Callable[[list[int | None]], None], int] | None:
+        """What launches where every row is of a sequence, for inputs, results and zeros of so many bytes, written to once, at these places;
+        None where that is `launch`."""
+        launches = [launch for launch, way in zip(self._launches, self.template.ways(), strict=True) if not way.between]
+        if len(launches) == len(self._launches) or not (self.template.takes_zeros and self.takes_places):
+            return None
+        size, offsets = (0, [0]) if self._scratch is None else (self._scratch[0].args[0][0], self._scratch[1])
+
+        def launch(addresses: list[int | None]) -> None:
+            start = addresses.pop()
+            assert start is not None
+            addresses += [start + offset for offset in offsets]
+            for run, fill, values, makers in launches:
+                run(*fill(values, makers, addresses, None))
+
+        return launch, size
 
     def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
         """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `takes_places`."""
