@@ -27,10 +27,11 @@ from foci.backends.triton.schedules import LIMITS  # noqa: E402
 # bytes that releases of Triton which the backend is not written for spill besides
 SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
 LAUNCHED = {
-    kernel: ("attention_forward", "fill_between", "pack_masks"),
+    kernel: ("attention_forward", "fill_between", "pack_masks", "mark_keys", "cover_keys", "order_tasks", "clear_turns"),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 DOCUMENTS = torch.arange(2048) // 100
+LONG = torch.arange(8192) // 900
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
@@ -60,6 +61,11 @@ CASES = {
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 48},
     "bias": {"score": scores.bias(torch.zeros(1, 2, 512, 512, dtype=torch.bfloat16))},
     "document": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "stack": 48},
+    "long document": {
+        "mask": foci.Mask(lambda b, h, q, k, ids=LONG: ids[q] == ids[k]),
+        "dim": 64,
+        "length": 8192,
+    },
     "float16 window": {"mask": masks.window(100), "dtype": torch.float16, "stack": 32},
     "persistent": {"mask": masks.window(100), "dim": 64},
     "jagged": {"jagged": True, "stack": 64},

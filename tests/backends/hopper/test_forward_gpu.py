@@ -57,7 +57,7 @@ CASES = {
     ("schedule", "dim"),
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
-        *(("HELD", 64), ("HELD", 32), ("BRIEF", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("EVEN", 64), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +78,33 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
         assert torch.equal(again.lse, first.lse)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("SHORT", 64)])
+@pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RUNS", 128), ("C2", 128), ("WIDER", 192)])
+@pytest.mark.parametrize("name", ["document", "document, alone", "document alibi", "by head", "few keys", "jagged"])
+def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch):
+    """As in long forwards, and tasks by their length."""
+    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import schedules
+
+    owners = (torch.arange(1000) % 17 == 0).cumsum(0).cuda() // 3
+    masks_of = {
+        "by head": {"mask": foci.Mask(lambda b, h, q, k: (owners[q] == owners[k]) & ((k - q) % (h + b + 2) == 0))},
+        "few keys": {"mask": foci.Mask(lambda b, h, q, k: (owners[k] % 5 == 3) & (q % 3 > 0))},
+        "jagged": {"mask": foci.Mask(lambda b, h, q, k: owners[q] <= owners[k]), "lengths": [100, 1, 700, 0, 128, 333]},
+    }
+    monkeypatch.setattr(host, "FEW", 0)
+    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "_processors", lambda device: 5)
+    asked, operands = posed(**{"dim": dim, **(masks_of.get(name) or CASES[name])})
+    kernel = kernel_of("hopper", asked)
+    first = kernel.forward(operands)
+    check(first, exact(asked, operands))
+    for _ in range(20):
+        again = kernel.forward(operands)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("EVEN", 64), ("SHORT", 64)])
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
     """15 programs leave 2 or 3 tasks of 700 rows for a last round, each then for two programs."""

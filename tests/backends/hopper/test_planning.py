@@ -198,13 +198,15 @@ JAGGED = {"layout": Layout.JAGGED}
         (KINDS["full"], schedules.ALIKE, schedules.HELD),
         (KINDS["causal"], schedules.N3, schedules.HELD),
         (KINDS["window"], schedules.RUNS, schedules.HELD),
-        (KINDS["document"], schedules.RUNS, schedules.HELD),
+        (KINDS["full"] | {"q_len": 512, "kv_len": 512}, schedules.ALIKE, schedules.EVEN),
+        (KINDS["document"], schedules.RUNS, schedules.LISTED),
         (KINDS["added"], schedules.N3, schedules.N3),
         (KINDS["score"], schedules.N3, schedules.N3),
         (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
         (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.HELD),
         (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.HELD),
         (KINDS["window"] | JAGGED, schedules.RUNS, schedules.HELD),
+        (KINDS["document"] | JAGGED, schedules.RUNS, schedules.LISTED),
     ],
 )
 def test_programs_take_task_after_task_where_that_was_faster(given, wide, narrow):

@@ -1,6 +1,7 @@
 """Masks of partial tiles as words: every bit, and which tiles rows need, natively or in the interpreter (TRITON_INTERPRET=1)."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -58,9 +59,21 @@ class Catching:
         return launch
 
 
+def fewest(keep, tile):
+    """How many tiles of keys hold all that any row attends to, each beginning where it is best to."""
+    count, at = 0, 0
+    while keep[:, at:].any():
+        at += int(keep[:, at:].any(0).int().argmax()) + tile
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_every_bit_says_what_the_mask_does(name, monkeypatch):
+def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
+    monkeypatch.setattr(kernel, "FEW", 0 if moves else 1 << 30)
+    monkeypatch.setattr(kernel, "_partial", weakref.WeakKeyDictionary())  # of a mask, what is found first is kept
     case = CASES[name]
     compiled, operands = listed(**case)
     with pytest.raises(Caught) as caught:
@@ -68,6 +81,8 @@ def test_every_bit_says_what_the_mask_does(name, monkeypatch):
     (args,) = caught.value.args
     table = next(arg for arg in args if hasattr(arg, "words"))
     spans = next(arg for arg in args if hasattr(arg, "q_start"))
+    config = next(arg for arg in args if hasattr(arg, "STARTS"))
+    assert config.STARTS.value == (moves and "blocks" not in case)
     tile_kv = 64 if case.get("dim") == 256 else 128
     tile_q, tasks, width = table.words.shape[1], len(table.counts), table.width >> 2
     tasks = tasks // 2 if table.h_stride != 3 else tasks
@@ -79,19 +94,32 @@ def test_every_bit_says_what_the_mask_does(name, monkeypatch):
             if b < 0:  # a spare task
                 continue
             length = int(spans.q_length[b])
+        q = task * tile_q + torch.arange(tile_q, device=DEVICE)[:, None]
+        every = torch.arange(length, device=DEVICE)[None, :]
+        left = case["mask"](0, h, q.clamp(max=length - 1), every) & (q < length)
+        fewer = fewest(left, tile_kv)
+        first = [int(entry) * (1 if config.STARTS.value else tile_kv) for entry in table.lists[row, : full + part] & ((1 << 30) - 1)]
+        if moves and "blocks" not in case:
+            assert full + part == min(fewer, (left.any(0).nonzero() // tile_kv).unique().numel())
+        if table.order is not None:
+            counts = table.counts[row // tasks * tasks :][:tasks, :2].sum(1)[table.order[row // tasks * tasks :][:tasks] % tasks]
+            assert torch.equal(counts, counts.sort().values)
+        for at in first[:full]:
+            assert "blocks" in case or left[: length - task * tile_q, at : at + tile_kv].all()
+            left[:, at : at + tile_kv] = False
         needed = []
         for i in range(full, full + part):
-            entry = int(table.lists[row, i])
-            forced, entry = entry >= 1 << 30, entry & ((1 << 30) - 1)
-            q = task * tile_q + torch.arange(tile_q, device=DEVICE)[:, None]
-            k = entry * tile_kv + torch.arange(tile_kv, device=DEVICE)[None, :]
+            forced = int(table.lists[row, i]) >= 1 << 30
+            k = first[i] + torch.arange(tile_kv, device=DEVICE)[None, :]
             keep = case["mask"](0, h, q.clamp(max=length - 1), k.clamp(max=length - 1)) | forced
             column = torch.arange(tile_kv, device=DEVICE)
             word = table.words[row * width + i][:, column % 8 // 2]
             bit = (word >> (column // 8 * 2 + column % 2)) & 1
             assert torch.equal(bit.bool(), keep & (q < length) & (k < length))
             needed.append((keep & (q < length) & (k < length)).view(tile_q // 64, -1).any(1))
+            left[:, first[i] : first[i] + tile_kv] = False
             seen += 1
+        assert "blocks" in case or not left.any()
         for limits, tiles in zip(table.limits[row].tolist(), zip(*needed, strict=True), strict=bool(needed)):
             those = [i for i, some in enumerate(tiles) if some]
             assert limits == ([part - min(those), max(those) + 1] if those else [0, 0])

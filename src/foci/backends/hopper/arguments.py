@@ -22,7 +22,7 @@ class Config(NamedTuple):
     (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles. NUMBERED: how
     consumers free stages (`foci.backends.hopper.signals`). EXACT: a row's weights are
     measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
-    wait for values.
+    wait for values. TOGETHER: heads whose tasks come in turn. STARTS: lists say at which keys tiles begin, not which tiles they are.
     """
 
     CONSUMERS: Any
@@ -51,6 +51,8 @@ class Config(NamedTuple):
     EXACT: Any = None
     HELD: Any = None
     EARLY: Any = None
+    TOGETHER: Any = None
+    STARTS: Any = None
 
 
 class Marked(NamedTuple):
@@ -58,6 +60,8 @@ class Marked(NamedTuple):
 
     tickets: int32 [1] of zero, how many tasks persistent programs have taken besides their first, None if each takes every so-manieth.
     halved: how many of the last tasks are for two programs each, encoded.
+    order: int32 [rows of the lists], in the place of each task the one that is taken for it, or None.
+    late: 1 where the last task of each head comes behind all others, else 0, encoded; None where tasks are of any length.
     """
 
     counts: Any
@@ -69,3 +73,5 @@ class Marked(NamedTuple):
     limits: Any = None
     tickets: Any = None
     halved: Any = None
+    order: Any = None
+    late: Any = None

@@ -31,8 +31,8 @@ from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums,
 from foci.backends.hopper.signals import await_free, await_free_queries, await_last, free, free_queries
 from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded, unpacked, weights_of
 from foci.backends.hopper.tasks import find_task, plan
-from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
-from foci.backends.triton.tiles import LN2, LOG2E, number, start_of
+from foci.backends.hopper.tiles import barriers, begin_of, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
+from foci.backends.triton.tiles import LN2, LOG2E, number
 
 
 @gluon.jit
@@ -284,7 +284,7 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
     keys, values, k_full, k_free, v_full, v_free, base = bars
     kv_h = h // number(size.group)
     for i in range(run[2] + run[6]):
-        here = start_of(step(table, run, i, c), c, c.TILE_KV)
+        here = begin_of(step(table, run, i, c), c)
         stage = (base + i) % c.STAGES
         await_free(k_free, base + i, c, 0)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
@@ -311,7 +311,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
     while ticket < tickets:
         task, half = task_of(ticket, tickets, table)
-        place = find_task(task, size, spans, c)
+        place = find_task(task, size, spans, table, c)
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
@@ -319,7 +319,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
         if place[0] >= 0:
             run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
             mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
-            post(posts, n, place, run, cuts, half, c)
+            post(posts, n, place, run, cuts, half, size, table, c)
             mbarrier.arrive(post_full.index(n % POSTS), count=1)
             bars = (keys, values, k_full, k_free, v_full, v_free, base)
             produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)
@@ -373,7 +373,7 @@ def attention_forward(
 ):  # fmt: skip
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`; q, k, v and out are descriptors."""
     if not c.PERSISTENT:
-        place = find_task(gl.program_id(0), size, spans, c)
+        place = find_task(gl.program_id(0), size, spans, table, c)
         if place[0] < 0:
             return
         run, cuts = plan(place, spans, size, table, env, c, bounds, 4)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import clear_turns, fill_between
 from foci.backends.hopper.kinds import WORDS_AT_MOST
 from foci.backends.hopper.schedules import Schedule, forward_schedule, width_of
-from foci.backends.hopper.words import pack_masks
+from foci.backends.hopper.words import cover_keys, mark_keys, order_tasks, pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
@@ -33,8 +34,23 @@ from foci.problem import Layout, Operands, Results
 
 __all__ = ["HopperKernel"]
 
-_words: Final[weakref.WeakKeyDictionary[Visits, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+
+class Partial(NamedTuple):
+    """What is found once of the lists of a mask. Words and their limits: see `pack_masks`. Where tiles are moved to the keys that are
+    attended to, lists and counts of these, and the order of tasks, longest last (`cover_keys`)."""
+
+    words: Tensor | None = None
+    limits: Tensor | None = None
+    starts: Tensor | None = None
+    counts: Tensor | None = None
+    order: Tensor | None = None
+
+
+_partial: Final[weakref.WeakKeyDictionary[Visits, Partial]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
+
+FEW: Final = 1 << 13
+"""Tiles of all tasks, visited or not, up to which a forward is too short for tiles to be moved."""
 
 
 class HopperKernel(host.TritonKernel):
@@ -65,20 +81,23 @@ class HopperKernel(host.TritonKernel):
         if not functions.takes(operands.scale, operands.floats):
             functions = functions_of(self.variant, lies, half=True, resident="q_idx")
         is_line = functions.line is not None
-        (words, limits), count = self._words(call, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
+        partial, count = self._partial(call, schedule, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
+        table = visits.table
+        if partial.starts is not None:
+            table = table._replace(counts=partial.counts, lists=partial.starts)
         sources = (
             describe(t, n, width_of(t.shape[-1]), ragged=is_jagged)
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
         programs, tickets, halved = self._programs(count, schedule, operands, recorder)
+        marked = Marked(*table, partial.words, partial.limits, tickets, encode(halved), partial.order, self._late(schedule, operands))
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
             recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, tickets, *places, between=True)
         recorder.launch(
             attention_forward, (programs,),
-            *sources, lse, row_max, size, visits.spans, Marked(*visits.table, words, limits, tickets, encode(halved)),
-            call.numbers._replace(scale=operands.scale), call.environment,
-            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, has_words=words is not None, is_line=is_line),
+            *sources, lse, row_max, size, visits.spans, marked, call.numbers._replace(scale=operands.scale), call.environment,
+            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, partial=partial, is_line=is_line),
             functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4,
         )  # fmt: skip
         return Results(out, lse, row_max)
@@ -103,37 +122,66 @@ class HopperKernel(host.TritonKernel):
             return self.visits(call, tiles, "queries")
         return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
 
-    def _words(self, call: host.Pass, tiles: Tiles, visits: Visits) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Words of the partial tiles of lists and their limits, found once: not where the pass is to be known for other sequences."""
+    def _late(self, schedule: Schedule, operands: Operands) -> int | None:
+        """1 where the last task of each head, shorter than its others, is to come behind all of these, else 0, encoded; None if none is."""
+        if not (self.is_even and schedule.late):
+            return None
+        return encode(int(0 < operands.query.shape[2] % schedule.tile_q < operands.query.shape[2]))
+
+    def _partial(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: Visits) -> Partial:
+        """What is kept of lists, found once: not where the pass is to be known for other sequences."""
         lists = visits.table.lists
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
-            return None, None
-        found = _words.get(visits)
+            return Partial()
+        found = _partial.get(visits)
         if found is None:
-            found = _words[visits] = (
-                torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
-                torch.zeros((lists.shape[0], tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
-            )
-            heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
-            Recorder((), None).launch(  # by itself: a pass reads what it made
-                pack_masks, (lists.shape[0] * (tiles.tile_q // 64), 8),
-                *found, visits.table, self.size(call, heads, visits.tasks), visits.spans, call.environment, encode(heads),
-                self.config(call, tiles, visits), call.functions.mask, 8, num_warps=4,
-            )  # fmt: skip
+            found = _partial[visits] = self._marked(call, schedule, tiles, visits, lists)
         call.recorder.keep(found)
         return found
 
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, has_words: bool, is_line: bool) -> Config:
+    def _marked(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: Visits, lists: Tensor) -> Partial:
+        """Words of the partial tiles, and in a long forward where tiles are best to begin, and the order of tasks."""
+        query, table, formula = call.operands.query, visits.table, self.problem.formula
+        heads = 1 if table.h_stride == encode(0) else query.shape[1]
+        size, mask = self.size(call, heads, visits.tasks), call.functions.mask
+        places = (visits.spans, call.environment, encode(heads), self.config(call, tiles, visits))
+        rows, width = lists.shape
+        alone = Recorder((), None)  # by itself: a pass reads what it made
+        new = Partial(
+            torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
+            torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
+        )
+        assert table.counts is not None
+        is_long = query.shape[0] * query.shape[1] * visits.tasks * width > FEW
+        # with blocks and dropout tiles are where the caller's classes, and random numbers, are
+        if is_long and formula.block_size is None and not formula.dropout:
+            new = new._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
+            keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
+            alone.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
+            found, across = (new.starts, new.counts, keys), triton.next_power_of_2(width)
+            alone.launch(cover_keys, (rows,), *found, table, size, visits.spans, places[-1], across, 1024, num_warps=4)
+            table = table._replace(counts=new.counts, lists=new.starts)
+        if is_long and schedule.ordered and call.operands.cu_q is None:
+            new = new._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
+            alone.launch(order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), new.order, table.counts, size, 64, num_warps=4)
+        alone.launch(
+            pack_masks, (rows * (tiles.tile_q // 64), 8),
+            new.words, new.limits, table, size, *places, mask, 8, new.starts is not None, num_warps=4,
+        )  # fmt: skip
+        return new
+
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, partial: Partial, is_line: bool) -> Config:
         """What a launch is compiled for."""
         p = self.problem
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, width_of(p.head_dim), p.value_dim, width_of(p.value_dim), mode, is_jagged, is_plain,
-                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low, has_words, schedule.persistent,
+                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
+                partial.words is not None, schedule.persistent,
             ),
             LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, EXACT=p.formula.outputs.row_max, HELD=schedule.held,
-            EARLY=schedule.early and not p.formula.dropout,
+            EARLY=schedule.early and not p.formula.dropout, STARTS=partial.starts is not None, TOGETHER=schedule.together,
         )  # fmt: skip
 
 
@@ -144,7 +192,7 @@ def _without_mask(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **others: bool) -> Config:
+def _config(values: tuple[Any, ...], **others: int) -> Config:
     return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
 
 

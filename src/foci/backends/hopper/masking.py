@@ -7,7 +7,8 @@ thread: a score costs a comparison and a choice. Masks that have neither are com
 
 from foci.backends.hopper.interface import gl, gluon, thread_barrier
 from foci.backends.hopper.layouts import product
-from foci.backends.triton.tiles import FORCED, number, start_of
+from foci.backends.hopper.tiles import begin_of
+from foci.backends.triton.tiles import FORCED, number
 
 __all__ = [
     "BOTH", "LOWER", "ROWS", "SOME", "UPPER", "WHOLE",
@@ -91,7 +92,7 @@ def along_line(tile, at, env, c, line: gl.constexpr):
     y, column, lane = by_column(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
     rows = gl.convert_layout(gl.max(q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
-    columns = start_of(tile, c, c.TILE_KV) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    columns = begin_of(tile, c) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
     lead, rise = line(b, h, rows, columns, q_len, kv_len, env, aux)
     y = gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise
     return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), product(c.TILE_KV), assert_trivial=True)
@@ -198,7 +199,7 @@ def scores_of(raw, tile, marks, partial, at, env, c, score: gl.constexpr, mask: 
     """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     x = raw
-    here = start_of(tile, c, c.TILE_KV)
+    here = begin_of(tile, c)
     column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
     kv_idx = column
     if MASKED:

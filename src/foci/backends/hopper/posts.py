@@ -6,6 +6,7 @@ are in use at a time.
 """
 
 from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.tiles import FAR
 from foci.backends.triton.tiles import number
 
@@ -47,7 +48,7 @@ def get(posts, at):
 
 
 @gluon.jit
-def post(posts, n, place, run, cuts, half, c):
+def post(posts, n, place, run, cuts, half, size, table, c):
     """The n-th task, or a half of it."""
     first = n % POSTS * FIELDS
     for i in gl.static_range(5):
@@ -55,8 +56,12 @@ def post(posts, n, place, run, cuts, half, c):
     for i in gl.static_range(7):
         put(posts, first + 5 + i, run[i].to(gl.int32))
     for me in gl.static_range(c.CONSUMERS):
-        # of a halved task the first half has all consumers but the last
-        other = (half >= 0) & (half != me // (c.CONSUMERS - 1))
+        # of a halved task the first half has all consumers but the last; of a short one, of those that have rows
+        second = me // (c.CONSUMERS - 1)
+        if table.late is not None:
+            there = gl.minimum((number(size.rows) - place[4] * c.TILE_Q + ROWS - 1) // ROWS, c.CONSUMERS)
+            second = gl.where(me < (there + 1) // 2, 0, 1)
+        other = (half >= 0) & (half != second)
         for i in gl.static_range(4):
             put(posts, first + OWN + 6 * me + i, gl.where(other, cuts[me][4], cuts[me][i]))
         put(posts, first + OWN + 6 * me + 4, cuts[me][5])

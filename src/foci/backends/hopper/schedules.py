@@ -16,7 +16,9 @@ __all__ = [
     "ALIKE",
     "BRIEF",
     "C2",
+    "EVEN",
     "HELD",
+    "LISTED",
     "N3",
     "PIECED",
     "RUNS",
@@ -37,7 +39,9 @@ class Schedule:
     """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
     what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
     partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `held`: queries
-    stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for."""
+    stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for.
+    `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: where a
+    head's tasks are alike but for the last, which is shorter, those of all heads come last."""
 
     name: str
     consumers: int
@@ -51,6 +55,9 @@ class Schedule:
     numbered: bool = False
     held: bool = False
     early: bool = True
+    together: int = 16
+    ordered: bool = False
+    late: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -67,7 +74,9 @@ SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
-HELD: Final = replace(BRIEF, held=True)
+HELD: Final = replace(BRIEF, held=True, late=True)
+EVEN: Final = replace(HELD, strided=True, together=64)
+LISTED: Final = replace(HELD, ordered=True, together=32)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )
@@ -75,6 +84,8 @@ WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
 FEW_KEYS: Final = 4096
 """Up to which a causal mask's tasks are short."""
+FEWER_KEYS: Final = 1024
+"""Up to which tasks without a mask are so short that it pays to place each: to ask for one costs a launch, and the last round is long."""
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
@@ -123,8 +134,10 @@ def forward_schedule(problem: Problem) -> Schedule:
         return _steady(problem, is_full=is_full)
     width = max(width, value_width)
     if width <= 64:
+        if is_plain and bounds is None:
+            return LISTED
         if is_plain:
-            return HELD
+            return EVEN if is_full and is_dense and problem.kv_len <= FEWER_KEYS else HELD
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2

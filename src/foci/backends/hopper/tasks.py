@@ -4,22 +4,35 @@
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.tiles import run_of, span_of, tiles_within
-from foci.backends.triton.tiles import find_among, sequence_at
+from foci.backends.triton.tiles import find_among, number, sequence_at, turn
 
 __all__ = ["find_task", "plan"]
 
-# heads whose tasks come in turn: as measured, against eight and fewer, where more programs read the same keys at a time
-TOGETHER = gl.constexpr(16)
-
 
 @gluon.jit
-def find_task(n, size, spans, c):
+def find_task(n, size, spans, table, c):
     """Place of the n-th task: (b that functions are told, batch entry in memory, head, task, tile), and packed where the sequence lies,
-    which one look tells with it; b < 0 for a spare one."""
-    place = find_among(n, size, spans, c, True, TOGETHER)
-    if c.JAGGED:
-        place = place + sequence_at(spans, size, place[0], place[3], c)
-    return place
+    which one look tells with it; b < 0 for a spare one. Dense tasks come in the order of the table, if it has one; the last ones of all
+    heads may come late."""
+    if table.late is not None:
+        heads, late = number(size.heads), number(table.late)
+        tasks = number(size.tasks) - late
+        before = number(size.batch) * heads * tasks
+        is_late = n >= before
+        bh, task = turn(gl.where(is_late, 0, n), number(size.batch) * heads, tasks, c.TOGETHER)
+        bh = gl.where(is_late, n - before, bh)
+        task = gl.where(is_late, tasks, tasks - 1 - task)
+        b = bh // heads
+        return b, b, bh - b * heads, task, task
+    else:
+        place = find_among(n, size, spans, c, True, c.TOGETHER)
+        if c.JAGGED:
+            place = place + sequence_at(spans, size, place[0], place[3], c)
+        elif table.order is not None:
+            b, memory_b, h, task, tile = place
+            task = gl.load(table.order + (b * number(table.b_stride) + h * number(table.h_stride) + task))
+            place = (b, memory_b, h, task, task)
+        return place
 
 
 @gluon.jit

@@ -3,11 +3,12 @@
 
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, send, viewed
 from foci.backends.hopper.layouts import piece, pieces, shared, unit
-from foci.backends.triton.tiles import FAR, sequence, visited, visits
+from foci.backends.triton.tiles import FAR, sequence, start_of, visited, visits
 
 __all__ = [
     "FAR",
     "barriers",
+    "begin_of",
     "buffers_of",
     "copy_in",
     "copy_out",
@@ -169,3 +170,12 @@ def step(table, run, i, c):
         back = part - 1 - i
         tile = part_first + back + gl.where(back >= before, gap, 0)
         return gl.where(i < part, tile, full_first + full - 1 - (i - part))
+
+
+@gluon.jit
+def begin_of(tile, c):
+    """First key of a tile that `step` gave."""
+    if c.STARTS:
+        return tile
+    else:
+        return start_of(tile, c, c.TILE_KV)

@@ -22,18 +22,21 @@ def number(x):
 
 
 @triton.jit
-def place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
-    """(batch entry, head, task) of the n-th program.
-
-    Heads go in groups of TOGETHER, which share what the cache holds; within a group the last tiles, longest under a causal mask, first.
-    """
-    heads = number(size.batch) * number(size.heads)
-    tasks = number(size.tasks)
+def turn(n, heads, tasks, TOGETHER: tl.constexpr):
+    """(head, task) of the n-th program, of so many heads of so many tasks each: heads in groups of TOGETHER, which share what the cache
+    holds, task by task."""
     group = n // (TOGETHER * tasks)
     within = n - group * TOGETHER * tasks
     members = tl.minimum(TOGETHER, heads - group * TOGETHER)
     task = within // members
-    bh = group * TOGETHER + within - task * members
+    return group * TOGETHER + within - task * members, task
+
+
+@triton.jit
+def place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
+    """(batch entry, head, task) of the n-th program, see `turn`; the last tiles, longest under a causal mask, first."""
+    tasks = number(size.tasks)
+    bh, task = turn(n, number(size.batch) * number(size.heads), tasks, TOGETHER)
     b = bh // number(size.heads)
     h = bh - b * number(size.heads)
     if LONGEST_FIRST:
