@@ -13,7 +13,7 @@ pytestmark = needs_gpu_or_interpreter
 LENGTHS, SPANS = [70, 0, 200, 1, 129], [90, 3, 200, 40, 131]
 
 
-def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
+def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
     """(operands, out, dout, lse, gradient of lse, arguments of the kernel of all gradients) of random numbers."""
     heads, rows = 4, sum(SPANS) + 5 if jagged else rows
     batch = 1 if jagged else 2
@@ -29,7 +29,7 @@ def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
         more = {"cu_q": cu, "cu_kv": cu, "q_lengths": lengths, "kv_lengths": lengths, "max_q": 200, "max_kv": 200}
     bound = bind(None, None, DEVICE)
     layout = Layout.JAGGED if jagged else Layout.DENSE
-    asked = Problem(Formula(bound.variant, layout), q.dtype, dim, dim, heads, kv_heads, 8, 256, 256, True, True, True)
+    asked = Problem(Formula(bound.variant, layout, dropout=p > 0), q.dtype, dim, dim, heads, kv_heads, 8, 256, 256, True, True, True)
     empty = torch.empty_strided
 
     def filled(*args, **options):
@@ -38,7 +38,8 @@ def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False):
 
     monkeypatch.setattr(torch, "empty_strided", filled)
     flow = torch.randn_like(lse) if dlse else None
-    args = launched_with(asked, Operands(q, k, k, scale=0.1, **more), Results(out, lse), Cotangents(dout, flow))
+    operands = Operands(q, k, k, scale=0.1, dropout_p=p, seed=torch.tensor([1], device=DEVICE) if p else None, **more)
+    args = launched_with(asked, operands, Results(out, lse), Cotangents(dout, flow))
     return out, dout, lse, flow, args
 
 
@@ -81,3 +82,17 @@ def test_dense_rows_are_lines_themselves_where_they_may(rows, monkeypatch):
     torch.testing.assert_close(lines, base2.flatten(0, 1))
     torch.testing.assert_close(deltas, delta.flatten(0, 1), rtol=1e-3, atol=1e-2)
     assert (args["order"].turns == 0).all()
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_lines_hold_the_factor_of_what_dropout_keeps(p, monkeypatch):
+    """In the weights, and so not in what is taken off beside them; nothing is kept where all is dropped."""
+    out, dout, lse, flow, args = begun(monkeypatch, 64, 4, jagged=False, rows=256, p=p)
+    base2, delta = expected(out, dout, lse, flow)
+    lines, deltas = (args[name].base.view(8, 256) for name in args if name.startswith(("lse", "delta")))
+    if p == 1:
+        assert (lines == math.inf).all()
+        assert (deltas == 0).all()
+    else:
+        torch.testing.assert_close(lines, (base2 + math.log2(1 - p)).flatten(0, 1))
+        torch.testing.assert_close(deltas, (delta * (1 - p)).flatten(0, 1), rtol=1e-3, atol=1e-2)

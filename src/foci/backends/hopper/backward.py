@@ -22,7 +22,18 @@ from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
-from foci.backends.hopper.backward_schedules import KEYS, QUERIES, SPLIT, WHOLE, Cut, Fused, fused_schedule, is_prefix, widths_of
+from foci.backends.hopper.backward_schedules import (
+    AT_ONCE,
+    KEYS,
+    QUERIES,
+    SPLIT,
+    WHOLE,
+    Cut,
+    Fused,
+    fused_schedule,
+    is_prefix,
+    widths_of,
+)
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
 from foci.backends.hopper.backward_turns import Order
@@ -142,14 +153,15 @@ class HopperGradients(host.TritonKernel):
         operands, (batch, heads, _), length = call.operands, rows[0].shape, call.rows
         found = host.TritonKernel.visits(self._tasks, call, Tiles(128, 128, 4, 1), "queries")
         lines, pitch = rows, length
-        if operands.cu_q is not None or length % 4:
+        keep = call.numbers.keep_factor if self.problem.formula.dropout else None
+        if operands.cu_q is not None or length % 4 or keep is not None:
             pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else found.tasks) * 128
             lines = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, rows[0]) for _ in range(2))  # type: ignore[assignment]
         tile = 128 if self.dims[1] <= 128 else 32
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.recorder.launch(
             begin_gradients, (batch * heads * found.tasks,),
-            given.out, given.dout, given.lse, given.dlse, rows, None if lines is rows else lines, turns, encode(count), grads,
+            given.out, given.dout, given.lse, given.dlse, rows, None if lines is rows else lines, keep, turns, encode(count), grads,
             call.strides, self.size(call, heads, found.tasks), encode(operands.key.shape[1]), found.spans, encode(pitch),
             self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4,
         )  # fmt: skip
@@ -299,13 +311,14 @@ class HopperGradients(host.TritonKernel):
                 2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
                 None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, whole is not None and whole.defers, is_line,
-            )
+            ),
+            AT_ONCE=AT_ONCE.get(cut.tile_q) if whole is not None and p.formula.dropout else None,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...]) -> Config:
-    return Config(*map(tl.constexpr, values))
+def _config(values: tuple[Any, ...], **others: int | None) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
 
 
 def _without_mask(plan: Plan) -> Plan:

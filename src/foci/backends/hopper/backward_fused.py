@@ -119,7 +119,7 @@ def fold_fused(
         if MASKED and c.WORDS:
             words = words_at(table.words + ((line * number(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         if c.DROPOUT:
-            drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, odds, c.TILE_Q)
+            drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, odds, c.TILE_Q, c.AT_ONCE)
         if EARLY:
             lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
         s = warpgroup_mma_wait(len(douts), deps=[s])
@@ -147,7 +147,7 @@ def fold_fused(
         if not EARLY:
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
-            ds = (gl.maximum(p, 0.0) * dp * odds[3] - gl.abs(p) * delta).to(queries[0].dtype)
+            ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta).to(queries[0].dtype)
         else:
             ds = (steep * (dp - delta)).to(queries[0].dtype)
         # the other warpgroup has read what lay here: it arrived for the tile before after that
@@ -218,8 +218,6 @@ def fused_consumer(
         mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = nth(v_tiles, half)
-    if c.DROPOUT:
-        dv = scaled(dv, numbers.keep_factor)
     copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
     copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, scaled(dk, scale), c.JAGGED)

@@ -13,7 +13,7 @@ from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
 
-__all__ = ["KEYS", "QUERIES", "SPLIT", "WHOLE", "Cut", "Fused", "fused_schedule", "is_prefix", "widths_of"]
+__all__ = ["AT_ONCE", "KEYS", "QUERIES", "SPLIT", "WHOLE", "Cut", "Fused", "fused_schedule", "is_prefix", "widths_of"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (128, "score"): Fused(_WIDE),
 }
 """As measured on an H200 (`foci.backends.hopper.rates`)."""
+AT_ONCE: Final = {128: 32, 64: 64}
+"""By queries of a tile: for how many of them the random numbers of dropout are made at a time, 16, 32 or 64, in a loop over the others."""
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:

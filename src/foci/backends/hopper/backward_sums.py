@@ -23,13 +23,14 @@ def clear_between(grads, strides, size, kv_heads, spans, h, c):
 
 
 @triton.jit
-def begin_gradients(out, dout, lse, dlse, rows, lines, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
+def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
     """What the other kernels find done. One program for 128 rows of a head.
 
     Args:
         rows: (lse2, delta) [B, Hq, Sq] to fill, as `rows_of` says.
         lines: None, or the same two again, so that each sequence begins at a multiple of 128, inf and 0 beyond its rows: TMA copies runs
             that begin at multiples of 16 bytes. `pitch`: elements of a head in them.
+        keep: None, or dropout's factor of what is kept, which the weights of these lines have in them, and their deltas in turn have not.
         turns: None, or `count` numbers that become zeros.
         grads: (dq, dk, dv), any of them None, whose rows that belong to no sequence become zeros.
     """
@@ -56,6 +57,9 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, turns, count, grads, stri
         base2, d = rows_of(o, do, lse, dlse, lse2, delta, head * number(size.rows) + q_start + first + at, at < limit)
         if lines is not None:
             lse2_lines, delta_lines = lines
+            if keep is not None:
+                base2 -= tl.log2(keep)
+                d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
             to = head * number(pitch) + first + at
             if c.JAGGED:
                 to += (q_start // 128 + b) * 128

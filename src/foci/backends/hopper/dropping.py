@@ -39,7 +39,9 @@ def words_by_query():
 
 @gluon.constexpr_function
 def by_key(queries):
-    """Of [16 quads of keys, queries]: the lanes of a quad take every fourth eight queries."""
+    """Of [16 quads of keys, queries]: the lanes of a quad take every fourth eight queries, of 16 every second of them."""
+    if queries == 16:
+        return gl.DistributedLinearLayout([[2, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]], [[4, 0], [8, 0]], [], [16, 16])
     more = [[0, 32 << n] for n in range(queries.bit_length() - 6)]
     return gl.DistributedLinearLayout(
         [[0, 1], [2, 0], *more], [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]], [[4, 0], [8, 0]], [], [16, queries]
@@ -70,11 +72,11 @@ def words_layout(columns):
 
 @gluon.jit
 def odds_of(numbers, c):
-    """(low word of the seed, high word, least word that is kept, factor of what is kept), read once a task."""
+    """(low word of the seed, high word, least word that is kept), read once a task."""
     if c.DROPOUT:
         seed = gl.load(numbers.seed)
         least = ((numbers.threshold - (1 << 40)) >> 5).to(gl.uint32)
-        return seed.to(gl.int32), (seed >> 32).to(gl.int32), least, numbers.keep_factor
+        return seed.to(gl.int32), (seed >> 32).to(gl.int32), least
     else:
         return 0
 
@@ -125,43 +127,88 @@ def drops_by_query(first, here, b, h, odds, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def by_fours(word, odds, FIRST: gl.constexpr):
-    """Bits [warp, half of its quads, quad, lane, pair] of words [quads of keys, queries]; a lane's eights are every fourth one."""
-    y = word.reshape([4, 2, 2, word.shape[1] // 32, 4, 4, 2])
-    four = gl.arange(0, word.shape[1] // 32, along(y.type.layout, 7, 3))[None, None, None, :, None, None, None]
-    one = gl.arange(0, 2, along(y.type.layout, 7, 6))[None, None, None, None, None, None, :]
-    return gl.sum(gl.sum((y < odds[2]).to(gl.int32) << (8 * four + one + FIRST), 6), 3)
+def noted(bits, word, least, bit):
+    """Bits, with one more where a word is below the least that is kept: two instructions, where a choice takes three."""
+    ASM: gl.constexpr = "{ .reg .pred drops; setp.lt.u32 drops, $2, $3; @drops or.b32 $0, $0, $4; }"
+    word = gl.convert_layout(word.reshape([4, 2, 2, 4, 4]), words_by_key(), assert_trivial=True)
+    return gl.inline_asm_elementwise(ASM, "=r,0,r,r,r", [bits, word, least, bit], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def of_fours(bits):
-    """Words [warp, half of its quads, quad, 1, pair of queries] of what each lane found."""
-    lane = gl.arange(0, 4, along(bits.type.layout, 5, 3))[None, None, None, :, None]
-    words = gl.sum(bits << (2 * lane), 3)
-    return gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(3, words_by_key()), assert_trivial=True), 3)
-
-
-@gluon.jit
-def drops_by_key(first, here, b, h, odds, COLUMNS: gl.constexpr):
-    """Words [64, 4] of the 64 keys from `first`, over COLUMNS queries from `here`."""
-    PART: gl.constexpr = min(COLUMNS, 32)
-    layout: gl.constexpr = by_key(PART)
-    quad = (here_and_now(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
-    column = (here_and_now(here) + gl.arange(0, PART, gl.SliceLayout(0, layout)))[None, :]
-    key = key_of(odds)
-    for part in gl.static_range(COLUMNS // PART):
-        w0, w1, w2, w3 = random_words(key, quad, column + part * PART, h, b)
-        a0, a1 = by_fours(w0, odds, part * (PART // 4)), by_fours(w1, odds, part * (PART // 4))
-        a2, a3 = by_fours(w2, odds, part * (PART // 4)), by_fours(w3, odds, part * (PART // 4))
-        if part == 0:
-            n0, n1, n2, n3 = a0, a1, a2, a3
+def by_four(bits, word, least, bit):
+    """Bits [warp, half of its quads, quad, lane, pair] of a key, with those of words [quads of keys, queries]; `bit`: a lane's first."""
+    if word.shape[1] == 16:
+        return noted(bits, word, least, bit)
+    else:
+        FOURS: gl.constexpr = word.shape[1] // 32
+        even, odd = gl.split(word.reshape([4, 2, 2, FOURS, 4, 4, 2]))
+        if FOURS == 1:
+            return noted(noted(bits, even, least, bit), odd, least, bit << 1)
         else:
-            n0 += a0
-            n1 += a1
-            n2 += a2
-            n3 += a3
-    fourth = gl.arange(0, 4, along(words_by_key(), 5, 3))[None, None, None, :, None]
-    words = gl.where(fourth < 2, gl.where(fourth == 0, of_fours(n0), of_fours(n1)), gl.where(fourth == 2, of_fours(n2), of_fours(n3)))
+            low_even, high_even = gl.split(even.permute([0, 1, 2, 4, 5, 3]))
+            low_odd, high_odd = gl.split(odd.permute([0, 1, 2, 4, 5, 3]))
+            bits = noted(noted(bits, low_even, least, bit), low_odd, least, bit << 1)
+            return noted(noted(bits, high_even, least, bit << 8), high_odd, least, bit << 9)
+
+
+@gluon.jit
+def by_fours(bits, words, least, bit):
+    """The same of four keys."""
+    return (
+        by_four(bits[0], words[0], least, bit), by_four(bits[1], words[1], least, bit),
+        by_four(bits[2], words[2], least, bit), by_four(bits[3], words[3], least, bit),
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _of_lane(bit):
+    return f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, 0xffffffff;"
+
+
+@gluon.jit
+def of_lane(x, BIT: gl.constexpr):
+    """What the lane has whose number differs in such a bit."""
+    TEXT: gl.constexpr = _of_lane(BIT)
+    return gl.inline_asm_elementwise(TEXT, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def of_lanes_apart(found, lane):
+    """Words of what four lanes found of each of four keys, one key's to a lane."""
+    n0, n1, n2, n3 = found
+    high = lane >= 2
+    own = gl.where(high, n2, n0) | of_lane(gl.where(high, n0, n2), 8)
+    next = gl.where(high, n3, n1) | of_lane(gl.where(high, n1, n3), 8)
+    odd = lane % 2 == 1
+    return gl.where(odd, next, own) | of_lane(gl.where(odd, own, next), 4)
+
+
+@gluon.jit
+def drops_by_key(first, here, b, h, odds, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Words [64, 4] of the 64 keys from `first`, over COLUMNS queries from `here`, AT_ONCE (16, 32 or 64) of them at a time."""
+    layout: gl.constexpr = by_key(AT_ONCE)
+    STEP: gl.constexpr = 2 if AT_ONCE == 16 else 1
+    quad = (here_and_now(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
+    column = (here_and_now(here) + STEP * gl.arange(0, AT_ONCE, gl.SliceLayout(0, layout)))[None, :]
+    key = key_of(odds)
+    lane = gl.arange(0, 4, along(words_by_key(), 5, 3))[None, None, None, :, None]
+    bit = gl.to_tensor(1) << (2 * lane)
+    n0 = gl.zeros([4, 2, 2, 4, 4], gl.int32, words_by_key())
+    found = (n0, n0, n0, n0)
+    if COLUMNS == AT_ONCE:
+        found = by_fours(found, random_words(key, quad, column, h, b), odds[2], bit)
+    else:
+        # a loop at run time: written out, it would not fit the instruction caches beside the rest
+        for part in range(0, here_and_now(COLUMNS // AT_ONCE)):
+            found = by_fours(found, random_words(key, quad, column, h, b), odds[2], bit)
+            if AT_ONCE == 16:
+                # the odd queries of the same eights, then the next
+                column += gl.where(part % 2 == 0, 1, 31)
+                bit = bit << gl.where(part % 2 == 0, 1, 7)
+            else:
+                column += AT_ONCE
+                bit = bit << (AT_ONCE // 4)
+    words = of_lanes_apart(found, lane)
     return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
 
 
