@@ -7,7 +7,7 @@ once and noted flat, for all of a stack, so that a later call sees in a few comp
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -29,6 +29,14 @@ _NOTED: Final = "_foci_straight"
 """Where a module keeps what was noted of its layers."""
 _SELF, _FIRST, _SECOND, _NORM1, _NORM2, _WITHIN, _BEHIND, _LAST, _OUT = range(9)
 _PARTS: Final = ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
+_parts_in: Final = operator.itemgetter(*_PARTS)
+_SET: Final = (
+    (_SELF, ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "add_zero_attn", "rotary", "dropout", "training")),
+    *[(n, ("normalized_shape", "eps")) for n in (_NORM1, _NORM2)],
+    *[(n, ("p", "training", "inplace")) for n in (_BEHIND, _WITHIN, _LAST)],
+)
+"""What parts keep that a layer's plan follows from."""
+_READ: Final = [(n, operator.itemgetter(*names)) for n, names in _SET]
 _LINEAR, _NORM, _DROPOUT = (torch.nn.Linear,), (torch.nn.LayerNorm,), (torch.nn.Dropout,)
 _ATTENTIONS: Final = (MultiheadAttention, SlidingWindowAttention)
 _KINDS: Final[tuple[tuple[type, ...], ...]] = (
@@ -71,12 +79,12 @@ class Stack:
         self._parts: list[Any] = []
         self._hooks: list[Any] = []
         self._absent: list[tuple[dict[str, Any], str]] = []
-        self._settings: list[tuple[dict[str, Any], str]] = []
+        self._settings: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._ways: list[tuple[bool, Any]] = []
         self._layers = [self._looked_at(kind, layer) for layer in layers]
         self._kinds = [*map(type, self._parts)]
-        self._values = [state[name] for state, name in self._settings]
+        self._values = [read(state) for state, read in self._settings]
         if not all(name in own for own, name in self._places):
             raise _Unlike  # parametrized
         self._lacks = [own[name] is None for own, name in self._places]
@@ -102,10 +110,7 @@ class Stack:
         self._parts += parts
         self._hooks += [state[name] for state in states for name in HOOKS]
         self._absent += [(state, name) for state in states for name in _FORMS] + [(attention, name) for name in _STEPS]
-        for name in ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "add_zero_attn", "rotary", "dropout", "training"):
-            self._settings.append((attention, name))
-        self._settings += [(states[n], name) for n in (_NORM1, _NORM2) for name in ("normalized_shape", "eps")]
-        self._settings += [(states[n], name) for n in (_BEHIND, _WITHIN, _LAST) for name in ("p", "training", "inplace")]
+        self._settings += [(states[n], read) for n, read in _READ]
         self._places += [(attention["_parameters"], name) for name in ("in_proj_weight", "in_proj_bias")]
         self._places += [(states[n]["_parameters"], name) for n in (_OUT, _FIRST, _SECOND, _NORM1, _NORM2) for name in ("weight", "bias")]
         self._ways.append((layer.norm_first, layer.activation))  # type: ignore[arg-type]
@@ -118,11 +123,11 @@ class Stack:
             for layer, (norm_first, activation) in zip(layers, self._ways, strict=True):
                 state = layer.__dict__
                 modules = state["_modules"]
-                parts += [modules[name] for name in _PARTS]
+                parts += _parts_in(modules)
                 parts.append(modules["self_attn"].__dict__["_modules"]["out_proj"])
                 if not (_is_bare(kind, layer) and state["norm_first"] == norm_first and state["activation"] is activation):
                     return False
-            values = [state[name] for state, name in self._settings]
+            values = [read(state) for state, read in self._settings]
         except (AttributeError, KeyError, ValueError):  # others, or another number of them
             return False
         return (
