@@ -31,6 +31,7 @@ PARTS = {
     "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),
     "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
+    "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
     "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
 }
 

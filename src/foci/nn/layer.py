@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from foci.dispatch import PackedCall, run_packed
 from foci.ir.memo import fingerprint
 from foci.nn.products import linear, linear_relu
 from foci.prepare import Extras
+
+if TYPE_CHECKING:
+    from foci.backends.triton.rowwise import Rows
 
 __all__ = ["FIRST", "IN", "NORM1", "NORM2", "OUT", "SECOND", "Attention", "Heads", "Parameters", "Plan", "Steps", "Unseen", "computed"]
 
@@ -137,9 +140,37 @@ class Steps:
         """A new tensor."""
         return x + new
 
+    def add_norm(
+        self, new: Tensor, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float, *, both: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The sum, which is needed with `both` alone, and its layer norm."""
+        total = self.add(new, x)
+        return total, self.norm(total, width, scale, shift, eps)
+
 
 class Unseen(Steps):
-    """The same where nobody looks on."""
+    """The same where nobody looks on.
+
+    Args:
+        attention: of query, key and value.
+        rows: where kernels over tokens are launched; None for torch's operations.
+    """
+
+    def __init__(self, attention: Callable[[Heads, Tensor], Tensor], rows: Rows | None = None) -> None:
+        super().__init__(attention)
+        self._rows = rows
+
+    def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+        """As one kernel."""
+        out = None if self._rows is None else self._rows.norm(x, None, scale, shift, eps, keeps=False)
+        return super().norm(x, width, scale, shift, eps) if out is None else out
+
+    def add_norm(
+        self, new: Tensor, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float, *, both: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As one kernel, in place."""
+        out = None if self._rows is None else self._rows.norm(new, x, scale, shift, eps, keeps=both)
+        return super().add_norm(new, x, width, scale, shift, eps, both=both) if out is None else (new, out)
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """By the library that is fast on the device."""
@@ -160,10 +191,10 @@ def computed(plan: Plan, x: Tensor, p: Parameters, by: Steps) -> Tensor:
     weight_in, bias_in, weight_out, bias_out, weight1, bias1, weight2, bias2, scale1, shift1, scale2, shift2 = p
     y = by.norm(x, width, scale1, shift1, eps1) if norm_first else x
     y = by.linear(by.attend(heads, by.linear(y, weight_in, bias_in)), weight_out, bias_out)
-    y = by.add(by.drop(y, behind) if behind else y, x)
-    x = y if norm_first else by.norm(y, width, scale1, shift1, eps1)
-    y = by.norm(x, width, scale2, shift2, eps2) if norm_first else x
+    norm = (scale2, shift2, eps2) if norm_first else (scale1, shift1, eps1)
+    total, y = by.add_norm(by.drop(y, behind) if behind else y, x, width, *norm, both=norm_first)
+    x = total if norm_first else y
     y = by.gelu(y, weight1, bias1) if is_gelu else by.relu(y, weight1, bias1)
     y = by.linear(by.drop(y, within) if within else y, weight2, bias2)
-    y = by.add(by.drop(y, last) if last else y, x)
-    return y if norm_first else by.norm(y, width, scale2, shift2, eps2)
+    y = by.drop(y, last) if last else y
+    return by.add(y, x) if norm_first else by.add_norm(y, x, width, scale2, shift2, eps2, both=False)[1]

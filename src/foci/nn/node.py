@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foci.dispatch import PackedCall
+from foci.nn.between import backward_of
 from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Heads, Parameters, Plan, Steps, Unseen, computed
 from foci.nn.products import linear_relu
+
+if TYPE_CHECKING:
+    from foci.backends.triton.rowwise import Backward, Rows, Sums
 
 __all__ = ["computed_as_node"]
 
 _aten: Final = torch.ops.aten
 
 
-def computed_as_node(plan: Plan, attention: Attention, x: Tensor, p: Parameters) -> Tensor:
-    """A layer's output for tokens [T, E], of an attention that captures nothing."""
-    out: Tensor = _apply(plan, attention, x, *p)
+def computed_as_node(plan: Plan, attention: Attention, rows: Rows | None, x: Tensor, p: Parameters) -> Tensor:
+    """A layer's output for tokens [T, E], of an attention that captures nothing; by the kernels of `rows` between products, if any."""
+    out: Tensor = _apply(plan, attention, rows, x, *p)
     return out
 
 
@@ -33,21 +37,55 @@ class _Keeping(Unseen):
     """Steps that keep what backward reads, in their order.
 
     Attributes:
-        kept: of a norm its input, mean and spread; of a linear layer its input; of the attention the projections and the logsumexp; what
-            the activation's derivative is found by; and the noise of dropout.
+        kept: of a norm its input, mean and spread, or those of both norms and None; of a linear layer its input; of the attention the
+            projections and the logsumexp; what the activation's derivative is found by; and the noise of dropout.
         call: of the attention.
     """
 
     call: PackedCall
 
-    def __init__(self, attention: Attention) -> None:
-        self.kept: list[Tensor] = []
-        self._learning = attention
+    def __init__(self, attention: Attention, rows: Rows | None) -> None:
+        self.kept: list[Tensor | None] = []
+        self._learning, self._rows = attention, rows
+        self._stats: Tensor | None = None
+        self._norms = 0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether all norms so far were kernels of their own."""
+        return self._rows is not None
 
     def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
         """Layer norm."""
-        out, mean, spread = torch.native_layer_norm(x, width, scale, shift, eps)
-        self.kept += (x, mean, spread)
+        out = self._normed(x, None, scale, shift, eps)
+        if out is None:
+            out, mean, spread = torch.native_layer_norm(x, width, scale, shift, eps)
+            self.kept += (x, mean, spread)
+        return out
+
+    def add_norm(
+        self, new: Tensor, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float, *, both: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As one kernel, the sum in place."""
+        out = self._normed(new, x, scale, shift, eps)
+        if out is None:
+            total = self.add(new, x)
+            return total, self.norm(total, width, scale, shift, eps)
+        return new, out
+
+    def _normed(self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor | None:
+        """By a kernel of its own, if it can be."""
+        if self._rows is None:
+            return None
+        stats = self._stats
+        if stats is None:
+            stats = self._stats = torch.empty((2, 2, x.shape[0]), dtype=torch.float32, device=x.device)
+        out = self._rows.norm(x, added, scale, shift, eps, stats, self._norms, keeps=True)
+        if out is None:
+            self._rows = None  # nor will the other be
+            return None
+        self._norms += 1
+        self.kept += (x, stats, None)
         return out
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -89,29 +127,39 @@ class _Node(torch.autograd.Function):
     """A layer of tokens, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, attention: Attention, x: Tensor, *p: Tensor | None) -> Tensor:
-        steps = _Keeping(attention)
+    def forward(ctx: Any, plan: Plan, attention: Attention, rows: Rows | None, x: Tensor, *p: Tensor | None) -> Tensor:
+        steps = _Keeping(attention, rows)
+        sums = None if rows is None else _sums_of(plan, ctx.needs_input_grad[3:], rows, p)
         out, call = computed(plan, x, p, steps), steps.call
-        ctx.facts = plan, call.outline, call.passes, len(call.captures)
+        ctx.facts = plan, call.outline, call.passes, len(call.captures), sums if steps.has_rows else None
         ctx.save_for_backward(*p, *call.captures, *call.optional, *steps.kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        plan, outline, passes, count = ctx.facts
-        saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[2:], 12 + count + 7
+        plan, outline, passes, count, sums = ctx.facts
+        saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[3:], 12 + count + 7
         p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
         call = PackedCall(outline, others[:count], others[count:], passes)
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
-            return (None, None, *_recorded(plan, (kept[0], *p), call, _noises(plan, kept), dy, wanted))
+            return (None, None, None, *_recorded(plan, (kept[0], *p), call, _noises(plan, kept), dy, wanted))
         del saved
         ctx.maybe_clear_saved_tensors()  # what is read goes, as it does between autograd's own nodes
-        gradients = _Gradients(plan, p, kept, wanted, call)
-        return (None, None, gradients.of(dy), *gradients.found)
+        gradients = _Gradients(plan, p, kept, wanted, call, None if sums is None else sums.of(dy))
+        return (None, None, None, gradients.of(dy), *gradients.finished())
 
 
 _apply: Final[Any] = super(torch.autograd.Function, _Node).apply
 """`_Node.apply` less what serves torch.func alone, which plain eager calls are outside of."""
+
+
+def _sums_of(plan: Plan, wanted: tuple[bool, ...], rows: Rows, p: Parameters) -> Backward:
+    weight_in, weight_first = p[IN], p[FIRST]
+    assert weight_in is not None and weight_first is not None
+    has = p[NORM1] is not None, p[NORM1 + 1] is not None, p[NORM2] is not None, p[NORM2 + 1] is not None
+    found = backward_of(plan, wanted, weight_in.dtype, weight_first.shape[0], weight_in.shape[0], has)
+    found.begin(rows)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,10 +174,15 @@ def _beyond(wanted: tuple[bool, ...], norm_first: bool) -> dict[int, bool]:
 
 
 class _Gradients:
-    """Derivatives of a layer, from its end to its beginning; `kept` is what its forward kept, read from its end."""
+    """Derivatives of a layer, from its end to its beginning; `kept` is what its forward kept, read from its end.
 
-    def __init__(self, plan: Plan, p: Parameters, kept: list[Tensor], wanted: tuple[bool, ...], call: PackedCall) -> None:
-        self.plan, self.p, self.kept, self.wanted, self.call = plan, p, kept, wanted, call
+    With `sums` gradients of biases and norms are sums of columns that kernels leave on their way, `finished` once for all of them.
+    """
+
+    def __init__(
+        self, plan: Plan, p: Parameters, kept: list[Any], wanted: tuple[bool, ...], call: PackedCall, sums: Sums | None = None
+    ) -> None:
+        self.plan, self.p, self.kept, self.wanted, self.call, self.sums = plan, p, kept, wanted, call, sums
         self.beyond = _beyond(wanted, plan.norm_first)
         self.found: list[Tensor | None] = [None] * len(p)
 
@@ -139,30 +192,49 @@ class _Gradients:
         for body, at in ((self._feed_forward, NORM2), (self._attention, NORM1)):
             if self.plan.norm_first:
                 inner = body(dy, None)
-                inner = None if inner is None else self._norm(inner, at)
-                given = None if inner is None else inner.add_(dy)
+                given = None if inner is None else self._norm(inner, at, dy)
             else:
-                inner = self._norm(dy, at)
+                inner = self._norm(dy, at, None)
                 given = None if inner is None else body(inner, inner)
             if given is None:
                 return None
             dy = given
         return given
 
-    def _norm(self, dy: Tensor, at: int) -> Tensor | None:
+    def finished(self) -> list[Tensor | None]:
+        """The gradients of parameters, once that of the input is found."""
+        if self.sums is not None:
+            for at, found in self.sums.finish():
+                if self.wanted[1 + at]:
+                    self.found[at] = found
+        return self.found
+
+    def _norm(self, dy: Tensor, at: int, added: Tensor | None) -> Tensor | None:
+        """The gradient of a norm's input, with another one added to it."""
         spread, mean, x = self.kept.pop(), self.kept.pop(), self.kept.pop()
+        which = 0 if at == NORM1 else 1
+        if spread is None and self.sums is not None:
+            found = self.sums.norm(at, dy, x, self.p[at], mean, which, added)
+            return found if self.beyond[at] else None
+        if spread is None:
+            mean, spread = mean[which].unsqueeze(2).unbind()
         mask = [self.beyond[at], self.wanted[1 + at], self.wanted[2 + at]]
+        dx: Tensor
         dx, self.found[at], self.found[at + 1] = _layer_norm_backward(
             dy, x, self.plan.width, mean, spread, self.p[at], self.p[at + 1], mask
         )
-        return dx if mask[0] else None
+        if not mask[0]:
+            return None
+        return dx if added is None else dx.add_(added)
 
     def _linear(self, dy: Tensor, x: Tensor, at: int, added: Tensor | None = None) -> Tensor | None:
         """The gradient of a linear layer's input, added to what is not needed apart."""
         if self.wanted[1 + at]:
             self.found[at] = torch.mm(dy.t(), x)
-        if self.wanted[2 + at]:
+        if self.wanted[2 + at] and self.sums is None:
             self.found[at + 1] = dy.sum(0)
+        elif self.sums is not None and at != FIRST and self.sums.is_left(at + 1):
+            self.sums.columns(at + 1, dy)
         if not self.beyond[at]:
             return None
         weight: Any = self.p[at]
@@ -179,7 +251,10 @@ class _Gradients:
             return None
         dh = self._undropped(dh, within)
         before = self.kept.pop()
-        dh = _gelu_backward(dh, before) if self.plan.is_gelu else _threshold_backward(dh, before, 0)
+        if self.sums is not None and self.sums.is_left(FIRST + 1):
+            self.sums.columns(FIRST + 1, dh, before)
+        else:
+            dh = _gelu_backward(dh, before) if self.plan.is_gelu else _threshold_backward(dh, before, 0)
         del before
         return self._linear(dh, self.kept.pop(), FIRST, added)
 
@@ -205,7 +280,7 @@ def _undropped(dy: Tensor, noise: Tensor, chance: float) -> Tensor:
     return dy * noise
 
 
-def _noises(plan: Plan, kept: list[Tensor]) -> list[Tensor]:
+def _noises(plan: Plan, kept: list[Any]) -> list[Tensor]:
     """What dropout multiplied by, of what a forward kept."""
     behind, within, last = map(bool, plan.drops)
     start = 3 * plan.norm_first + 4

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
+from foci.nn.between import rows_of
 from foci.nn.direct import HOOKS, is_silent
 from foci.nn.layer import Attention, Heads, Plan, Steps, Unseen, computed
 from foci.nn.node import computed_as_node
@@ -155,9 +156,10 @@ class Stack:
             return None
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
         casts = torch._C._is_any_autocast_enabled()
-        steps, as_node = Steps if learns or casts else Unseen, learns and not casts and x.device.type in _AS_NODES
+        is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
             return None  # modules say what is wrong
+        rows = rows_of(x, self._layers[0].plan, given, learns=learns) if self._layers and (as_node or not is_seen) else None
         shared: dict[tuple[Heads, float], Attention] = {}
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__
@@ -167,13 +169,13 @@ class Stack:
                 attention = _attention_of(layer.attention, mask, packing, is_causal=is_causal, tokens=x.shape[0])
             if is_bare:
                 shared[layer.alike] = attention
-            if steps is Unseen and torch.is_grad_enabled() and attention.captures_learn:
-                steps = Steps  # from here on there are gradients, though no parameter wants one
+            if not is_seen and torch.is_grad_enabled() and attention.captures_learn:
+                is_seen = True  # from here on there are gradients, though no parameter wants one
             p = given[_PLACES * n : _PLACES * (n + 1)]
             if as_node and attention.captures_nothing:
-                x = computed_as_node(layer.plan, attention, x, p)
+                x = computed_as_node(layer.plan, attention, rows, x, p)
             else:
-                x = computed(layer.plan, x, p, steps(attention))
+                x = computed(layer.plan, x, p, Steps(attention) if is_seen else Unseen(attention, rows))
         return x
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.backends.contract import Inputs
 
-__all__ = ["free_stream", "free_stream_on", "is_for_graphs", "places_of", "stream_of"]
+__all__ = ["free_stream", "free_stream_on", "is_for_graphs", "is_watched", "places_of", "stream_of"]
 
 
 def places_of(tensors: Inputs) -> list[int | None]:
@@ -23,6 +23,13 @@ def stream_of(tensor: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
+def is_watched() -> bool:
+    """Whether somebody is told of Triton's launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of hooks, in older releases one or None
+
+
 def free_stream(tensor: Tensor) -> int | None:
     """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
     outlives what is kept. Else None.
@@ -32,9 +39,7 @@ def free_stream(tensor: Tensor) -> int | None:
 
 def free_stream_on(device: int) -> int | None:
     """`free_stream` of tensors on a GPU of that number, or elsewhere if it is negative."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, in older releases one or None
+    if is_watched():
         return None
     if device < 0:
         return 0
