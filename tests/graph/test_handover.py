@@ -4,12 +4,13 @@ import gc
 
 import pytest
 import torch
-from torch._inductor import config
+from torch._inductor import async_compile, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import foci
-from foci.graph import fuse
+from foci.graph import fuse, handover
 
 
 class Watch(CustomGraphPass):
@@ -85,3 +86,15 @@ def test_code_of_fused_graphs_is_made_where_somebody_runs_it():
     ((fused, lazy),) = made
     assert lazy and isinstance(fused, _LazyGraphModule) and fused._needs_recompile()
     torch.testing.assert_close(fused(x)[0], attend(x))
+
+
+@pytest.mark.parametrize(("device", "settings", "times"), [("cuda", {}, 1), ("cuda", {"compile_threads": 1}, 0), ("cpu", {}, 0)])
+def test_processes_for_gpus_start_before_all_else(monkeypatch, device, settings, times):
+    started = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(device), raising=False)
+    with FakeTensorMode():
+        handover.start_workers([3, torch.empty(2, device=device)], settings)
+    assert len(started) == times
+    monkeypatch.delattr(async_compile, "maybe_warm_pool")  # as in other releases
+    with FakeTensorMode():
+        handover.start_workers([torch.empty(2, device=device)], settings)

@@ -81,11 +81,14 @@ class Compiler:
         """
         if mode is not None or options:
             return self._with(mode, dict(options or {}))(graph_module, example_inputs)
+        settings = handover.settings(self.mode, dict(self.options))
+        is_inductor = handover.is_inductor(self.rest, example_inputs)
+        if is_inductor:
+            handover.start_workers(example_inputs, settings)
         fused = fuse(graph_module, example_inputs)
         if self.verify:
             verify.verify(graph_module, fused, example_inputs)
-        settings = handover.settings(self.mode, dict(self.options))
-        finish = ahead.begin(fused.graph_module, settings if handover.is_inductor(self.rest, example_inputs) else None)
+        finish = ahead.begin(fused.graph_module, settings if is_inductor else None)
         try:
             compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, settings)
         finally:

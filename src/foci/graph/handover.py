@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_origin
 import torch
 from torch import fx
 
-__all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "is_inductor", "settings"]
+__all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "is_inductor", "settings", "start_workers"]
 
 Rest: TypeAlias = Literal["auto", "inductor", "eager"]
 FUSED: Final = "foci_fused"
@@ -68,6 +68,24 @@ def is_inductor(rest: Rest, example_inputs: Sequence[Any]) -> bool:
     if rest == "auto":
         return inductor_obstacle({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}) is None
     return rest == "inductor"
+
+
+def start_workers(example_inputs: Sequence[Any], config: Mapping[str, Any]) -> None:
+    """Starts the processes in which Inductor compiles kernels for GPUs, as its own backend does before anything else: they take
+    seconds to be ready. Inductor starts them later where a release of torch has no such function.
+
+    Args:
+        example_inputs: one for each placeholder of the graph that Inductor is to compile.
+        config: its settings.
+    """
+    if config.get("compile_threads", 2) > 1 and any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in example_inputs):
+        from torch._inductor import async_compile
+
+        getattr(async_compile, "maybe_warm_pool", _nothing)()
+
+
+def _nothing() -> None:
+    pass
 
 
 def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest: Rest, config: Mapping[str, Any]) -> Callable[..., Any]:
