@@ -81,11 +81,8 @@ def start_workers(example_inputs: Sequence[Any], config: Mapping[str, Any]) -> N
     if config.get("compile_threads", 2) > 1 and any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in example_inputs):
         from torch._inductor import async_compile
 
-        getattr(async_compile, "maybe_warm_pool", _nothing)()
-
-
-def _nothing() -> None:
-    pass
+        if hasattr(async_compile, "maybe_warm_pool"):
+            async_compile.maybe_warm_pool()
 
 
 def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest: Rest, config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -53,6 +53,14 @@ CASES = {
 }
 
 
+def check_repeats(kernel, operands, first, times):
+    """The same bits each time: noted the first time, a pass is launched again as it was."""
+    for _ in range(times):
+        again = kernel.forward(operands)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
 @pytest.mark.parametrize(
     ("schedule", "dim"),
     [
@@ -72,10 +80,7 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
-    for _ in range(40):
-        again = kernel.forward(operands)  # noted the first time, launched again as it was
-        assert torch.equal(again.out, first.out)
-        assert torch.equal(again.lse, first.lse)
+    check_repeats(kernel, operands, first, 40)
 
 
 @pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RUNS", 128), ("C2", 128), ("WIDER", 192)])
@@ -98,10 +103,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
-    for _ in range(20):
-        again = kernel.forward(operands)
-        assert torch.equal(again.out, first.out)
-        assert torch.equal(again.lse, first.lse)
+    check_repeats(kernel, operands, first, 20)
 
 
 @pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("EVEN", 64), ("SHORT", 64)])
@@ -236,10 +238,7 @@ def test_heads_in_pieces(dims, name):
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
-    for _ in range(10):
-        again = kernel.forward(operands)
-        assert torch.equal(again.out, first.out)
-        assert torch.equal(again.lse, first.lse)
+    check_repeats(kernel, operands, first, 10)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -78,7 +78,7 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
 }
 """As measured on an H200 (`foci.backends.hopper.rates`)."""
 AT_ONCE: Final = {128: 32, 64: 64}
-"""By queries of a tile: for how many of them the random numbers of dropout are made at a time, 16, 32 or 64, in a loop over the others."""
+"""By queries of a tile: for how many of them the random numbers of dropout are made at a time, 32 or 64, in a loop over the others."""
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:

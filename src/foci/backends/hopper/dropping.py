@@ -39,9 +39,7 @@ def words_by_query():
 
 @gluon.constexpr_function
 def by_key(queries):
-    """Of [16 quads of keys, queries]: the lanes of a quad take every fourth eight queries, of 16 every second of them."""
-    if queries == 16:
-        return gl.DistributedLinearLayout([[2, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0]], [[4, 0], [8, 0]], [], [16, 16])
+    """Of [16 quads of keys, queries]: the lanes of a quad take every fourth eight queries."""
     more = [[0, 32 << n] for n in range(queries.bit_length() - 6)]
     return gl.DistributedLinearLayout(
         [[0, 1], [2, 0], *more], [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]], [[4, 0], [8, 0]], [], [16, queries]
@@ -137,18 +135,15 @@ def noted(bits, word, least, bit):
 @gluon.jit
 def by_four(bits, word, least, bit):
     """Bits [warp, half of its quads, quad, lane, pair] of a key, with those of words [quads of keys, queries]; `bit`: a lane's first."""
-    if word.shape[1] == 16:
-        return noted(bits, word, least, bit)
+    FOURS: gl.constexpr = word.shape[1] // 32
+    even, odd = gl.split(word.reshape([4, 2, 2, FOURS, 4, 4, 2]))
+    if FOURS == 1:
+        return noted(noted(bits, even, least, bit), odd, least, bit << 1)
     else:
-        FOURS: gl.constexpr = word.shape[1] // 32
-        even, odd = gl.split(word.reshape([4, 2, 2, FOURS, 4, 4, 2]))
-        if FOURS == 1:
-            return noted(noted(bits, even, least, bit), odd, least, bit << 1)
-        else:
-            low_even, high_even = gl.split(even.permute([0, 1, 2, 4, 5, 3]))
-            low_odd, high_odd = gl.split(odd.permute([0, 1, 2, 4, 5, 3]))
-            bits = noted(noted(bits, low_even, least, bit), low_odd, least, bit << 1)
-            return noted(noted(bits, high_even, least, bit << 8), high_odd, least, bit << 9)
+        low_even, high_even = gl.split(even.permute([0, 1, 2, 4, 5, 3]))
+        low_odd, high_odd = gl.split(odd.permute([0, 1, 2, 4, 5, 3]))
+        bits = noted(noted(bits, low_even, least, bit), low_odd, least, bit << 1)
+        return noted(noted(bits, high_even, least, bit << 8), high_odd, least, bit << 9)
 
 
 @gluon.jit
@@ -185,11 +180,10 @@ def of_lanes_apart(found, lane):
 
 @gluon.jit
 def drops_by_key(first, here, b, h, odds, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Words [64, 4] of the 64 keys from `first`, over COLUMNS queries from `here`, AT_ONCE (16, 32 or 64) of them at a time."""
+    """Words [64, 4] of the 64 keys from `first`, over COLUMNS queries from `here`, AT_ONCE (32 or 64) of them at a time."""
     layout: gl.constexpr = by_key(AT_ONCE)
-    STEP: gl.constexpr = 2 if AT_ONCE == 16 else 1
     quad = (here_and_now(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
-    column = (here_and_now(here) + STEP * gl.arange(0, AT_ONCE, gl.SliceLayout(0, layout)))[None, :]
+    column = (here_and_now(here) + gl.arange(0, AT_ONCE, gl.SliceLayout(0, layout)))[None, :]
     key = key_of(odds)
     lane = gl.arange(0, 4, along(words_by_key(), 5, 3))[None, None, None, :, None]
     bit = gl.to_tensor(1) << (2 * lane)
@@ -199,15 +193,10 @@ def drops_by_key(first, here, b, h, odds, COLUMNS: gl.constexpr, AT_ONCE: gl.con
         found = by_fours(found, random_words(key, quad, column, h, b), odds[2], bit)
     else:
         # a loop at run time: written out, it would not fit the instruction caches beside the rest
-        for part in range(0, here_and_now(COLUMNS // AT_ONCE)):
+        for _part in range(0, here_and_now(COLUMNS // AT_ONCE)):
             found = by_fours(found, random_words(key, quad, column, h, b), odds[2], bit)
-            if AT_ONCE == 16:
-                # the odd queries of the same eights, then the next
-                column += gl.where(part % 2 == 0, 1, 31)
-                bit = bit << gl.where(part % 2 == 0, 1, 7)
-            else:
-                column += AT_ONCE
-                bit = bit << (AT_ONCE // 4)
+            column += AT_ONCE
+            bit = bit << (AT_ONCE // 4)
     words = of_lanes_apart(found, lane)
     return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
 

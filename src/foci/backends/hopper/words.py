@@ -8,7 +8,7 @@ is attended to, so that a mask costs a kernel the same whatever it reads. Rows a
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, RECORD, number, sequence
+from foci.backends.triton.tiles import FORCED, number, recorded, sequence
 
 __all__ = ["cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
 
@@ -38,15 +38,9 @@ def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT
 
     keys: int8 zeros [rows of the lists, entries of a list, c.TILE_KV]. Others as for `pack_masks`.
     """
-    row = tl.program_id(0)
-    task = row % number(size.tasks)
-    line = row // number(size.tasks)
-    b = line // number(heads)
-    h = line - b * number(heads)
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + RECORD * task)
-        tile = tl.load(spans.tasks + RECORD * task + 1)
+    alone, row, task, b, h = place_of(size, heads, 64)
+    b, tile = recorded(spans, b, task, c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -78,9 +72,8 @@ def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr,
     of two, no less than the entries of a list; AHEAD: how many keys are looked at together, no fewer than c.TILE_KV.
     """
     row = tl.program_id(0)
-    b = row * 0
-    if c.JAGGED:
-        b = tl.load(spans.tasks + RECORD * (row % number(size.tasks)))
+    b, tile = recorded(spans, row * 0, row % number(size.tasks), c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
@@ -150,10 +143,8 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
     tell apart, encoded. STARTS: lists are those of `cover_keys`.
     """
     part, row, task, b, h = place_of(size, heads, c.TILE_Q)
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + RECORD * task)
-        tile = tl.load(spans.tasks + RECORD * task + 1)
+    b, tile = recorded(spans, b, task, c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)

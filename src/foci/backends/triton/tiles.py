@@ -76,11 +76,21 @@ def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
 
 
 @triton.jit
+def recorded(spans, b, task, c):
+    """(batch entry, tile) of a task: packed, those of its record, b < 0 for a spare one; dense, the entry that is given, and the task."""
+    if c.JAGGED:
+        return tl.load(spans.tasks + RECORD * task), tl.load(spans.tasks + RECORD * task + 1)
+    else:
+        return b, task
+
+
+@triton.jit
 def find_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     """`find_nth` with so many heads at a time. Tasks of packed sequences are in their order already."""
     if c.JAGGED:
         h, task = place_packed(n, size, spans, TOGETHER)
-        return tl.load(spans.tasks + RECORD * task), h * 0, h, task, tl.load(spans.tasks + RECORD * task + 1)
+        b, tile = recorded(spans, h, task, c)
+        return b, h * 0, h, task, tile
     else:
         b, h, task = place(n, size, LONGEST_FIRST, TOGETHER)
         return b, b, h, task, task

@@ -9,7 +9,7 @@ tiles run from p0 to p1 except the full ones from f0 to f1.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, RECORD, number, sequence_at
+from foci.backends.triton.tiles import FORCED, RECORD, number, recorded, sequence_at
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -32,10 +32,8 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
     bh = line // number(tasks)
     h = (bh % number(heads)).to(tl.int32)
     b = (bh // number(heads)).to(tl.int32)
-    tile = task
-    if c.JAGGED:
-        b = tl.load(spans.tasks + RECORD * task)
-        tile = tl.load(spans.tasks + RECORD * task + 1)
+    b, tile = recorded(spans, b, task, c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
     q_tile = tile if KEYS else column
