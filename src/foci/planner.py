@@ -12,9 +12,10 @@ import torch
 
 from foci import backends
 from foci.backends.contract import Noted, Plan, Rejection
+from foci.backends.row_kernels import RowKernels, Rowwise
 from foci.problem import Problem, Target
 
-__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "target_of"]
+__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "row_kernels", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,19 @@ def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] |
         return Verdict(name, reason)
     note = backend.note(problem, target) if isinstance(backend, Noted) else ""
     return Verdict(name, None, backend.cost(problem, target), note)
+
+
+@backends.remembered
+def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) -> RowKernels | None:
+    """Kernels for what a layer computes between its products: of the first backend, in the registry's order, that has them for a device.
+
+    Args:
+        device: where the layer runs.
+        allowed: names of the backends to consider, all by default.
+    """
+    target = target_of(device)
+    considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
+    return next((found for one in considered if isinstance(one, Rowwise) and (found := one.row_kernels(target)) is not None), None)
 
 
 def _seconds(cost: float) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import foci
 from foci.binding import bind
-from foci.planner import choose, target_of
+from foci.planner import choose, row_kernels, target_of
 from foci.problem import Formula, Layout, Outputs, Problem, Target
 from foci.variant import PLAIN
 
@@ -294,3 +294,32 @@ def test_registered_backends_come_first():
     with foci.observe() as log:
         foci.attention(q, q, q)
     assert log.calls[0].backend == before
+
+
+class Rows(Fast):
+    name = "rows"
+    kernels = object()
+
+    def row_kernels(self, target):
+        return self.kernels if target.device == "cpu" else None
+
+
+def test_row_kernels_of_the_first_allowed_backend_that_has_them():
+    before = row_kernels(CPU)
+    foci.register_backend(Fast())
+    foci.register_backend(Rows())
+    try:
+        assert row_kernels(CPU) is row_kernels(CPU, ("fast", "rows")) is Rows.kernels
+        assert row_kernels(CPU, ("fast", "reference")) is row_kernels(CPU, ()) is None
+        assert row_kernels(torch.device("meta")) is None
+    finally:
+        foci.unregister_backend("fast")
+        foci.unregister_backend("rows")
+    assert row_kernels(CPU) is before
+
+
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize(("target", "has"), [("sm_80", True), ("sm_90", True), ("cuda without triton", False), ("elsewhere", False)])
+def test_row_kernels_of_triton(name, target, has):
+    pytest.importorskip("triton")
+    assert (foci.backends.load(name).row_kernels(TARGETS[target]) is not None) is has

@@ -8,8 +8,9 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import foci.nn  # noqa: E402
+from foci.backends.row_kernels import Column, Norm  # noqa: E402
 from foci.backends.triton import rows, rowwise  # noqa: E402
-from foci.backends.triton.rowwise import Backward, Column, Norm, Rows  # noqa: E402
+from foci.backends.triton.rowwise import Backward, Rows  # noqa: E402
 from foci.nn import straight  # noqa: E402
 from foci.nn.between import rows_of  # noqa: E402
 

@@ -5,12 +5,16 @@ To add a backend is to add one module with a `BACKEND` and one row here, or to c
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from foci.backends.contract import Backend
 
-__all__ = ["changes", "load", "names", "register", "unregister"]
+__all__ = ["changes", "load", "names", "register", "remembered", "unregister"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MODULES: Final[dict[str, str]] = {
     "hopper": "foci.backends.hopper",
@@ -24,6 +28,7 @@ _MODULES: Final[dict[str, str]] = {
 
 _registered: dict[str, Backend] = {}
 _changes = 0
+_remembered: list[Callable[[], None]] = []
 
 
 def names() -> tuple[str, ...]:
@@ -39,6 +44,13 @@ def names() -> tuple[str, ...]:
 def changes() -> int:
     """How often a backend was registered or taken away: what was decided among others is decided anew."""
     return _changes
+
+
+def remembered(function: _Function) -> _Function:
+    """A function of hashable arguments that remembers what it found among the backends until one is registered or taken away."""
+    known = functools.lru_cache(maxsize=64)(function)
+    _remembered.append(known.cache_clear)
+    return known  # type: ignore[return-value]
 
 
 def load(name: str) -> Backend:
@@ -84,9 +96,8 @@ def register(backend: Backend) -> None:
         raise TypeError(f"a backend has name, reject, cost and compile; {type(backend).__name__} lacks {', '.join(missing)}")
     if backend.name in names():
         raise ValueError(f"a backend {backend.name!r} exists already")
-    global _changes
     _registered[backend.name] = backend
-    _changes += 1
+    _changed()
 
 
 def unregister(name: str) -> None:
@@ -97,6 +108,12 @@ def unregister(name: str) -> None:
     """
     if name not in _registered:
         raise ValueError(f"no backend {name!r} was registered; registered are {', '.join(_registered) or 'none'}")
-    global _changes
     del _registered[name]
+    _changed()
+
+
+def _changed() -> None:
+    global _changes
     _changes += 1
+    for forget in _remembered:
+        forget()

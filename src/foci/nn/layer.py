@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foci.backends.row_kernels import Rows
 from foci.dispatch import PackedCall, run_packed
 from foci.ir.memo import fingerprint
 from foci.nn.products import linear, linear_relu
 from foci.prepare import Extras
-
-if TYPE_CHECKING:
-    from foci.backends.triton.rowwise import Rows
 
 __all__ = ["FIRST", "IN", "NORM1", "NORM2", "OUT", "SECOND", "Attention", "Heads", "Parameters", "Plan", "Steps", "Unseen", "computed"]
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foci.backends.row_kernels import Backward, Rows, Sums
 from foci.dispatch import PackedCall
 from foci.nn.between import backward_of
 from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Heads, Parameters, Plan, Steps, Unseen, computed
 from foci.nn.products import linear_relu
-
-if TYPE_CHECKING:
-    from foci.backends.triton.rowwise import Backward, Rows, Sums
 
 __all__ = ["computed_as_node"]
 
@@ -157,7 +155,7 @@ def _sums_of(plan: Plan, wanted: tuple[bool, ...], rows: Rows, p: Parameters) ->
     weight_in, weight_first = p[IN], p[FIRST]
     assert weight_in is not None and weight_first is not None
     has = p[NORM1] is not None, p[NORM1 + 1] is not None, p[NORM2] is not None, p[NORM2 + 1] is not None
-    found = backward_of(plan, wanted, weight_in.dtype, weight_first.shape[0], weight_in.shape[0], has)
+    found = backward_of(rows.kernels, plan, wanted, weight_in.dtype, weight_first.shape[0], weight_in.shape[0], has)
     found.begin(rows)
     return found
 

@@ -14,6 +14,7 @@ from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.backward_schedules import fused_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import forward_schedule, in_words, width_of
+from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem, Target
@@ -108,6 +109,10 @@ class HopperBackend:
         from foci.backends.hopper.kernel import HopperKernel
 
         return HopperKernel(plan)
+
+    def row_kernels(self, target: Target, /) -> RowKernels | None:
+        """Those of the backend triton: memory is what they wait for."""
+        return TRITON.row_kernels(target)
 
 
 def _taken(problem: Problem, widths: tuple[int, int]) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
+from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
 from foci.backends.triton.schedules import padded, schedule_for, scratch_of
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
@@ -32,16 +33,8 @@ class TritonBackend:
     name = "triton"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        """Why not, or None. On the CPU it runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests."""
-        if target.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests)"
-        if target.device not in ("cuda", "cpu"):
-            return f"needs an NVIDIA GPU, not {target.device}"
-        if target.device == "cuda" and "triton" not in target.features:
-            return "needs Triton, which is not installed"
-        if target.device == "cuda" and target.arch < 80:
-            return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
-        return self._reject_problem(problem, target)
+        """Why not, or None."""
+        return _reject_target(target) or self._reject_problem(problem, target)
 
     def _reject_problem(self, problem: Problem, target: Target) -> str | None:
         if problem.dtype not in _DTYPES:
@@ -104,6 +97,27 @@ class TritonBackend:
         if plan.problem.tuned:
             return TunedKernel(plan, TritonKernel)
         return TritonKernel(plan)
+
+    def row_kernels(self, target: Target, /) -> RowKernels | None:
+        """Those in Triton, wherever it runs."""
+        if _reject_target(target) is not None:
+            return None
+        from foci.backends.triton.rowwise import ROW_KERNELS
+
+        return ROW_KERNELS
+
+
+def _reject_target(target: Target) -> str | None:
+    """Why not, or None. On the CPU it runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests."""
+    if target.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests)"
+    if target.device not in ("cuda", "cpu"):
+        return f"needs an NVIDIA GPU, not {target.device}"
+    if target.device == "cuda" and "triton" not in target.features:
+        return "needs Triton, which is not installed"
+    if target.device == "cuda" and target.arch < 80:
+        return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
+    return None
 
 
 def _derivatives(problem: Problem) -> tuple[CaptureDerivative, ...]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from foci.backends import row_kernels as contract
+from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.backends.triton import rows as kernels
 from foci.backends.triton.compiling import Waiting, launch_ahead, launch_waiting, side_by_side
 from foci.backends.triton.recording import direct
 from foci.backends.triton.surroundings import is_watched
 from foci.backends.triton.templates import Arguments
 
-__all__ = ["Backward", "Column", "Norm", "Rows", "Sums", "begin_norms"]
+__all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
 _DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _WIDEST: Final = 8192
@@ -41,7 +43,6 @@ _LINES: Final = (256, 64)
 _PART: Final = (8, 256)
 """Rows and columns at once, of other sums."""
 _UNWATCHED: Final = (None, None, None)
-_Name: TypeAlias = int
 
 
 class _Kernel:
@@ -144,49 +145,16 @@ def _finish(dtype: torch.dtype) -> _Kernel:
     return _Kernel(kernels.finish_sums, (torch.float32, dtype, 1, 1, 0, 1, 1), {"CHUNK": 128, "BLOCK": 32}, 4)
 
 
-class Norm(NamedTuple):
-    """A norm of a layer, as its backward knows it.
-
-    Attributes:
-        name: of the norm.
-        sums: the names of what it sums: the gradients of its scale and shift and, third, the columns of its result, if they are wanted.
-        adds: whether another gradient is added to its result.
-        of_sum: whether it is of a sum.
-        scales, shifts: whether it has a scale, and a shift.
-    """
-
-    name: _Name
-    sums: tuple[_Name, ...]
-    adds: bool
-    of_sum: bool
-    scales: bool
-    shifts: bool
-
-
-class Column(NamedTuple):
-    """Sums of the columns of a gradient that no norm leaves.
-
-    Attributes:
-        name: of the sums.
-        width: how many columns there are.
-        kind: 0, or of the activation behind which the gradient is: 1 relu, 2 gelu.
-    """
-
-    name: _Name
-    width: int
-    kind: int
-
-
 class Backward:
     """What a layer's backward sums, and where: each program of a norm has a line of slots of 128 columns, and so has each part of the rows
     in other sums."""
 
     def __init__(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column]) -> None:
         self.dtype, self.width = dtype, width
-        self.norms: dict[_Name, tuple[_Kernel, int, int]] = {}
-        self.columns: dict[_Name, tuple[_Kernel, int, int, int, int]] = {}
+        self.norms: dict[Name, tuple[_Kernel, int, int]] = {}
+        self.columns: dict[Name, tuple[_Kernel, int, int, int, int]] = {}
         self._begun: set[int] = set()
-        sums: list[tuple[_Name, int]] = []
+        sums: list[tuple[Name, int]] = []
         slots = 0
         for norm in norms:
             self.norms[norm.name] = (*_norm_gradient(dtype, width, len(norm.sums), norm.adds, norm.scales), slots)
@@ -199,7 +167,7 @@ class Backward:
             sums.append((name, of))
             self.slots[1] += _slots(of)
         self.sizes: list[int] = []
-        self.parts: list[tuple[_Name, int]] = []
+        self.parts: list[tuple[Name, int]] = []
         for name, of in sums:
             self.parts.append((name, len(self.sizes)))
             self.sizes.append(of)
@@ -211,7 +179,7 @@ class Backward:
         self._kernels += [_finish(dtype)] * bool(sums)
         self._forward = [_norm_sum(dtype, width, norm.of_sum, norm.of_sum, True, norm.scales, norm.shifts)[0] for norm in norms]
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: contract.Rows, /) -> None:
         """Has its kernels compiled beside what follows, the norm's of the forward first, once on a device."""
         if rows.device in self._begun or rows.is_captured:
             return
@@ -220,7 +188,7 @@ class Backward:
             for kernel in (*self._forward, *self._kernels):
                 kernel.begin()
 
-    def of(self, dy: Tensor) -> Sums | None:
+    def of(self, dy: Tensor, /) -> Sums | None:
         """The pass for a gradient [T, E] of the layer's result; None where it cannot be launched."""
         rows = Rows.of(dy)
         if rows is None or (rows.is_captured and not all(kernel.is_known(rows.device) for kernel in self._kernels)):
@@ -233,16 +201,8 @@ def _slots(columns: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def begin_norms(device: int, dtype: torch.dtype, width: int, *options: bool) -> None:
-    """Has the kernel of norms of sums compiled beside what follows, once.
-
-    Args:
-        device: it will run on.
-        dtype: of the rows.
-        width: of each.
-        options: whether the sum is kept, and whether there are a scale and a shift.
-    """
-    keeps, scales, shifts = options
+def _begin_norms(device: int, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool) -> None:
+    """Once on a device."""
     with side_by_side():
         _norm_sum(dtype, width, True, keeps, False, scales, shifts)[0].begin()
 
@@ -250,6 +210,7 @@ def begin_norms(device: int, dtype: torch.dtype, width: int, *options: bool) -> 
 class Rows(NamedTuple):
     """Where the kernels of a layer are launched: device, its stream, and whether that is captured."""
 
+    kernels: RowKernels
     device: int
     stream: int
     is_captured: bool
@@ -260,28 +221,22 @@ class Rows(NamedTuple):
         if x.dtype not in _DTYPES or x.shape[1] > _WIDEST or is_watched():
             return None
         if _INTERPRETED or not x.is_cuda:
-            return Rows(-1, 0, False) if _INTERPRETED and x.is_cpu else None
+            return Rows(ROW_KERNELS, -1, 0, False) if _INTERPRETED and x.is_cpu else None
         device, c = x.get_device(), torch._C
         if device != c._cuda_getDevice():
             return None
-        return Rows(device, c._cuda_getCurrentRawStream(device), c._cuda_isCurrentStreamCapturing())
+        return Rows(ROW_KERNELS, device, c._cuda_getCurrentRawStream(device), c._cuda_isCurrentStreamCapturing())
+
+    def begin_norms(self, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool, /) -> None:
+        """See `foci.backends.row_kernels.Rows`."""
+        if not self.is_captured:
+            _begin_norms(self.device, dtype, width, keeps, scales, shifts)
 
     def norm(
         self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float, stats: Tensor | None = None,
-        which: int = 0, *, keeps: bool,
+        which: int = 0, /, *, keeps: bool,
     ) -> Tensor | None:  # fmt: skip
-        """The layer norm of x, or of x + added, which is rounded first, and written over x: the sum with `keeps`, else its norm.
-
-        Args:
-            x: [T, E], nobody else's where something is added.
-            added: [T, E].
-            scale, shift: [E].
-            eps: as torch's.
-            stats: [2, 2, T] float32, for means and reciprocal spreads, those of norm `which`, 0 or 1.
-
-        Returns:
-            [T, E]; None, with nothing done, where tensors lie as kernels do not read them.
-        """
+        """See `foci.backends.row_kernels.Rows`."""
         (rows, width), adds = x.shape, added is not None
         kernel, tile = _norm_sum(x.dtype, width, adds, keeps and adds, stats is not None, scale is not None, shift is not None)
         at = x.data_ptr()
@@ -315,19 +270,12 @@ class Sums:
         self._programs = [0, min(_LINES[1], -(-self._rows // _PART[0]))]
         self._partial = torch.empty((max(1, backward.size),), dtype=torch.float32, device=given.device)
 
-    def is_left(self, name: _Name) -> bool:
-        """Whether sums of that name are left by `columns` or `activation`."""
+    def is_left(self, name: Name, /) -> bool:
+        """Whether sums of that name are left by `columns`."""
         return name in self._backward.columns
 
-    def norm(self, name: _Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None) -> Tensor:
-        """The gradient of a norm's x, written over dy, unless that was given; `added` is added to it.
-
-        Args:
-            name: of the norm.
-            dy, x, added: [T, E].
-            scale: [E].
-            stats: as `Rows.norm` left them, of norm `which`.
-        """
+    def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
+        """The gradient of a norm's x, see `foci.backends.row_kernels.Sums`."""
         kernel, tile, first = self._backward.norms[name]
         dx = torch.empty_like(x) if dy is self._given else dy
         dy, added = _even(dy), None if added is None else _even(added)
@@ -336,14 +284,8 @@ class Sums:
         kernel.launch(self._place.device, self._place.stream, programs, tensors, (self._rows, which, self._backward.slots[0], first))
         return dx
 
-    def columns(self, name: _Name, dy: Tensor, before: Tensor | None = None) -> None:
-        """Sums the columns of dy; behind an activation dy is replaced by the gradient of its argument first.
-
-        Args:
-            name: of the sums.
-            dy: [T, width].
-            before: likewise, what relu gave, or what gelu was given.
-        """
+    def columns(self, name: Name, dy: Tensor, before: Tensor | None = None, /) -> None:
+        """Sums the columns of dy, see `foci.backends.row_kernels.Sums`."""
         kernel, kind, units, blocks, first = self._backward.columns[name]
         assert (before is not None) == bool(kind)
         dy = dy if kind else _even(dy)
@@ -353,7 +295,7 @@ class Sums:
             self._place.device, self._place.stream, blocks * parts, (dy, dy if before is None else before, self._partial), numbers
         )
 
-    def finish(self) -> list[tuple[_Name, Tensor]]:
+    def finish(self) -> list[tuple[Name, Tensor]]:
         """All sums by name, in the dtype of the layer."""
         backward = self._backward
         if not backward.sizes:
@@ -365,6 +307,16 @@ class Sums:
         _finish(backward.dtype).launch(self._place.device, self._place.stream, blocks, (self._partial, out), numbers)
         found = out.unsafe_split_with_sizes(backward.sizes)
         return [(name, found[at]) for name, at in backward.parts]
+
+
+class _RowKernels:
+    """See `foci.backends.row_kernels.RowKernels`."""
+
+    place = staticmethod(Rows.of)
+    backward = staticmethod(Backward)
+
+
+ROW_KERNELS: Final = _RowKernels()
 
 
 def _even(t: Tensor) -> Tensor:
