@@ -81,16 +81,15 @@ class Compiler:
         """
         if mode is not None or options:
             return self._with(mode, dict(options or {}))(graph_module, example_inputs)
-        settings = handover.settings(self.mode, dict(self.options))
-        is_inductor = handover.is_inductor(self.rest, example_inputs)
-        if is_inductor:
-            handover.start_workers(example_inputs, settings)
+        inductor = handover.settings(self.mode, dict(self.options)) if handover.is_inductor(self.rest, example_inputs) else None
+        if inductor is not None:
+            handover.start_workers(example_inputs, inductor)
         fused = fuse(graph_module, example_inputs)
         if self.verify:
             verify.verify(graph_module, fused, example_inputs)
-        finish = ahead.begin(fused.graph_module, settings if is_inductor else None)
+        finish = ahead.begin(fused.graph_module, inductor)
         try:
-            compiled = handover.hand_over(fused.graph_module, example_inputs, self.rest, settings)
+            compiled = handover.hand_over(fused.graph_module, example_inputs, inductor)
         finally:
             finish()
         report.tell(fused.sites)  # now: Dynamo may ask for a better graph by an exception from below, and call again

@@ -85,17 +85,16 @@ def start_workers(example_inputs: Sequence[Any], config: Mapping[str, Any]) -> N
             async_compile.maybe_warm_pool()
 
 
-def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], rest: Rest, config: Mapping[str, Any]) -> Callable[..., Any]:
+def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], inductor: Mapping[str, Any] | None) -> Callable[..., Any]:
     """A function that runs the graph, differentiable like it.
 
     Args:
         graph_module: it belongs to the callee from here on.
         example_inputs: one for each placeholder.
-        rest: who compiles.
-        config: Inductor's settings.
+        inductor: its settings where it compiles the graph; None where the graph runs as it is.
     """
     graph_module.meta[FUSED] = True
-    return _inductor(graph_module, example_inputs, config) if is_inductor(rest, example_inputs) else _eager(graph_module, example_inputs)
+    return _eager(graph_module, example_inputs) if inductor is None else _inductor(graph_module, example_inputs, inductor)
 
 
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
