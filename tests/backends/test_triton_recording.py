@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.triton import kernel, recording, sparsity, surroundings, templates
+from foci.backends.triton import known, recording, sparsity, surroundings, templates
 from foci.backends.triton.counts import Count
 from foci.binding import bind
 from foci.problem import Cotangents, Layout, Operands, Outputs
@@ -247,7 +247,7 @@ def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
 def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
     if makes:
         monkeypatch.setattr(sparsity, "is_for_graphs", lambda tensor: True)
-        for module in (kernel, sparsity):
+        for module in (known, sparsity):
             monkeypatch.setattr(module, "free_stream", lambda tensor: None)
     score, mask, options = VARIANTS[name]
     bound = bind(score, mask, torch.device("cpu"))

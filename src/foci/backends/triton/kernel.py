@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs, Offsets, Plan
+from foci.backends.contract import Given, Plan
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
-from foci.backends.triton.bound import bind_backward, bind_forward
 from foci.backends.triton.bounds import within
 from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
 from foci.backends.triton.compiling import side_by_side
@@ -28,29 +27,17 @@ from foci.backends.triton.decode import Pages, attention_decode, combine_splits
 from foci.backends.triton.foresight import foresee
 from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.known import (
-    Key,
-    are_aligned,
-    find_pass,
-    is_ready,
-    keep_pass,
-    lie,
-    lie_packed,
-    source_of_places,
-    strides_of,
-    tokens_at,
-)
+from foci.backends.triton.known import KnownPasses, find_pass, keep_pass, source_of_places
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule, padded, reads_of, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_at, sequences_of, visits_of
+from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
-from foci.backends.triton.surroundings import free_stream, places_of, stream_of
-from foci.backends.triton.templates import Recording
+from foci.backends.triton.surroundings import stream_of
 from foci.backends.triton.tensors import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.tuning import fitted
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
-from foci.problem import Cotangents, Geometry, Gradients, Layout, Operands, Results
+from foci.problem import Cotangents, Gradients, Layout, Operands, Results
 
 __all__ = ["Pass", "TritonKernel"]
 
@@ -92,17 +79,17 @@ class Pass:
         return self.functions.line if abs(self.operands.scale) > 1e-6 else None
 
 
-class TritonKernel:
+class TritonKernel(KnownPasses):
     """Forward and backward of a plan. `foresees`: whether a backward pass by a recorder touches nothing else, see `foresight`."""
 
     foresees = True
 
     def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.problem)
         self.plan = plan
         self.problem = plan.problem
         self.variant = plan.problem.variant
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
-        self.mask_slots = sorted({int(str(e.value)) for e in self.variant.mask.walk() if e.op == "load"})
         self.tile_bytes = tile_bytes(self.variant)
         self.reads_tiles = self.tile_bytes > 0
         formula = self.problem.formula
@@ -120,10 +107,6 @@ class TritonKernel:
         self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
         self.is_half, self.dense_spans, self.dense_table = is_half(self.problem.dtype), DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
-        self.results = 3 if formula.outputs.row_max else 2
-        self.wanted = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
-        self.gradients = sum(self.wanted)
-        self.learns = any(self.problem.capture_grads)
 
     def schedule(self, kind: str) -> Schedule:
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
@@ -160,77 +143,6 @@ class TritonKernel:
             self.know(operands, sequences, made)
         return results
 
-    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
-        """`forward` of a call whose geometry is known, None where that is not enough; so many `others` of the inputs follow captures."""
-        found = self._known_forward(geometry, inputs, offsets, others)
-        return None if found is None else found.run(inputs)[: self.results]
-
-    def bind_forward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
-    ) -> ForwardOfRows | None:
-        """See `foci.backends.contract.Binding`."""
-        found = self._known_forward(geometry, inputs, offsets, 1)
-        return None if found is None else bind_forward(found, rows, inputs, offsets, whole=whole, out_alone=out_alone)
-
-    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> Recording | None:
-        query, key = inputs[0], inputs[1]
-        assert query is not None
-        assert key is not None
-        stream = free_stream(query)
-        if stream is None:
-            return None
-        sequences, captures = sequences_at(query, offsets, stream), inputs[3:-others]
-        read = self._versions(captures) if self.mask_slots else ()
-        if read is None:
-            return None
-        return find_pass((geometry, stream, (), read), sequences, tokens_at(geometry, query, key), captures)
-
-    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """`backward` likewise: dq, dk and dv, those that were asked for."""
-        given, found, places = self._known_backward(geometry, inputs, offsets, given)
-        return None if found is None else found.run((*inputs, *given), places)[: self.gradients]
-
-    def bind_backward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
-    ) -> BackwardOfRows | None:
-        """See `foci.backends.contract.Binding`."""
-        _, found, _ = self._known_backward(geometry, inputs, offsets, given)
-        return None if found is None or given.dlse is not None else bind_backward(found, rows, inputs, offsets, given[:3])
-
-    def _known_backward(
-        self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
-    ) -> tuple[Given, Recording | None, list[int | None]]:
-        """Also what is given as it is laid out, and the places of all tensors."""
-        query, key = inputs[0], inputs[1]
-        assert query is not None
-        assert key is not None
-        stream = None if self.learns or not is_ready(given) else free_stream(query)
-        if stream is None:
-            return given, None, []
-        if 0 in given.dout.stride():
-            given = given._replace(dout=laid_out(given.dout, given.out))
-        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
-        tensors = (*inputs, *given)
-        places = places_of(tensors)
-        # what autograd saved may have come back as another tensor of the same values
-        if read is None or not are_aligned(places):
-            return given, None, []
-        known = (geometry, stream, strides_of(inputs, given), read)
-        return given, find_pass(known, sequences_at(query, offsets, stream), tokens_at(geometry, query, key), inputs[3:-1]), places
-
-    def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
-        """Keeps a pass by the geometry of its operands, where it is known."""
-        geometry = operands.geometry
-        if geometry is None:
-            return
-        count = self.results
-        strides: Key = ()
-        if given is not None:
-            inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-            count, strides = self.gradients, strides_of(inputs, given, packed=geometry.packed)
-        key = (geometry, stream_of(operands.query), strides, self._versions(operands.captures))
-        keep_pass(key, sequences, self._read(operands.captures), found.returning(count, packed=geometry.packed))
-
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query = operands.query
         rows = query.shape[:3]
@@ -259,36 +171,6 @@ class TritonKernel:
                 num_warps=schedule.warps,
             )  # fmt: skip
         return Results(*outputs)
-
-    def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
-        """The captured tensors whose values decide which tiles are visited."""
-        read = (captures[slot] for slot in self.mask_slots)
-        return tuple(t for t in read if t is not None)
-
-    def _versions(self, captures: Inputs) -> Key | None:
-        """Identities and versions of these; None where one has no version."""
-        read = self._read(captures)
-        return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
-
-    def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
-        """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
-        it must be worked out each time."""
-        query, key, value = operands.query, operands.key, operands.value
-        stream = free_stream(query)
-        if operands.blocks is not None or stream is None:
-            return None
-        tensors = [t for t in (*packed, *others) if t is not None]
-        # a tensor in two places of a recording would stand for both
-        if not are_aligned(places_of(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
-            return None
-        read = self._versions(operands.captures)
-        if read is None:
-            return None
-        how = lie if operands.cu_q is None else lie_packed
-        return (
-            self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
-            operands.ints, operands.floats, operands.max_q, operands.max_kv, *map(how, packed), *map(lie, others),
-        )  # fmt: skip
 
     def is_decode(self, operands: Operands) -> bool:
         """Few rows for each group of heads, and many keys; one table of visits for the whole group."""

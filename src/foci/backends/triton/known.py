@@ -1,4 +1,4 @@
-"""Passes known from before: what each is known by, and where it is kept."""
+"""Passes known from before: what each is known by, where it is kept, and how a kernel runs it again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Given, Inputs
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs, Offsets
+from foci.backends.triton.bound import bind_backward, bind_forward
 from foci.backends.triton.counts import Tokens
 from foci.backends.triton.keeping import Kept
-from foci.backends.triton.sparsity import Sequences
+from foci.backends.triton.sparsity import Sequences, sequences_at
+from foci.backends.triton.streams import laid_out
+from foci.backends.triton.surroundings import free_stream, places_of, stream_of
 from foci.backends.triton.templates import Recording, Template
-from foci.problem import Geometry
+from foci.problem import Geometry, Operands, Problem
 
-__all__ = ["Key", "are_aligned", "find_pass", "is_ready", "keep_pass", "lie", "lie_packed", "source_of_places", "strides_of", "tokens_at"]
+__all__ = ["KnownPasses", "find_pass", "keep_pass", "source_of_places"]
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -49,24 +52,137 @@ def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: Re
         _templates.add((key, sequences.form), (), made.template.unbound())
 
 
-def tokens_at(geometry: Geometry, query: Tensor, key: Tensor) -> Tokens:
+class KnownPasses:
+    """What a kernel knows of passes that it has made: it runs them again by the geometry of a call alone, and finds them by all that
+    determines them where operands were checked."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.mask_slots = sorted({int(str(e.value)) for e in problem.variant.mask.walk() if e.op == "load"})
+        self.results = 3 if problem.formula.outputs.row_max else 2
+        self.wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
+        self.gradients = sum(self.wanted)
+        self.learns = any(problem.capture_grads)
+
+    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
+        """`forward` of a call whose geometry is known, None where that is not enough; so many `others` of the inputs follow captures."""
+        found = self._known_forward(geometry, inputs, offsets, others)
+        return None if found is None else found.run(inputs)[: self.results]
+
+    def bind_forward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
+    ) -> ForwardOfRows | None:
+        """See `foci.backends.contract.Binding`."""
+        found = self._known_forward(geometry, inputs, offsets, 1)
+        return None if found is None else bind_forward(found, rows, inputs, offsets, whole=whole, out_alone=out_alone)
+
+    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> Recording | None:
+        query, key = inputs[0], inputs[1]
+        assert query is not None
+        assert key is not None
+        stream = free_stream(query)
+        if stream is None:
+            return None
+        sequences, captures = sequences_at(query, offsets, stream), inputs[3:-others]
+        read = self._versions(captures) if self.mask_slots else ()
+        if read is None:
+            return None
+        return find_pass((geometry, stream, (), read), sequences, _tokens_at(geometry, query, key), captures)
+
+    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
+        """`backward` likewise: dq, dk and dv, those that were asked for."""
+        given, found, places = self._known_backward(geometry, inputs, offsets, given)
+        return None if found is None else found.run((*inputs, *given), places)[: self.gradients]
+
+    def bind_backward(
+        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
+    ) -> BackwardOfRows | None:
+        """See `foci.backends.contract.Binding`."""
+        _, found, _ = self._known_backward(geometry, inputs, offsets, given)
+        return None if found is None or given.dlse is not None else bind_backward(found, rows, inputs, offsets, given[:3])
+
+    def _known_backward(
+        self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
+    ) -> tuple[Given, Recording | None, list[int | None]]:
+        """Also what is given as it is laid out, and the places of all tensors."""
+        query, key = inputs[0], inputs[1]
+        assert query is not None
+        assert key is not None
+        stream = None if self.learns or not _is_ready(given) else free_stream(query)
+        if stream is None:
+            return given, None, []
+        if 0 in given.dout.stride():
+            given = given._replace(dout=laid_out(given.dout, given.out))
+        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
+        tensors = (*inputs, *given)
+        places = places_of(tensors)
+        # what autograd saved may have come back as another tensor of the same values
+        if read is None or not _are_aligned(places):
+            return given, None, []
+        known = (geometry, stream, _strides_of(inputs, given), read)
+        return given, find_pass(known, sequences_at(query, offsets, stream), _tokens_at(geometry, query, key), inputs[3:-1]), places
+
+    def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
+        """Keeps a pass by the geometry of its operands, where it is known."""
+        geometry = operands.geometry
+        if geometry is None:
+            return
+        count = self.results
+        strides: Key = ()
+        if given is not None:
+            inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
+            count, strides = self.gradients, _strides_of(inputs, given, packed=geometry.packed)
+        key = (geometry, stream_of(operands.query), strides, self._versions(operands.captures))
+        keep_pass(key, sequences, self._read(operands.captures), found.returning(count, packed=geometry.packed))
+
+    def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
+        """The captured tensors whose values decide which tiles are visited."""
+        read = (captures[slot] for slot in self.mask_slots)
+        return tuple(t for t in read if t is not None)
+
+    def _versions(self, captures: Inputs) -> Key | None:
+        """Identities and versions of these; None where one has no version."""
+        read = self._read(captures)
+        return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
+
+    def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
+        """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
+        it must be worked out each time."""
+        query, key, value = operands.query, operands.key, operands.value
+        stream = free_stream(query)
+        if operands.blocks is not None or stream is None:
+            return None
+        tensors = [t for t in (*packed, *others) if t is not None]
+        # a tensor in two places of a recording would stand for both
+        if not _are_aligned(places_of(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len({id(query), id(key), id(value)}):
+            return None
+        read = self._versions(operands.captures)
+        if read is None:
+            return None
+        how = _lie if operands.cu_q is None else _lie_packed
+        return (
+            self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
+            operands.ints, operands.floats, operands.max_q, operands.max_kv, *map(how, packed), *map(_lie, others),
+        )  # fmt: skip
+
+
+def _tokens_at(geometry: Geometry, query: Tensor, key: Tensor) -> Tokens:
     """Queries and keys of a head, of tensors as a known call is given them: [B, H, S, D], or packed [T, H, D]."""
     return (query.shape[0], key.shape[0]) if geometry.packed else (query.shape[2], key.shape[2])
 
 
-def lie(tensor: Tensor | None) -> object:
+def _lie(tensor: Tensor | None) -> object:
     """How a tensor lies: what of it a launch takes besides its address."""
     return None if tensor is None else (tensor.shape, tensor.stride())
 
 
-def lie_packed(tensor: Tensor | None) -> object:
-    """`lie` of [1, H, T, D], but for T; row statistics [1, H, T] have no gaps."""
+def _lie_packed(tensor: Tensor | None) -> object:
+    """`_lie` of [1, H, T, D], but for T; row statistics [1, H, T] have no gaps."""
     if tensor is None or tensor.dim() == 3:
         return tensor is None
     return tensor.shape[1], tensor.shape[3], tensor.stride()[1:]
 
 
-def strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
+def _strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
     """Of what a backward pass is given; as those of [T, H, D] with `packed`, where tensors are [1, H, T, D]."""
     found = [None if t is None else t.stride() for t in (given.out, given.dout, *inputs)]
     if packed:
@@ -76,13 +192,13 @@ def strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
     return (given.dlse is None, *found)
 
 
-def is_ready(given: Given) -> bool:
+def _is_ready(given: Given) -> bool:
     """Whether row statistics are as kernels read them."""
     lse, dlse = given.lse, given.dlse
     return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
 
 
-def are_aligned(places: Sequence[int | None]) -> bool:
+def _are_aligned(places: Sequence[int | None]) -> bool:
     """Whether all addresses are multiples of 16 bytes, as compiled kernels expect them."""
     address = 0
     for place in places:
