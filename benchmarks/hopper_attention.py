@@ -5,7 +5,8 @@
     python benchmarks/hopper_attention.py --compile [group ...]       # only fill the caches, both passes, in processes side by side
     python benchmarks/hopper_attention.py --list                      # rows and their groups; needs no GPU
 
-bfloat16; medians of CUDA events, the peers of a row taking turns, so that a slow moment of the card falls on all alike.
+bfloat16; medians of CUDA events, the peers of a row taking turns, so that a slow moment of the card falls on all alike; of short rows
+calls in a row, behind work that keeps the device busy until the host has called them.
 TFLOP/s over the attended area, the backward counted as 2.5 forwards. "foci" is the planner's own choice, "hopper" and "triton" are
 each backend's own kernels, chosen or not. Every peer runs in its default mode: FlashAttention-4's backward adds in any order, foci's
 has one. A peer that is not installed, or declines, is named and left out. Lines go to $OUT/hopper_forward.jsonl or
@@ -35,6 +36,7 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
+from foci.backends.hopper.schedules import FEW_KEYS, FEWER_KEYS
 from foci.binding import Bound, bind
 from foci.planner import choose, target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
@@ -47,7 +49,7 @@ Call = Callable[[], Any]
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `kind`: "dense", "jagged", or the name of a variant. `value_dim`: of values, where
-    it is not that of keys."""
+    it is not that of keys. `dropout`: how many of the weights are dropped. `calls`: timed in a row."""
 
     name: str
     shape: Shape
@@ -55,15 +57,19 @@ class Row:
     causal: bool = False
     kv_heads: int = 0
     value_dim: int = 0
+    dropout: float = 0.0
+    calls: int = 1
 
 
+AHEAD = 12_000_000
+"""Cycles that the device spins while the host calls what is short."""
 OURS = ("hopper", "triton", "foci")
 VARIANTS = ("window 1024", "document", "ALiBi causal", "softcap causal")
 
 
-def _dense(*shapes: Shape, name: str = "dense", kv_heads: int = 0, value_dim: int = 0) -> tuple[Row, ...]:
+def _dense(*shapes: Shape, name: str = "dense", **others: Any) -> tuple[Row, ...]:
     return tuple(
-        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, kv_heads, value_dim)
+        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, **others)
         for shape in shapes
         for causal in (False, True)
     )
@@ -77,7 +83,9 @@ GROUPS = {
     "dense_192": (*_dense((2, 16, 8192, 192), name="dense Dv 128", value_dim=128), *_dense((2, 16, 8192, 192))),
     "dense_96": _dense((2, 16, 8192, 96)),
     "short_and_long": _dense((8, 16, 2048, 128), (1, 16, 16384, 128)),
+    "short_64": _dense((16, 12, 512, 64), (8, 12, 2048, 64), calls=20),
     "grouped": _dense((2, 32, 8192, 128), name="dense GQA 4", kv_heads=8),
+    "dropout": _dense((2, 32, 8192, 64), (2, 16, 8192, 128), name="dense dropout .1", dropout=0.1),
     "variants_128": tuple(Row(name, (2, 16, 8192, 128), name) for name in VARIANTS),
     "variants_64": tuple(Row(name, (2, 32, 8192, 64), name) for name in VARIANTS),
 }
@@ -94,11 +102,11 @@ def passed(function: Callable[..., Any], tensors: list[Tensor], *, backward: boo
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def asked_of(tensors: list[Tensor], bound: Bound, jagged: dict[str, Any], *, backward: bool) -> Problem:
+def asked_of(tensors: list[Tensor], bound: Bound, jagged: dict[str, Any], dropout: float, *, backward: bool) -> Problem:
     query, key, value = tensors
     batch, heads, rows, dim = query.shape
     sizes = (len(jagged["cu_q"]) - 1, jagged["max_q"], jagged["max_q"]) if jagged else (batch, rows, key.shape[2])
-    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True))
+    formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, Outputs(lse=True), dropout > 0)
     wanted = (backward, backward, backward, tuple(False for _ in bound.captures))
     return Problem(formula, query.dtype, dim, value.shape[3], heads, key.shape[1], *map(bucket, sizes), *wanted)
 
@@ -118,12 +126,14 @@ def planned(name: str, asked: Problem) -> Any:
     return kernel
 
 
-def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], *, backward: bool) -> Call:
+def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], dropout: float, *, backward: bool) -> Call:
     """A pass of one of foci's backends, without what is before it."""
     query, key, value = tensors
     bound = bind(score, mask, DEVICE)
-    operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(query.shape[3]), **jagged)
-    kernel = planned(name, asked_of(tensors, bound, jagged, backward=backward))
+    seed = torch.tensor([11], device=DEVICE) if dropout else None
+    numbers = (bound.captures, bound.ints, bound.floats, 1 / math.sqrt(query.shape[3]), dropout, seed)
+    operands = Operands(query, key, value, *numbers, **jagged)
+    kernel = planned(name, asked_of(tensors, bound, jagged, dropout, backward=backward))
     if not backward:
         return lambda: kernel.forward(operands)
     results = kernel.forward(operands)
@@ -202,7 +212,7 @@ def choice_of(row: Row, *, backward: bool) -> str:
     """The backend that the planner takes for a row."""
     score, mask, jagged = given_of(row)
     tensors = tensors_of(row, lengths_of(row), torch.device("meta"))
-    plan = choose(asked_of(tensors, bind(score, mask, DEVICE), jagged, backward=backward), target_of(DEVICE)).plan
+    plan = choose(asked_of(tensors, bind(score, mask, DEVICE), jagged, row.dropout, backward=backward), target_of(DEVICE)).plan
     return plan.backend if plan is not None else ""
 
 
@@ -211,7 +221,8 @@ def peers_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Call]]:
     lengths = lengths_of(row)
     tensors = tensors_of(row, lengths)
     *given, jagged = given_of(row)
-    made: dict[str, Callable[[], Call]] = {name: functools.partial(ours, name, tensors, *given, jagged, backward=backward) for name in OURS}
+    own = functools.partial(ours, score=given[0], mask=given[1], jagged=jagged, dropout=row.dropout, backward=backward)
+    made: dict[str, Callable[[], Call]] = {name: functools.partial(own, name, tensors) for name in OURS}
     if row.kind in VARIANTS:
         made["flex"] = functools.partial(flex, tensors, *variant_of(row), row.shape[2], backward=backward)
     elif row.kind == "jagged":
@@ -220,15 +231,16 @@ def peers_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Call]]:
         made["fa4"] = functools.partial(flash_varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
         made["varlen"] = functools.partial(varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
     else:
-        made["fa4"] = functools.partial(flash, [t.transpose(1, 2).contiguous() for t in tensors], causal=row.causal, backward=backward)
-        made["cudnn"] = functools.partial(cudnn, tensors, causal=row.causal, grouped=bool(row.kv_heads), backward=backward)
+        if not row.dropout:  # FlashAttention-4 drops none
+            made["fa4"] = functools.partial(flash, [t.transpose(1, 2).contiguous() for t in tensors], causal=row.causal, backward=backward)
+        made["cudnn"] = functools.partial(cudnn, tensors, row, backward=backward)
     return made
 
 
-def cudnn(tensors: list[Tensor], *, causal: bool, grouped: bool, backward: bool) -> Call:
+def cudnn(tensors: list[Tensor], row: Row, *, backward: bool) -> Call:
     def run(*given: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(*given, dropout_p=row.dropout, is_causal=row.causal, enable_gqa=bool(row.kv_heads))
 
     return passed(run, tensors, backward=backward)
 
@@ -262,8 +274,16 @@ def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward:
     return passed(lambda *given: compiled(*given, score_mod=score, block_mask=block), tensors, backward=backward)
 
 
-def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6) -> dict[str, float]:
-    """Milliseconds of each peer that runs."""
+def repeated(call: Call, times: int) -> Call:
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6, calls: int = 1) -> dict[str, float]:
+    """Milliseconds of each peer that runs, of so many calls in a row."""
     good: dict[str, Call] = {}
     for name, make in peers.items():
         try:
@@ -273,13 +293,18 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6) -> dict[str, fl
             good[name] = call
         except Exception as error:
             print(f"  {name}: {type(error).__name__} {str(error)[-200:]}", flush=True)
-    return in_turns(good, rounds=rounds, each=3)
+    times = in_turns({name: repeated(call, calls) for name, call in good.items()}, rounds=rounds, each=3, ahead=AHEAD * (calls > 1))
+    return {name: ms / calls for name, ms in times.items()}
+
+
+def _but_for_sizes(row: Row) -> tuple[object, ...]:
+    return row.kind, row.causal, row.shape[3], row.kv_heads, row.value_dim, row.dropout
 
 
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:
     """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
-    # lengths and batches change no kernel; nor do gradients, if asked for, change ours of the forward
-    distinct = {(row.kind, row.causal, row.shape[3], row.kv_heads, row.value_dim): row for row in rows}.values()
+    # batches change no kernel, lengths where schedules are chosen by them; nor do gradients, if asked for, change ours of the forward
+    distinct = {(*_but_for_sizes(row), *(row.shape[2] <= keys for keys in (FEWER_KEYS, FEW_KEYS))): row for row in rows}.values()
     found = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
     waiting = [(*pair, True) for pair in found] + [(*pair, False) for pair in found if pair[1] not in OURS]
     alive = 0
@@ -320,7 +345,7 @@ def main() -> None:
         for group in groups:
             for row in GROUPS[group]:
                 print(
-                    f"{group:15s} {row.name:15s} {','.join(map(str, row.shape)):16s} {flops(row, backward=options.backward) / 1e12:.3f} TFLOP"
+                    f"{group:15s} {row.name:17s} {','.join(map(str, row.shape)):16s} {flops(row, backward=options.backward) / 1e12:.3f} TFLOP"
                 )
         return
     rows = [row for group in groups for row in GROUPS[group]]
@@ -329,7 +354,7 @@ def main() -> None:
         return
     name, facts = "backward" if options.backward else "forward", about()
     for row in rows:
-        found, choice = timed(peers_of(row, backward=options.backward)), choice_of(row, backward=options.backward)
+        found, choice = timed(peers_of(row, backward=options.backward), calls=row.calls), choice_of(row, backward=options.backward)
         rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in found.items()}
         for who, ms in found.items():
             line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who], "choice": choice}
@@ -337,7 +362,7 @@ def main() -> None:
                 with (Path(os.environ["OUT"]) / f"hopper_{name}.jsonl").open("a") as file:
                     file.write(json.dumps(line | facts) + "\n")
         shown = "  ".join(f"{who} {rate:.0f}" for who, rate in rates.items())
-        print(f"{row.name:15s} {','.join(map(str, row.shape)):16s} {shown}  ({choice} chosen)", flush=True)
+        print(f"{row.name:17s} {','.join(map(str, row.shape)):16s} {shown}  ({choice} chosen)", flush=True)
 
 
 if __name__ == "__main__":

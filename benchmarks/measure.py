@@ -63,10 +63,11 @@ def interleaved(
     return times
 
 
-def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each: int = 3) -> dict[str, float]:
+def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each: int = 3, ahead: int = 0) -> dict[str, float]:
     """Milliseconds of each call on a GPU, medians of events: each several times in a row, all in turns, so that a warm card is slow
     for all alike. Each round has an order of its own, drawn as in every run: what the card did before leaves it more or less power,
-    up to 8 % of a rate. The first time of each row is not counted."""
+    up to 8 % of a rate. The first time of each row is not counted. Before each other time the device spins for `ahead` cycles, so that
+    it waits for nothing that the host calls."""
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     orders = random.Random(0)
     for _ in range(rounds):
@@ -75,6 +76,8 @@ def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each
             call()
             for _ in range(each):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if ahead:
+                    torch.cuda._sleep(ahead)
                 begin.record()
                 call()
                 end.record()
