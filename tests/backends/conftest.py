@@ -96,3 +96,14 @@ def logs(monkeypatch):
     from recordings import put_stand_ins
 
     return put_stand_ins(monkeypatch)
+
+
+@pytest.fixture
+def launched(logs, monkeypatch):
+    """`logs` of calls that are planned for a GPU, without gradients."""
+    import torch
+    from recordings import plan_for_a_gpu
+
+    plan_for_a_gpu(monkeypatch)
+    with torch.no_grad():
+        yield logs

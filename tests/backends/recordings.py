@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci import masks, scores
+from foci import execution, masks, planner, recall, scores
 from foci.backends.contract import Plan
 from foci.problem import Formula, Operands, Problem, Target
 
@@ -17,7 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foci.backends.triton import keeping, kernel, known, sparsity
+from foci.backends.triton import keeping, kernel, known, recording, sparsity, templates
+from foci.operator import dispatched
 
 MODULES = {module: LAUNCHED[module] for module in (kernel, sparsity)}
 
@@ -88,6 +89,24 @@ def put_stand_ins(monkeypatch):
     return worked_out, launched
 
 
+def mapped(compiled, place, noted):
+    """In place of `recording.direct`: descriptors become maps, which are known by address."""
+    tiles = [
+        (at, role, templates.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
+        for at, role, made in noted.tiles
+    ]
+    arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
+    return templates.Launch(compiled.run, arguments)
+
+
+def plan_for_a_gpu(monkeypatch):
+    """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
+    monkeypatch.setattr(recording, "direct", mapped)
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known"), (dispatched, "_known")):
+        monkeypatch.setattr(module, name, type(getattr(module, name))())
+
+
 def made(operands, variant, **formula):
     q, k = operands.query, operands.key
     grads = tuple(False for _ in operands.captures)
@@ -114,6 +133,20 @@ def addressed(log, tensors):
         return tuple(map(replaced, value)) if isinstance(value, tuple) else numbers.get(value, value)
 
     return [replaced(entry) for entry in log]
+
+
+def placed(log, tensors):
+    """Launches with addresses within tensors as these' numbers and distances; those of what only the pass reads differ from run to run."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        if not isinstance(value, int) or value < 1 << 32:
+            return value
+        inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < t.nbytes]
+        return inside[0] if inside else "elsewhere"
+
+    return list(map(plain, log))
 
 
 SLOPES = torch.rand(4)

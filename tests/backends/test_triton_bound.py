@@ -10,11 +10,11 @@ import foci
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from recordings import Function
+from recordings import Function, placed
 from triton import knobs
 
-from foci import execution, masks, planner, recall
-from foci.backends.triton import bound, recording, templates
+from foci import masks, planner
+from foci.backends.triton import bound
 from foci.dispatch import PackedCall, _side_by_side
 from foci.nn.layer import Attention, Heads
 from foci.prepare import Extras
@@ -22,26 +22,6 @@ from foci.problem import Outputs, Target
 
 LENGTHS = [0, 56, 256]
 HEADS = {"as many": Heads(4, 4, 64), "grouped": Heads(4, 2, 64)}
-
-
-def mapped(compiled, place, noted):
-    """In place of `recording.direct`: descriptors become maps, which are known by address."""
-    tiles = [
-        (at, role, templates.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
-        for at, role, made in noted.tiles
-    ]
-    arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
-    return templates.Launch(compiled.run, arguments)
-
-
-@pytest.fixture
-def launched(logs, monkeypatch):
-    monkeypatch.setattr(recording, "direct", mapped)
-    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
-        monkeypatch.setattr(module, name, type(getattr(module, name))())
-    with torch.no_grad():
-        yield logs
 
 
 def attention(offsets, mask=None):
@@ -95,20 +75,6 @@ def test_a_bound_pass_launches_what_a_call_does(launched, heads, mask):
     parts = call.backward(heads.split(rows), (heads.of_queries(found[0]), found[1]), heads.of_queries(gradient))
     assert launched_bound == placed(log, (*given, _side_by_side(parts)))
     assert not worked_out
-
-
-def placed(log, tensors):
-    """Launches with addresses within tensors as these' numbers and distances; those of what only the pass reads differ from run to run."""
-
-    def plain(value):
-        if isinstance(value, tuple):
-            return tuple(map(plain, value))
-        if not isinstance(value, int) or value < 1 << 32:
-            return value
-        inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < t.nbytes]
-        return inside[0] if inside else "elsewhere"
-
-    return list(map(plain, log))
 
 
 def test_layers_of_a_batch_share_what_is_bound(launched):

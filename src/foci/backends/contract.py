@@ -14,6 +14,7 @@ __all__ = [
     "Backend",
     "BackwardOfRows",
     "Binding",
+    "Fixed",
     "ForwardOfRows",
     "Given",
     "Inputs",
@@ -23,12 +24,15 @@ __all__ = [
     "Plan",
     "Rejection",
     "Repeating",
+    "Strides",
 ]
 
 Inputs: TypeAlias = Sequence[Tensor | None]
 """query, key, value, captured tensors, seed."""
 Offsets: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """cu_q, cu_kv, q_lengths, kv_lengths."""
+Strides: TypeAlias = Sequence[tuple[int, ...]]
+"""Of all that a pass returns."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ ForwardOfRows: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """out [T, Hq * Dv] and lse [Hq, T] of rows [T, E] that hold query, key and value side by side."""
 BackwardOfRows: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 """The gradient of such rows, of these, out, lse and the gradient of out."""
+Fixed: TypeAlias = Callable[[Inputs], list[Tensor] | None]
+"""What `Repeating` gives, of tensors that are as they were but for where they lie, which nobody looks at again; None where something in
+the surroundings has changed."""
 
 
 @runtime_checkable
@@ -110,6 +117,9 @@ class Binding(Protocol):
     sequences, stream. What it returns takes rows of the same shape, dtype and device, which it looks at again as at all else that may
     have changed, and gives None where something has; so do these functions where the pass is not known. Neither is a call of a paged
     kernel, of captured tensors or with dropout.
+
+    A place of compiled code, whose tensors differ in their addresses alone, gets a pass of its own, of dense calls with anything but masks
+    that capture tensors; None where the pass is not known, or makes tensors of other strides than those that are promised.
     """
 
     def bind_forward(
@@ -123,6 +133,14 @@ class Binding(Protocol):
         self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
     ) -> BackwardOfRows | None:
         """`Repeating.backward_again` likewise."""
+        ...
+
+    def fix_forward(self, geometry: Geometry, inputs: Inputs, strides: Strides, /) -> Fixed | None:
+        """`Repeating.forward_again` for all `inputs` like these."""
+        ...
+
+    def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
+        """`Repeating.backward_again` for all inputs and `given` like these, in one row."""
         ...
 
 

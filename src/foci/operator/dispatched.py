@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Given
+from foci.backends.contract import Fixed, Given
 from foci.context import allowed_backends, is_tuning
 from foci.execution import Allowed, Needs, backward_again, backward_of, choose_kernel
 from foci.operator.arguments import NO_NEEDS, Flat, outputs_of, unflatten
@@ -23,7 +23,8 @@ from foci.operator.eager import Outline, forward_now
 from foci.problem import Cotangents, Geometry, Results
 
 __all__ = [
-    "Known", "backward", "backward_known", "forward", "forward_known", "gradient_strides", "gradients", "result_strides", "results",
+    "Known", "backward", "backward_known", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_strides", "gradients",
+    "result_strides", "results",
 ]  # fmt: skip
 
 _CAPACITY: Final = 1024
@@ -108,6 +109,29 @@ def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
         made = (found.query, found.key, found.value, *found.captures)
     strides = strides or _backward_strides(args, needs)
     return [_lying(t, s) for t, s in zip([t for t in made if t is not None], strides, strict=True)]
+
+
+def fix_forward(known: Known, args: tuple[Any, ...]) -> Fixed | None:
+    """`forward` of query, key, value, captured tensors and seed that are as these but for their addresses, in one row: out, lse, and
+    row_max where it is asked for. None where the kernel has no such pass."""
+    outline, strides = known
+    binding = outline.chosen.binding
+    if binding is None or outline.geometry is None or strides is None:
+        return None
+    _, h, s, _ = args[0].shape
+    statistics = [(h * s, s, 1)] * (1 + outline.chosen.formula.outputs.row_max)
+    return binding.fix_forward(outline.geometry, (*args[:3], *args[3], args[4]), [*strides, *statistics])
+
+
+def fix_backward(known: Known, arguments: tuple[Any, ...]) -> Fixed | None:
+    """`backward` likewise, of these tensors, out, lse, and the gradients of both: what it returns."""
+    (grad_out, grad_lse, grad_columns, grad_weights, out, lse, _), args = arguments[:7], arguments[7:]
+    outline, strides = known
+    binding = outline.chosen.binding
+    if binding is None or outline.geometry is None or strides is None or grad_columns is not None or grad_weights is not None:
+        return None
+    inputs, given = (*args[:3], *args[3], args[4]), Given(out, lse, grad_out, grad_lse)
+    return binding.fix_backward(outline.geometry, inputs, given, strides)
 
 
 def _names(allowed: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Known passes of query, key and value that lie side by side in rows of one tensor, bound for the layers of a batch.
+"""Known passes bound to all but the addresses of their tensors: for the layers of a batch, and for places of compiled code.
 
 Layers differ in addresses alone. What a call of each would find anew, and the tensors that autograd and the kernels' arguments have no
-need of, are left out: rows come in, rows go out.
+need of, are left out: where query, key and value lie side by side in rows of one tensor, rows come in, rows go out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, ForwardOfRows, Inputs, Offsets
+from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
 from foci.backends.triton.surroundings import free_stream_on
 from foci.backends.triton.templates import Recording
 
-__all__ = ["bind_backward", "bind_forward"]
+__all__ = ["bind_backward", "bind_forward", "fix"]
 
 
 class _Kind(NamedTuple):
@@ -179,3 +179,41 @@ def _steps_of(found: Recording, rows: Tensor) -> tuple[int, ...] | None:
         steps.append(at * parts.dtype.itemsize)
         at += size[1] * size[2]
     return tuple(steps) if at == width else None
+
+
+def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
+    """A known dense pass for tensors that lie on the device of `like` as those it is known for; None where it takes more than addresses,
+    or makes tensors of other strides."""
+    device = like.get_device() if like.is_cuda else -1
+    stream, news = free_stream_on(device), found.news
+    if stream is None or found.joint is not None or not found.takes_places or [stride for _, stride, _ in news] != [*strides]:
+        return None
+    empty, (size, offsets) = _allocator(like.device), found.scratch
+
+    def run(tensors: Inputs) -> list[Tensor] | None:
+        if free_stream_on(device) != stream:
+            return None
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        bits = 0
+        for address in addresses:
+            if address:
+                bits |= address
+        if bits & 15:
+            return None
+        made = [empty(*new) for new in news]
+        addresses += [t.data_ptr() for t in made]
+        if size:
+            scratch = empty((size,), (1,), torch.uint8)  # lives until all is launched
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in offsets]
+        found.launch_at(addresses)
+        return made
+
+    return run
+
+
+def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Of size, strides and dtype, on that device, which is the current one: as Inductor's code allocates, where torch has that."""
+    own: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None
+    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return own or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))

@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs, Offsets
-from foci.backends.triton.bound import bind_backward, bind_forward
+from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Given, Inputs, Offsets, Strides
+from foci.backends.triton.bound import bind_backward, bind_forward, fix
 from foci.backends.triton.counts import Tokens
 from foci.backends.triton.keeping import Kept
 from foci.backends.triton.sparsity import Sequences, sequences_at
@@ -99,6 +99,20 @@ class KnownPasses:
         """See `foci.backends.contract.Binding`."""
         _, found, _ = self._known_backward(geometry, inputs, offsets, given)
         return None if found is None or given.dlse is not None else bind_backward(found, rows, inputs, offsets, given[:3])
+
+    def fix_forward(self, geometry: Geometry, inputs: Inputs, strides: Strides, /) -> Fixed | None:
+        """See `foci.backends.contract.Binding`."""
+        return self._fixed(self._known_forward(geometry, inputs, None, 1), inputs, strides)
+
+    def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
+        """See `foci.backends.contract.Binding`."""
+        known, found, _ = self._known_backward(geometry, inputs, None, given)
+        return self._fixed(found, inputs, strides) if known is given else None  # a gradient laid out anew is another tensor
+
+    def _fixed(self, found: Recording | None, inputs: Inputs, strides: Strides) -> Fixed | None:
+        query = inputs[0]
+        assert query is not None
+        return None if found is None or self.mask_slots else fix(found, query, strides)
 
     def _known_backward(
         self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given

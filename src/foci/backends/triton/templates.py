@@ -433,6 +433,11 @@ class Recording:
         """Whether addresses are all that its launches take of tensors: where Triton's Python makes descriptors, it takes tensors."""
         return all(isinstance(made, Maps) for *_, makers in self._launches for made in makers)
 
+    @property
+    def scratch(self) -> tuple[int, list[int]]:
+        """Bytes of what a run allocates and nobody reads, and where in them each tensor lies."""
+        return (0, []) if self._scratch is None else (self._scratch[0].args[0][0], self._scratch[1])
+
     def returning(self, count: int, *, packed: bool) -> Recording:
         """The same with `Template.returning`."""
         return Recording(self.template.returning(count, packed=packed), self._binding)
@@ -475,5 +480,9 @@ class Recording:
             addresses += scratch
             if tensors is not None:
                 tensors += map(_Place, scratch)
+        self.launch_at(addresses, tensors)
+
+    def launch_at(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
+        """Launches for inputs, results and scratch at these places."""
         for run, fill, values, makers in self._launches:
             run(*fill(values, makers, addresses, tensors))
