@@ -15,7 +15,7 @@ import torch
 import foci
 from foci import backends
 from foci.backends.contract import Plan
-from foci.backends.cpu import BACKEND, backend_info, build
+from foci.backends.cpu import BACKEND, build
 from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.binding import bind
@@ -78,7 +78,7 @@ def test_without_a_compiler_the_planner_takes_another(monkeypatch):
 
 
 def test_info_names_compiler_flags_and_cache():
-    info = backend_info()
+    info = BACKEND.facts()
     assert re.search(r"\d+\.\d+", info["compiler"])
     assert "-O2" in info["flags"]
     assert info["cache"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -17,6 +17,7 @@ __all__ = [
     "Fixed",
     "ForwardOfRows",
     "Given",
+    "Informed",
     "Inputs",
     "Kernel",
     "Noted",
@@ -168,4 +169,13 @@ class Noted(Protocol):
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """In a few words."""
+        ...
+
+
+@runtime_checkable
+class Informed(Protocol):
+    """A backend that depends on more of a machine than a target says; `foci env` prints it."""
+
+    def facts(self) -> Mapping[str, str]:
+        """By name."""
         ...

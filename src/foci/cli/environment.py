@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from rich.table import Table
 
-from foci.backends.cpu import backend_info
+from foci import backends
+from foci.backends.contract import Informed
 from foci.cli.explanation import Question, decision_of, verdicts_table
 
 __all__ = ["backends_table", "facts_table"]
@@ -22,7 +23,7 @@ _PACKAGES = ("foci", "torch", "triton", "numpy", "transformers", "matplotlib")
 def facts_table() -> Table:
     """Versions, devices, threads and compilers."""
     table = Table(show_header=False)
-    for name, value in (*_versions(), *_machine(), *_compilers()):
+    for name, value in (*_versions(), *_machine(), *_of_backends()):
         table.add_row(name, value)
     return table
 
@@ -48,9 +49,11 @@ def _machine() -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, CUDA {torch.version.cuda}"
 
 
-def _compilers() -> Iterator[tuple[str, str]]:
-    for name, value in backend_info().items():
-        yield f"cpu backend, {name}", value
+def _of_backends() -> Iterator[tuple[str, str]]:
+    for name in backends.names():
+        backend = backends.load(name)
+        if isinstance(backend, Informed):
+            yield from ((f"{name} backend, {fact}", value) for fact, value in backend.facts().items())
 
 
 # A problem that every backend knows: what a backend declines here, it declines because of the machine.

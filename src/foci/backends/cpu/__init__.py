@@ -18,7 +18,7 @@ from foci.backends.paging import Gathered, jagged_plan
 from foci.ir.emit import UnsupportedOperation
 from foci.problem import Layout, Problem, Target
 
-__all__ = ["BACKEND", "backend_info"]
+__all__ = ["BACKEND"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD: Final = 512
@@ -60,6 +60,16 @@ class _Cpu:
             return Gathered(plan, CpuKernel(jagged_plan(plan)))
         return CpuKernel(plan)
 
+    def facts(self) -> dict[str, str]:
+        """Compiler, flags and cache."""
+        found = build.toolchain()
+        directory = build.cache_directory()
+        return {
+            "compiler": found if isinstance(found, str) else f"{found.path} ({found.version})",
+            "flags": " ".join(build.flags()),
+            "cache": "a temporary folder of each process" if directory is None else str(directory),
+        }
+
 
 def _language_gap(problem: Problem) -> str | None:
     try:
@@ -67,17 +77,6 @@ def _language_gap(problem: Problem) -> str | None:
     except UnsupportedOperation as gap:
         return str(gap)
     return None
-
-
-def backend_info() -> dict[str, str]:
-    """What `foci env` shows of this backend: compiler, flags, cache."""
-    found = build.toolchain()
-    directory = build.cache_directory()
-    return {
-        "compiler": found if isinstance(found, str) else f"{found.path} ({found.version})",
-        "flags": " ".join(build.flags()),
-        "cache": "a temporary folder of each process" if directory is None else str(directory),
-    }
 
 
 BACKEND = _Cpu()
