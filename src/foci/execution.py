@@ -38,7 +38,6 @@ __all__ = [
     "decide",
     "forward_again",
     "forward_of",
-    "problem_of",
 ]
 
 Allowed = tuple[str, ...] | None
@@ -52,7 +51,7 @@ _decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
 _kernels: OrderedDict[str, tuple[Backend, Kernel]] = OrderedDict()
 
 
-def problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
+def _problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
     """The problem these operands pose."""
     query, key, value = operands.query, operands.key, operands.value
     jagged = formula.layout is Layout.JAGGED
@@ -83,7 +82,7 @@ def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Decision:
     """The planner's decision on these operands; nothing runs."""
-    return choose(problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
+    return choose(_problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
 
 
 def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> _Decided:

@@ -26,7 +26,6 @@ __all__ = [
     "Index",
     "NeedsSplit",
     "NoRule",
-    "as_dimension",
     "broadcast_index",
     "is_atom",
     "offset",
@@ -90,7 +89,7 @@ def value_of_digits(digits: Digits, number: Number) -> Expr:
     return total
 
 
-def as_dimension(digits: Digits, size: Size, number: Number) -> Digits:
+def _as_dimension(digits: Digits, size: Size, number: Number) -> Digits:
     """`digits` where they count the whole dimension; one digit of the dimension's size where they count a part of it."""
     if same_size(size_of(digits), size):
         return digits
@@ -125,7 +124,7 @@ def regroup(index: Index, shape: Sequence[Size], wanted: Sequence[Size], number:
         NeedsSplit: where an atom spans two of the wanted dimensions.
         NoRule: where the dimensions do not line up.
     """
-    flat = [digit for digits, size in zip(index, shape, strict=True) for digit in as_dimension(digits, size, number)]
+    flat = [digit for digits, size in zip(index, shape, strict=True) for digit in _as_dimension(digits, size, number)]
     result: list[Digits] = []
     for size in reversed(wanted):
         digits: list[Digit] = []

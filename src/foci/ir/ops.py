@@ -19,7 +19,7 @@ from foci.ir import ranges
 from foci.ir.expr import DType, Expr, const, node
 from foci.ir.ranges import Rule
 
-__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "promote", "round_to", "signature"]
+__all__ = ["LEAVES", "OPS", "Op", "Typing", "apply", "as_expr", "cast", "round_to", "signature"]
 
 LEAVES: Final = frozenset({"const", "var", "param", "axis", "size"})
 Partial = Callable[..., Expr]
@@ -51,7 +51,7 @@ class Op:
     partials: tuple[Partial, ...] | None = None
 
 
-def promote(*dtypes: DType) -> DType:
+def _promote(*dtypes: DType) -> DType:
     """The widest of the types: BOOL < INT32 < INT64 < FLOAT."""
     widest = dtypes[0]
     for dtype in dtypes:
@@ -121,7 +121,7 @@ def signature(typing: Typing, given: _Types) -> tuple[_Types, DType]:
 
 
 def _alike(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
-    widest = promote(least, *given)
+    widest = _promote(least, *given)
     return (widest,) * len(given), widest
 
 
@@ -130,7 +130,7 @@ def _integers(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
 
 
 def _select(given: _Types) -> tuple[_Types, DType]:
-    widest = promote(*given[1:])
+    widest = _promote(*given[1:])
     return (DType.BOOL, widest, widest), widest
 
 

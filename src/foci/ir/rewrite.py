@@ -13,7 +13,7 @@ from typing import Final
 from foci.ir.expr import Expr, axis, node, reduce
 from foci.ir.ops import OPS, apply, cast
 
-__all__ = ["bind", "canonical_levels", "rebuild", "reduction", "rename_axis", "rewrite", "spread_levels", "substitute"]
+__all__ = ["bind", "canonical_levels", "rebuild", "reduction", "rename_axis", "rewrite", "substitute"]
 
 LEVEL_SPACING: Final = 1 << 20
 
@@ -69,7 +69,7 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     """
     # A replacement that reduces must not catch the axes of reductions around it: those move out of the way first.
     apart = expr.levels > 0 and any(new.levels for new in replacements.values())
-    source = spread_levels(expr) if apart else expr
+    source = _spread_levels(expr) if apart else expr
     done: dict[Expr, Expr] = {}
     for e in source.walk():
         new = replacements.get(e)
@@ -80,7 +80,7 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
 # Levels ------------------------------------------------------------------------------------------------------------
 
 
-def spread_levels(expr: Expr) -> Expr:
+def _spread_levels(expr: Expr) -> Expr:
     """`expr` with level n >= 0 moved to (n + 1) * LEVEL_SPACING, so that new levels fit between and below.
 
     Negative levels, free axes that a tracer has not bound yet, stay.
@@ -108,7 +108,7 @@ def canonical_levels(expr: Expr) -> Expr:
     if not expr.levels or all(reduction(e)[1] == e.args[0].levels for e in expr.walk() if e.op == "reduce"):
         return expr
     done: dict[Expr, Expr] = {}
-    spread = spread_levels(expr)
+    spread = _spread_levels(expr)
     for e in spread.walk():
         args = tuple(done[arg] for arg in e.args)
         if e.op == "reduce":

@@ -1,4 +1,4 @@
-"""Attention in plain torch on any device, with memory linear in the lengths: the backend that takes everything.
+"""Attention in plain torch on any device, with memory linear in the lengths.
 
 Queries are cut into tiles and keys into runs; blocks that the mask empties are skipped, and blocks that it leaves whole
 are computed without it. Gradients follow from the derivatives that `foci.ir.derivative` derives.

@@ -19,7 +19,7 @@ from foci.ir.expr import COORDINATES, DType, Expr, const
 from foci.ir.ops import apply, cast
 from foci.problem import Problem
 
-__all__ = ["CaptureSums", "Site", "capture_sites"]
+__all__ = ["CaptureSums", "Site"]
 
 _LABEL: Final = {name: dim for dim, name in enumerate(COORDINATES)}
 _FIRST_AXIS: Final = len(COORDINATES)
@@ -54,7 +54,7 @@ class Site:
 
 
 @functools.lru_cache(maxsize=1024)
-def capture_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[Site, ...]:
+def _capture_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[Site, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
     return tuple(_site(d) for d in capture_derivatives(score) if wanted[d.slot])
 
@@ -92,7 +92,7 @@ class CaptureSums:
 
     def __init__(self, problem: Problem, captures: Sequence[Tensor], acc: torch.dtype) -> None:
         wanted = problem.capture_grads + (False,) * (len(captures) - len(problem.capture_grads))
-        self.sites = capture_sites(problem.variant.score, wanted) if any(wanted) else ()
+        self.sites = _capture_sites(problem.variant.score, wanted) if any(wanted) else ()
         self.captures = captures
         self.sums = [torch.zeros(c.shape, dtype=acc, device=c.device) if on else None for c, on in zip(captures, wanted, strict=True)]
 

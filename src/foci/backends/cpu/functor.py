@@ -19,7 +19,7 @@ from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 from foci.variant import Capture
 
-__all__ = ["ELEMENT_TYPES", "Functor", "capture_offsets", "key_step"]
+__all__ = ["ELEMENT_TYPES", "Functor"]
 
 ELEMENT_TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "int64_t",
@@ -29,7 +29,7 @@ ELEMENT_TYPES: Mapping[torch.dtype, str] = {
 _ROW_ARGUMENTS = "const Call& call, int b, int h, int q, int q_len, int kv_len"
 
 
-def capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
+def _capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
     """Where each captured tensor's entry begins in the launcher's array: address, sizes, strides."""
     offsets, at = [], 0
     for capture in captures:
@@ -38,19 +38,19 @@ def capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def key_step(index: Expr) -> int | None:
+def _key_step(index: Expr) -> int | None:
     """How an index follows the keys: 1, -1, 0 where it does not read them, None where in no such way."""
     if not index.variables() & {"kv_idx", "score"}:
         return 0
     if index.op == "var":
         return 1 if index.value == "kv_idx" else None
     if index.op == "cast" and index.dtype.is_integer and index.args[0].dtype.is_integer:
-        return key_step(index.args[0])
+        return _key_step(index.args[0])
     if index.op == "neg":
-        step = key_step(index.args[0])
+        step = _key_step(index.args[0])
         return None if step is None else -step
     if index.op in ("add", "sub") and index.dtype.is_integer:
-        left, right = key_step(index.args[0]), key_step(index.args[1])
+        left, right = _key_step(index.args[0]), _key_step(index.args[1])
         if left is None or right is None:
             return None
         step = left + right if index.op == "add" else left - right
@@ -97,7 +97,7 @@ def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
     """The span that these indices read, if exactly one of them follows the keys."""
     if any(index.free for index in indices):
         return None
-    steps = [key_step(index) for index in indices]
+    steps = [_key_step(index) for index in indices]
     moving = [dim for dim, step in enumerate(steps) if step != 0]
     if len(moving) != 1:
         return None
@@ -212,7 +212,7 @@ class Functor:
         accessors = [
             f"static FOCI_INLINE const Captured<{ELEMENT_TYPES[c.dtype]}, {c.rank}>& c{n}(const Call& call) {{ "
             f"return *(const Captured<{ELEMENT_TYPES[c.dtype]}, {c.rank}>*)(call.captures + {offset}); }}"
-            for n, (c, offset) in enumerate(zip(self.captures, capture_offsets(self.captures), strict=True))
+            for n, (c, offset) in enumerate(zip(self.captures, _capture_offsets(self.captures), strict=True))
         ]
         return "\n".join([*accessors, *self._column(), *self._row(), self._fetch(), *self.members])
 

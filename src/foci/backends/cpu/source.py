@@ -16,10 +16,10 @@ from foci.ir.ops import apply
 from foci.problem import Problem
 from foci.variant import Capture, Variant
 
-__all__ = ["backward_source", "forward_source", "with_blocks"]
+__all__ = ["backward_source", "forward_source"]
 
 
-def with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, Capture]:
+def _with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, Capture]:
     """The mask that a caller's blocks and the mask function make together, reading the classes as one more capture."""
     slot = len(variant.captures)
     q, kv = (apply("floordiv", variable(name), size) for name, size in zip(("q_idx", "kv_idx"), block_size, strict=True))
@@ -37,7 +37,7 @@ class Parts:
         self.mask = variant.mask
         self.captures = variant.captures
         if block_size is not None:
-            self.mask, capture = with_blocks(variant, block_size)
+            self.mask, capture = _with_blocks(variant, block_size)
             self.captures = (*variant.captures, capture)
 
     @property

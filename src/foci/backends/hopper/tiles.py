@@ -10,8 +10,6 @@ __all__ = [
     "barriers",
     "begin_of",
     "buffers_of",
-    "copy_in",
-    "copy_out",
     "copy_pieces_in",
     "copy_pieces_out",
     "here_and_now",
@@ -97,12 +95,6 @@ def copy_pieces_in(source, b, h, row, start, length, barrier, tile, JAGGED: gl.c
 
 
 @gluon.jit
-def copy_in(source, b, h, row, start, length, barrier, buffer, JAGGED: gl.constexpr):
-    """The same into one buffer [rows, width]."""
-    copy_pieces_in(source, b, h, row, start, length, barrier, (buffer,), JAGGED)
-
-
-@gluon.jit
 def copy_pieces_out(target, b, h, row, start, length, tile, values, JAGGED: gl.constexpr):
     """Leaves values in the pieces of a tile and begins to copy them to `row` of a sequence; rows beyond it are not written."""
     columns: gl.constexpr = target.block_shape[len(target.block_shape) - 1]
@@ -113,12 +105,6 @@ def copy_pieces_out(target, b, h, row, start, length, tile, values, JAGGED: gl.c
         for j in gl.static_range(tile[i].shape[1] // columns):
             send(target, place(b, h, row, start, length, at, JAGGED), boxed(portion(tile[i], j, columns), JAGGED))
             at = at + columns
-
-
-@gluon.jit
-def copy_out(target, b, h, row, start, length, buffer, values, JAGGED: gl.constexpr):
-    """The same with [rows, width] values and one buffer."""
-    copy_pieces_out(target, b, h, row, start, length, (buffer,), (values,), JAGGED)
 
 
 @gluon.jit

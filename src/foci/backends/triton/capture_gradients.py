@@ -29,7 +29,7 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["Learned", "Way", "bias_gradient", "capture_gradients", "learned_with_queries", "way_of"]
+__all__ = ["Learned", "Way", "bias_gradient", "capture_gradients", "learned_with_queries"]
 
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
@@ -47,7 +47,7 @@ class Way:
     names: tuple[str | int | None, ...] = ()
 
 
-def way_of(derivative: CaptureDerivative) -> Way:
+def _way_of(derivative: CaptureDerivative) -> Way:
     """The cheapest way that holds for a read's indices."""
     names: list[str | int | None] = []
     levels = [level for level, _ in derivative.axes]
@@ -86,7 +86,7 @@ def learned_with_queries(kernel: TritonKernel, o: Operands) -> Learned | None:
         own = [derivative for derivative in derivatives if derivative.slot == slot]
         if not wanted or len(own) != 1 or own[0].weight is not const(1.0):
             continue
-        way = way_of(own[0])
+        way = _way_of(own[0])
         if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(kernel, o, own[0], capture):
             return Learned(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
     return None
@@ -98,7 +98,7 @@ def bias_gradient(
     """Fills dq, `rows` with lse in base 2 and delta, and `target` with the gradient of what is learned."""
     o, schedule = call.operands, kernel.schedule("bias_gradient")
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
-    strides = _by_name(way_of(learned.derivative), target)
+    strides = _by_name(_way_of(learned.derivative), target)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
     is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3])
     units = tuple(step // 8 for step in steps[:3]) if is_contiguous else steps[:3]
@@ -151,13 +151,13 @@ def capture_gradients(
             found.append(known[slot])
             continue
         own = reads.get(slot, [])
-        if len(own) == 1 and way_of(own[0]).how == "tile":
+        if len(own) == 1 and _way_of(own[0]).how == "tile":
             make = torch.empty_like if _is_covered(kernel, call.operands, own[0], capture) else torch.zeros_like
             found.append(_tile(kernel, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
             continue
         total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
         for derivative in own:
-            how = way_of(derivative).how
+            how = _way_of(derivative).how
             gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
             total += gather(kernel, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
         found.append(total.to(capture.dtype))
@@ -168,7 +168,7 @@ def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative
     """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeros before."""
     grid = _grid(o, kernel.schedule("captures"))
     counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
-    return all(counts.get(name) == n for name, n in zip(way_of(derivative).names, capture.shape, strict=True))
+    return all(counts.get(name) == n for name, n in zip(_way_of(derivative).names, capture.shape, strict=True))
 
 
 def _exact_rows(
@@ -305,7 +305,7 @@ def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:
 
 
 def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
-    way = way_of(derivative)
+    way = _way_of(derivative)
     strides = _by_name(way, out)
     grid = _grid(call.operands, kernel.schedule("captures"))
     inner = (1 if "b" in strides else grid.batch, 1 if "h" in strides else grid.heads)
@@ -316,7 +316,7 @@ def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor],
 
 def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     """Sums of rows or of columns for each batch entry and head, then over what does not index."""
-    way = way_of(derivative)
+    way = _way_of(derivative)
     schedule = kernel.schedule("captures")
     grid = _grid(call.operands, schedule)
     side = int(way.how == "columns")

@@ -78,7 +78,7 @@ def weighted(g, x, b, h, q_idx, kv_idx, span, entry, env, part: tl.constexpr):
 
 @triton.jit
 def gathered(
-    acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part: tl.constexpr, HOW: tl.constexpr, ENTRIES: tl.constexpr
+    acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part: tl.constexpr, HOW: tl.constexpr, ENTRIES: tl.constexpr
 ):
     """Adds what one tile contributes: to `acc`, or with ENTRIES of a row to the program's own sums in memory, at `out + at`."""
     if not ENTRIES:
@@ -214,12 +214,12 @@ def capture_gradient(
                 g, x, q_idx, kv_idx = dscore(
                     q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, False
                 )
-                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part, HOW, ENTRIES)
+                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part, HOW, ENTRIES)
             else:
                 g, x, q_idx, kv_idx = dscore(
                     q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, True
                 )
-                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, c, entries, part, HOW, ENTRIES)
+                acc = gathered(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part, HOW, ENTRIES)
     if HOW == "tile":
         store_tile(acc, out + base, out_strides, q_tile, kv_tile, number(row_limit), number(column_limit), c, CONTIGUOUS)
     elif HOW == "largest" or (HOW != "scatter" and not ENTRIES):

@@ -16,7 +16,7 @@ from torch import fx
 from foci.graph.padding.reading import value_of
 from foci.graph.padding.strides import known
 
-__all__ = ["CREATIONS", "REDUCTIONS", "RESHAPES", "Reader", "Relations", "Slot", "closure", "mapped_dims", "reduced_dims", "relations_of"]
+__all__ = ["CREATIONS", "REDUCTIONS", "RESHAPES", "Reader", "Relations", "Slot", "closure", "relations_of"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -106,10 +106,10 @@ def _pointwise(node: fx.Node, operands: Sequence[fx.Node]) -> Relations:
 
 def _mapped(node: fx.Node) -> Relations:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    return Relations([((node, dim), (source, at)) for dim, at in enumerate(mapped_dims(node)) if at is not None])
+    return Relations([((node, dim), (source, at)) for dim, at in enumerate(_mapped_dims(node)) if at is not None])
 
 
-def mapped_dims(node: fx.Node) -> list[int | None]:
+def _mapped_dims(node: fx.Node) -> list[int | None]:
     """For each dim of a view: the dim of what it views, whole and alone; None for a dim that is none."""
     return list(_MAPS[node.target](node, _sizes(node.args[0]), _sizes(node)))  # type: ignore[arg-type]
 
@@ -175,7 +175,7 @@ _MAPS: Final[Mapping[Any, _Map]] = {
 }
 
 
-def reduced_dims(node: fx.Node) -> list[int]:
+def _reduced_dims(node: fx.Node) -> list[int]:
     """Of the operand: those that a reduction runs over."""
     rank = len(_sizes(node.args[0]))  # type: ignore[arg-type]
     given: Any = node.args[1] if len(node.args) > 1 else None
@@ -184,7 +184,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 def _reduction(node: fx.Node) -> Relations:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    over = reduced_dims(node)
+    over = _reduced_dims(node)
     keep = len(_sizes(node)) == len(_sizes(source)) and len(over) > 0
     kept = [dim for dim in range(len(_sizes(source))) if dim not in over]
     ties = [((node, dim if keep else index), (source, dim)) for index, dim in enumerate(kept)]

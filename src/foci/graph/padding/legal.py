@@ -14,7 +14,7 @@ from foci.graph.padding.grouped import groups_of
 from foci.graph.padding.reading import VIEWS, Matrix, Origin, Product, chain_to, hints, origin_of, replayed, value_of
 from foci.graph.padding.strides import ALIGNMENT, SMALLEST_STRIDE, is_channels_last, known, pad_strides
 
-__all__ = ["Fix", "How", "Illegal", "Readers", "is_legal_to_pad", "readers_of", "rows_fix"]
+__all__ = ["Fix", "How", "Illegal", "Readers", "is_legal_to_pad", "rows_fix"]
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ class Readers:
     other: fx.Node | None
 
 
-def readers_of(base: fx.Node, visible: frozenset[fx.Node]) -> Readers:
+def _readers_of(base: fx.Node, visible: frozenset[fx.Node]) -> Readers:
     """Walks the views of a tensor.
 
     Args:
@@ -123,7 +123,7 @@ def is_legal_to_pad(base: fx.Node, matrices: Iterable[Matrix], visible: frozense
         return Illegal("no strides of it give products aligned rows through the views that they read")
     grown, alignment, smallest = chosen
     origin = origin_of(base)
-    readers = readers_of(base, visible)
+    readers = _readers_of(base, visible)
     how, passes = _way(origin, readers)
     if how is How.IN_PLACE and readers.other is not None:
         return Illegal(f"{readers.other.name} would copy it")

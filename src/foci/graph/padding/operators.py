@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.graph.padding.grouped import mm_by_rows, mm_into_rows
 from foci.graph.padding.strides import pad_strides
 
-__all__ = ["OPERATORS", "product_strides"]
+__all__ = ["OPERATORS"]
 
 _library = torch.library.Library("foci", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -40,7 +40,7 @@ def _empty(sizes: Sequence[int], strides: Sequence[int], like: Tensor, alignment
     return like.new_empty_strided(tuple(sizes), pad_strides(strides, sizes, like.dtype, alignment=alignment, smallest=smallest))
 
 
-def product_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def _product_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Of a matrix, or of a batch of them, without gaps."""
     rows = (sizes[-1], 1)
     return rows if len(sizes) == 2 else (sizes[-2] * sizes[-1], *rows)
@@ -48,7 +48,7 @@ def product_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _empty_product(a: Tensor, b: Tensor, alignment: int, smallest: int) -> Tensor:
     sizes = (*a.shape[:-1], b.shape[-1])
-    return _empty(sizes, product_strides(sizes), a, alignment, smallest)
+    return _empty(sizes, _product_strides(sizes), a, alignment, smallest)
 
 
 def _empty_cat(tensors: Sequence[Tensor], dim: int, alignment: int, smallest: int) -> Tensor:

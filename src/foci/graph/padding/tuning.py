@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.graph.padding.strides import round_up
 from foci.graph.padding.tables import ROLES, Kind, Row, Shape, Table
 
-__all__ = ["SHAPES", "SMALL_SHAPES", "device_name", "family", "kind_dtype", "tune"]
+__all__ = ["SHAPES", "SMALL_SHAPES", "device_name", "family", "tune"]
 
 # Large vocabularies, squares, tall and flat ones, and the batched products of attention.
 SHAPES: Final = (
@@ -82,7 +82,7 @@ def family(device: torch.device) -> str:
 
 
 def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Iterator[Row]:
-    dtype = kind_dtype(kind)
+    dtype = _kind_dtype(kind)
     with _arithmetic(kind):
         good = _product(device, dtype, shape)
         for role in ROLES:
@@ -92,7 +92,7 @@ def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Itera
                 yield Row(kind, role, alignment, shape, *_seconds(calls, device, repeats))
 
 
-def kind_dtype(kind: Kind) -> torch.dtype:
+def _kind_dtype(kind: Kind) -> torch.dtype:
     """Of the matrices in products of this kind."""
     dtype: torch.dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
     return dtype
