@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import foci
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. Units in one row stand side by side and may not import each other.
@@ -106,6 +108,32 @@ def test_imports_point_downward(module):
 )
 def test_an_upward_import_is_found(module, line):
     assert len(upward(module, line)) == 1
+
+
+BACKENDS = ("aten", "blocked", "cpu", "hopper", "reference", "triton")
+BY_NAME = {
+    ("foci.operator.arguments", "blocked"),  # the formula in differentiable operations, for every backend's second derivatives
+    ("foci.operator.arguments", "reference"),
+}
+
+
+def backends_in(module: str, source: str) -> set[tuple[str, str]]:
+    """The backends that a module outside of `foci.backends` imports something of."""
+    parts = (name.split(".") for _, name in imports(ast.parse(source)))
+    return {(module, part[2]) for part in parts if part[:2] == ["foci", "backends"] and len(part) > 2 and part[2] in BACKENDS}
+
+
+def test_what_is_above_knows_no_backend():
+    assert set(BACKENDS) == set(foci.backends._MODULES)
+    outside = [name for name in MODULES if not name.startswith("foci.backends")]
+    found = [backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in outside]
+    assert set().union(*found) == BY_NAME
+
+
+def test_a_backend_that_is_imported_is_found():
+    assert backends_in("foci.nn.a", "def f():\n    from foci.backends.triton import rowwise") == {("foci.nn.a", "triton")}
+    assert backends_in("foci.nn.a", "from foci.backends import cpu, contract") == {("foci.nn.a", "cpu")}
+    assert backends_in("foci.nn.a", "from foci.backends.contract import Plan") == set()
 
 
 @pytest.mark.parametrize(

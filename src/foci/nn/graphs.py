@@ -55,7 +55,7 @@ class _Pool(NamedTuple):
     stream: torch.cuda.Stream
 
 
-class CudaGraphs:
+class _CudaGraphs:
     """torch's CUDA graphs."""
 
     def takes(self, tensor: Tensor) -> bool:
@@ -93,7 +93,7 @@ class CudaGraphs:
         return recorded
 
 
-CUDA: Engine = CudaGraphs()
+CUDA: Engine = _CudaGraphs()
 
 
 def _unowned(tensor: Tensor) -> Tensor:
