@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from foci.backends.hopper import backward  # noqa: E402
+from foci.backends.hopper import backward, backward_schedules  # noqa: E402
 from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
@@ -25,6 +25,7 @@ GRADIENTS = (
     "attention_key_gradient",
     "attention_query_gradient",
     "attention_gradients",
+    "attention_kept_gradient",
     "attention_split_gradient",
 )
 TABLES = ("mark_tiles", "pack_queries", "rank_packed", "rank_tiles")
@@ -47,7 +48,23 @@ CASES = {
     "D 96": {"dim": 96, "fused": True},
     "D 72, Dv 80, causal": {"mask": masks.causal(), "dim": 72, "value_dim": 80, "fused": True},
     "D 192": {"dim": 192},
-    "D 192, Dv 128": {"dim": 192, "value_dim": 128, "mask": masks.causal(), "stack": 32, "keys": "attention_key_gradient"},
+    "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 32, "keys": "attention_key_gradient"},
+    "D 192, Dv 128, causal, grouped heads": {
+        "dim": 192,
+        "value_dim": 128,
+        "kv_heads": 2,
+        "mask": masks.causal(),
+        "stack": 32,
+        "keys": "attention_key_gradient",
+        "dq": "attention_kept_gradient",
+    },
+    "D 192, Dv 128, window": {
+        "dim": 192,
+        "value_dim": 128,
+        "mask": masks.window(100),
+        "stack": 32,
+        "keys": "attention_key_gradient",
+    },
     "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192},
     "D 256": {"mask": masks.causal(), "dim": 256},
     "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64},
@@ -73,7 +90,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
-    wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
+    wanted = {"begin_gradients"} if case.get("dropout") else {keys, case.get("dq", "attention_query_gradient"), "begin_gradients"}
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
@@ -119,6 +136,74 @@ def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monke
     assert (posed(case)[0].fused is not None) == one
     monkeypatch.setattr(backward, "HAS_ADD", False)
     assert posed(case)[0].fused is None
+
+
+class Noted:
+    """Stands in for a kernel: notes (its name, its grid, the chunk of heads it is given)."""
+
+    def __init__(self, function, notes):
+        self.function, self.notes, self.signature = function, notes, function.signature
+
+    def __getitem__(self, grid):
+        names = list(self.signature.parameters)
+
+        def note(*args, **options):
+            chunk = dict(zip(names, args, strict=True)).get("chunk")
+            self.notes.append((self.function.__name__, grid[0], None if chunk is None else (chunk.first >> 2, chunk.heads >> 2)))
+
+        return note
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "kept", "chunks"),
+    [
+        (4, 1 << 30, [(0, 8)]),
+        # 8 heads of 512 positions under the causal mask, 384 KB each
+        (4, 3 * 384 << 10, [(0, 3), (3, 3), (6, 2)]),
+        # two query heads to a head of keys
+        (2, 3 * 384 << 10, [(0, 1), (1, 1), (2, 1), (3, 1)]),
+        (4, 383 << 10, [None]),
+    ],
+)
+def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, chunks, monkeypatch):
+    monkeypatch.setattr(backward_schedules, "KEPT_AT_MOST", kept)
+    monkeypatch.setattr(backward_schedules, "KEPT_PROGRAMS", 1)
+    notes = []
+    for name in (*LAUNCHED[backward],):
+        monkeypatch.setattr(backward, name, Noted(getattr(backward, name), notes))
+    for name in LAUNCHED[sparsity]:
+        monkeypatch.setattr(sparsity, name, Noted(getattr(sparsity, name), []))
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    launch({"dim": 192, "value_dim": 128, "mask": masks.causal(), "kv_heads": kv_heads})
+    group = 4 // kv_heads
+    by_key = [("attention_key_gradient", 4 * (2 * kv_heads if chunk is None else chunk[1]), chunk) for chunk in chunks]
+    expected = [one for chunk in by_key for one in (chunk, _dq(chunk[2], group))]
+    found = [one for one in notes if one[0] != "begin_gradients"]
+    assert sorted(found) == sorted(expected) if chunks == [None] else found == expected
+
+
+def _dq(chunk, group):
+    if chunk is None:
+        return "attention_query_gradient", 32, None
+    return "attention_kept_gradient", 4 * chunk[1] * group, (chunk[0] * group, chunk[1] * group)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "length", "expected"),
+    [
+        (32, 1, 8192, 8),
+        (36, 1, 8192, 8),
+        (3, 1, 8192, 3),
+        (128, 1, 2048, 64),
+        (16, 1, 16384, 2),
+        # one head at a time has too few programs
+        (16, 1, 32768, None),
+        (8, 4, 8192, None),
+    ],
+)
+def test_chunks_have_programs_enough(heads, group, length, expected):
+    rows, columns = backward_schedules.kept_shape(length, length, is_causal=True)
+    assert backward_schedules.kept_heads(heads, group, length, rows * columns) == expected
 
 
 def posed(case):

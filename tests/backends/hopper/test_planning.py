@@ -108,6 +108,22 @@ def test_explain_says_what_head_dims_are_padded_to(dims, said):
     assert ("padded" in note or " as " in note) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"mask": masks.causal()}, True),
+        ({"mask": masks.causal(), "score": scores.softcap(20.0)}, True),
+        ({}, False),
+        ({"mask": masks.window(64)}, False),
+        ({"mask": masks.causal(), "layout": Layout.JAGGED}, False),
+        ({"mask": masks.causal(), "query_grad": False}, False),
+    ],
+)
+def test_explain_says_where_gradients_of_scores_are_kept(given, kept):
+    asked = problem(**{"head_dim": 192, "value_dim": 128, "query_grad": True, "key_grad": True, "value_grad": True, **given})
+    assert ("kept in up to 528 MB" in BACKEND.note(asked, H200)) == kept
+
+
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_head_dims_are_padded_to_what_products_take(dim):
     width = schedules.width_of(dim)

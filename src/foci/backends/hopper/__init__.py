@@ -11,7 +11,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import fused_schedule, widths_of
+from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, fused_schedule, kept_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
@@ -82,7 +82,8 @@ class HopperBackend:
         is_own = rates.backward.is_ahead
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
-        return f"{said}; {_compared('backward', rates.backward)}{taken}{_taken(problem, widths)}"
+        kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
+        return f"{said}; {_compared('backward', rates.backward)}{taken}{_taken(problem, widths)}{kept}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.

@@ -19,6 +19,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config, Marked
 from foci.backends.hopper.backward_fused import attention_gradients
+from foci.backends.hopper.backward_kept import Chunk, attention_kept_gradient
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
@@ -32,6 +33,9 @@ from foci.backends.hopper.backward_schedules import (
     Fused,
     fused_schedule,
     is_prefix,
+    kept_heads,
+    kept_schedule,
+    kept_shape,
     widths_of,
 )
 from foci.backends.hopper.backward_split import attention_split_gradient
@@ -42,6 +46,7 @@ from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.gaps import clear_turns
 from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.kinds import WORDS_AT_MOST
+from foci.backends.hopper.layouts import shared
 from foci.backends.hopper.reduction import HAS_ADD
 from foci.backends.hopper.words import pack_queries
 from foci.backends.triton import kernel as host
@@ -113,6 +118,7 @@ class HopperGradients(host.TritonKernel):
         self.is_bounded_by_key = formula.block_size is None and bounds_of(mask, "q_idx") is not None
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
         self.widths = widths_of(self.problem)
+        self.kept = kept_schedule(self.problem)
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -170,12 +176,17 @@ class HopperGradients(host.TritonKernel):
     def _apart(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
         """dq in one kernel; dk and dv in another."""
         dq, dk, dv = grads
+        if self.kept is not None and dq is not None and dk is not None and dv is not None:
+            chunk = self._chunk(call, streams)
+            if chunk is not None:
+                self._kept(call, streams, self.kept, (dq, dk, dv), chunk)
+                return
         if dq is not None:
             self._queries(call, streams, rows, dq)
         if dk is not None and dv is not None and max(self.widths) > 128 and self.widths not in WHOLE:
             self._split(call, streams, (dk, dv))
         elif dk is not None or dv is not None:
-            self._keys(call, streams, (dk, dv))
+            self._keys(call, streams, (dk, dv), self._found(call, KEYS[max(self.widths)], "keys"))
 
     def _queries(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         cut, operands, of = QUERIES[max(self.widths)], call.operands, streams.of
@@ -188,14 +199,47 @@ class HopperGradients(host.TritonKernel):
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _keys(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None]) -> None:
+    def _chunk(self, call: host.Pass, streams: _Streams) -> int | None:
+        """Heads of keys whose gradients of scores are kept at a time, None where they would leave the card idle."""
+        (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
+        size = math.prod(kept_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant)))
+        return kept_heads(batch * kv_heads, heads // kv_heads, int(call.columns), size)
+
+    def _kept(self, call: host.Pass, streams: _Streams, cut: Cut, grads: tuple[Tensor, Tensor, Tensor], chunk: int) -> None:
+        """dk and dv of a chunk of heads, which leave the gradients of their scores, and dq by a product of these, chunk by chunk."""
+        of, (batch, heads), kv_heads = streams.of, streams.query.shape[:2], streams.key.shape[1]
+        group, tasks, causal = heads // kv_heads, -(-call.rows // cut.tile_q), is_causal(self.variant)
+        rows, columns = kept_shape(int(call.rows), int(call.columns), is_causal=causal)
+        size = rows * columns
+        kept = call.recorder.empty(
+            (1, chunk * group, rows, columns), (chunk * group * size, size, columns, 1), streams.query.dtype, streams.query
+        )
+        config = self._cut_config(call, cut, "causal" if causal else "all")
+        found = self._found(call, KEYS[max(self.widths)], "keys")
+        tiles = encode(columns // 128)
+        for first in range(0, batch * kv_heads, chunk):
+            count = min(chunk, batch * kv_heads - first)
+            self._keys(call, streams, grads[1:], found, kept, Chunk(encode(first), encode(count), tiles))
+            call.recorder.launch(
+                attention_kept_gradient, (count * group * tasks,),
+                _map(kept, cut.tile_kv, 64), of(streams.key, cut.tile_kv), of(grads[0], 64), self.size(call, heads, tasks),
+                Chunk(encode(first * group), encode(count * group), tiles), call.operands.scale, config, num_warps=4,
+            )  # fmt: skip
+
+    def _keys(
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: Visits, kept: Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> None:  # fmt: skip
+        """dk and dv, of all heads or of a chunk, whose gradients of scores are then left in `kept`."""
         cut, operands, of = KEYS[max(self.widths)], call.operands, streams.of
-        visits, functions = self._found(call, cut, "keys"), self._functions(operands, "kv_idx")
+        functions = self._functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
+        programs = batch * kv_heads if chunk is None else chunk.heads >> 2
         call.recorder.launch(
-            attention_key_gradient, (batch * kv_heads * visits.tasks,),
+            attention_key_gradient, (programs * visits.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), *(None if t is None else of(t, 64) for t in grads),
+            None if kept is None else _map(kept, 64, cut.tile_q), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
@@ -325,6 +369,11 @@ def _without_mask(plan: Plan) -> Plan:
     formula = plan.problem.formula
     everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
     return replace(plan, problem=replace(plan.problem, formula=everything))
+
+
+def _map(kept: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of tiles of gradients of scores."""
+    return TensorDescriptor(kept, list(kept.shape), list(kept.stride()), [1, 1, rows, columns], shared.fn(rows, columns, 4))
 
 
 def _line(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:

@@ -5,9 +5,10 @@ Scores are held turned, keys as rows, so that the weights and the score's gradie
 that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
 """
 
+from foci.backends.hopper.backward_kept import ROWS, find_in, leave, lying
 from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import product
+from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth
 from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited, visits
@@ -79,10 +80,11 @@ def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, t
 
 @gluon.jit
 def fold_queries(
-    sums, held, buffers, bars, at, run, line, n, table, scale, env, aux, c,
+    sums, held, buffers, bars, keeping, at, run, line, n, table, scale, env, aux, c,
     half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys."""
+    """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys. `keeping`: as
+    `backward_kept.lying` has it, empty where gradients of scores are not kept."""
     S: gl.constexpr = product(c.TILE_Q)
     dk, dv = sums
     k_tiles, v_tiles = held
@@ -121,9 +123,12 @@ def fold_queries(
             if LATE:
                 dv = begin_sums(p.to(douts[0].dtype), douts, dv)
             dk = begin_sums(ds, queries, dk)
+            if len(keeping) > 0:
+                leave(keeping, half * 2 + n % 2, start_of(tile, c, c.TILE_Q), ds)
         found = finish_sums(dk + dv)
         dk, dv = found[: len(dk)], found[len(dk) :]
-        fence_async_shared()
+        if len(keeping) == 0:
+            fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, dv, n
@@ -131,7 +136,7 @@ def fold_queries(
 
 @gluon.jit
 def key_consumer(
-    half: gl.constexpr, stationary, buffers, bars, outputs, task, told, c,
+    half: gl.constexpr, stationary, buffers, bars, outputs, keeping, task, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
@@ -157,15 +162,16 @@ def key_consumer(
     group = number(size.group)
     for member in range(0, group):
         h = kv_h * group + member
+        here = lying(keeping, member, group, own, c)
         line, whole, masked = key_runs(table, b, h, index, first, q_len, kv_len, c)
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = fold_queries(
-            (dk, dv), stationary, buffers, (q_full, do_full, empty), at, whole, line, n, table, scale, env, aux, c,
+            (dk, dv), stationary, buffers, (q_full, do_full, empty), here, at, whole, line, n, table, scale, env, aux, c,
             half, both, mask, False, KEY, VALUE,
         )  # fmt: skip
         dk, dv, n = fold_queries(
-            (dk, dv), stationary, buffers, (q_full, do_full, empty), at, masked, line, n, table, scale, env, aux, c,
+            (dk, dv), stationary, buffers, (q_full, do_full, empty), here, at, masked, line, n, table, scale, env, aux, c,
             half, both, mask, True, KEY, VALUE,
         )  # fmt: skip
     # the tiles of keys and values are read no more, each half by its own warpgroup alone
@@ -178,12 +184,20 @@ def key_consumer(
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, kept, chunk, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
-    `backward_sums.begin_gradients` leaves them."""
-    b, memory_b, kv_h, index, tile = find(size, spans, c, False)
+    `backward_sums.begin_gradients` leaves them.
+
+    kept: None, or where gradients of the scores are left for `backward_kept`, by heads of keys of a `chunk`.
+    """
+    if kept is None:
+        b, memory_b, kv_h, index, tile = find(size, spans, c, False)
+    else:
+        b, kv_h, tile, place = find_in(chunk, size, False)
+        memory_b = b
+        index = tile
     if c.JAGGED and b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
@@ -196,6 +210,9 @@ def attention_key_gradient(
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2))
+    keeping = ()
+    if kept is not None:
+        keeping = (kept, gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q)), chunk, place)
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
     task = (b, memory_b, kv_h, tile, index)
@@ -203,8 +220,8 @@ def attention_key_gradient(
     held = (k_tiles, v_tiles)
     gl.warp_specialize(
         [
-            (key_consumer, (0, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
-            (key_consumer, (1, held, buffers, bars, (dk, dv), task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (0, held, buffers, bars, (dk, dv), keeping, task, told, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (1, held, buffers, bars, (dk, dv), keeping, task, told, c, pre, both, mask, KEY, VALUE)),
             (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c, KEY)),
         ],
         [4, 1],

@@ -13,7 +13,22 @@ from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
 
-__all__ = ["AT_ONCE", "KEYS", "QUERIES", "SPLIT", "WHOLE", "Cut", "Fused", "fused_schedule", "is_prefix", "widths_of"]
+__all__ = [
+    "AT_ONCE",
+    "KEPT",
+    "KEYS",
+    "QUERIES",
+    "SPLIT",
+    "WHOLE",
+    "Cut",
+    "Fused",
+    "fused_schedule",
+    "is_prefix",
+    "kept_heads",
+    "kept_schedule",
+    "kept_shape",
+    "widths_of",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,13 @@ KEYS: Final = {
 }
 WHOLE: Final = frozenset({(192, 128)})
 """Padded head dims over 128 of which a warpgroup sums dk and dv of 64 keys: measured to be faster than to split them."""
+KEPT: Final = {(192, 128, "causal"): Cut(128, 64, 4)}
+"""How dq's product of gradients of scores that are kept is cut up, see `backward_kept`: by the padded head dims and which tiles are
+visited, "causal" or "all"."""
+KEPT_AT_MOST: Final = 528 << 20
+"""Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
+KEPT_PROGRAMS: Final = 256
+"""Fewest programs of a chunk of several: with twice as many as multiprocessors long ones are made up for by short ones."""
 FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
     (64, "full"): Fused(_NARROW),
@@ -86,6 +108,33 @@ def widths_of(problem: Problem) -> tuple[int, int]:
     widths = width_of(problem.head_dim), width_of(problem.value_dim)
     is_alike = padded(widths[0]) == padded(widths[1]) <= 128
     return (max(widths), max(widths)) if is_alike else widths
+
+
+def kept_schedule(problem: Problem) -> Cut | None:
+    """How dq is a product of gradients of scores that are kept, where `kept_heads` has room for them; None where they are computed anew."""
+    formula, wanted = problem.formula, (problem.query_grad, problem.key_grad, problem.value_grad)
+    if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or not all(wanted):
+        return None
+    return KEPT.get((*widths_of(problem), "causal" if is_causal(problem.variant) else "all"))
+
+
+def kept_shape(q_len: int, kv_len: int, *, is_causal: bool) -> tuple[int, int]:
+    """(rows, columns) of a head's gradients of scores as they are kept: of keys and queries, see `backward_kept`."""
+    queries, keys = -(-q_len // 128), -(-kv_len // 128)
+    return 128 * (min(keys, queries // 2 + 1) if is_causal else keys), 128 * queries
+
+
+def kept_heads(heads: int, group: int, kv_len: int, size: int) -> int | None:
+    """Heads of keys, of so many over all batch entries, whose gradients of scores are kept at a time; None where that leaves the card idle.
+
+    `group`: query heads that share keys. `size`: numbers that are kept of a query head.
+    """
+    fit = KEPT_AT_MOST // (2 * group * size)
+    if not fit:
+        return None
+    chunks = -(-heads // fit)
+    found = -(-heads // chunks)
+    return found if chunks == 1 or found * -(-kv_len // 128) >= KEPT_PROGRAMS else None
 
 
 def is_prefix(problem: Problem) -> bool:

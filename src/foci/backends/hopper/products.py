@@ -35,12 +35,12 @@ def begin_sums(weights, tile, sums):
 
 
 @gluon.jit
-def finish_sums(begun):
-    """The sums, once no product is in flight."""
+def finish_sums(begun, LEFT: gl.constexpr = 0):
+    """The sums, once no more than so many products are in flight."""
     if len(begun) == 1:
-        return (warpgroup_mma_wait(0, deps=[begun[0]]),)
+        return (warpgroup_mma_wait(LEFT, deps=[begun[0]]),)
     else:
-        return warpgroup_mma_wait(0, deps=begun)
+        return warpgroup_mma_wait(LEFT, deps=begun)
 
 
 @gluon.jit
