@@ -248,6 +248,56 @@ def test_key_and_value_of_one_batch_entry():
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves))
 
 
+def test_a_query_of_one_batch_entry():
+    q, (_, k, v) = qkv(batch=1)[0], qkv()
+    leaves = (q, k, v)
+    out, want = (f(q.expand(2, -1, -1, -1) if f is formula else q, k, v, SCORES["by head"]) for f in (foci.flex_attention, formula))
+    torch.testing.assert_close(out, want[0])
+    torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(want[0].sin().sum(), leaves))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
+def test_a_block_mask_serves_many_calls_and_leaves_rows_without_keys(backend):
+    sq, skv, dtype = 40, 48, torch.float32 if backend == "cpu" else torch.float64
+    mask = foci.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q % 5 != 2) & (q < 24), None, None, sq, skv, device="cpu", BLOCK_SIZE=8)
+    some = mask.to_dense().any(-1)[0, 0].repeat_interleave(8) & (torch.arange(sq) % 5 != 2)
+    assert 0 < int(some.sum()) < 24
+    lists = [t.clone() for t in (mask.kv_num_blocks, mask.kv_indices)]
+    dense = foci.create_mask(mask.mask_mod, None, None, sq, skv, device="cpu") & some[:, None]
+    for seed in (0, 5):
+        tensors = (rand(2, 4, n, 8, seed=seed + i, dtype=dtype).requires_grad_() for i, n in enumerate((sq, skv, skv)))
+        q, k, v = tensors
+        with foci.use(backend):
+            out, lse = foci.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+            grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert not out[:, :, ~some].any()
+        assert bool((lse[:, :, ~some] == -torch.inf).all())
+        assert not grads[0][:, :, ~some].any()
+        rows = q[:, :, some]
+        want, want_lse = formula(rows, k, v, dense=dense[0, 0, some])
+        torch.testing.assert_close(out[:, :, some], want)
+        torch.testing.assert_close(lse[:, :, some], want_lse)
+        torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(lists, (mask.kv_num_blocks, mask.kv_indices), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_logsumexp_is_computed_where_it_is_asked_for(dtype):
+    q, k, v = (t.detach() for t in qkv(dtype=dtype))
+    with foci.observe() as log:
+        foci.flex_attention(q, k, v)
+        _, lse = foci.flex_attention(q, k, v, return_lse=True)
+        _, aux = foci.flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True))
+    assert lse.dtype == aux.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(lse.double(), formula(q.double(), k.double(), v.double())[1], atol=0.05, rtol=0.01)
+    asked = [call.problem.formula.outputs for call in log.calls]
+    assert [(o.lse, o.row_max, o.column_sums, o.weights) for o in asked] == [
+        (False,) * 4,
+        (True, False, False, False),
+        (True, False, False, False),
+    ]
+
+
 def test_hidden_captures():
     class Bias:
         def __init__(self, table):

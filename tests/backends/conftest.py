@@ -12,13 +12,14 @@ import pytest
 @dataclass(frozen=True)
 class Compiled:
     """A compiled kernel, by the name of its function. `stack`: bytes a thread spills, and `registers` it has, None where no tool tells
-    them."""
+    them. `ir`: what Triton has read, of a kernel that is compiled no further."""
 
     name: str
     kernel: Any
     stack: int | None
     sass: str
     registers: int | None = None
+    ir: str = ""
 
     @property
     def shared(self):
@@ -61,8 +62,8 @@ class StandIn:
             context = ir.context()
             ir.load_dialects(context)
             backend.load_dialects(context)
-            source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
-            return Compiled(self.function.__name__, None, None, "")
+            read = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+            return Compiled(self.function.__name__, None, None, "", ir=str(read))
         kernel = triton.compile(source, target=target, options=parsed.__dict__)
         self.file.write_bytes(kernel.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

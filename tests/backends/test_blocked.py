@@ -66,6 +66,17 @@ def test_memory_is_linear_in_the_lengths(mask):
     assert used[1] <= 4.5 * used[0]
 
 
+def test_sums_of_columns_need_no_matrix_of_weights():
+    asked = Outputs(lse=True, row_max=True, column_sums=True)
+    operands, _, kernel = call((1, 1, 1, 4096, 4096, 8), mask=causal, outputs=asked)
+
+    def both():
+        results = kernel.forward(operands)
+        kernel.backward(operands, results, Cotangents(results.out, column_sums=results.column_sums))
+
+    assert peak(both) < 4096 * 4096 * 4 / 2  # half of one S x S matrix
+
+
 def test_measures_memory():
     assert peak(lambda: torch.zeros(1 << 20)) >= 4 << 20
 

@@ -252,6 +252,8 @@ def _corners() -> Iterator[Case]:
         yield Case(f"only-{letters}", CAUSAL, WIDE, dtype=FLOAT32, wants=wants)
     yield Case("spans", CAUSAL, _jagged_sizes(), 11, FLOAT32, Layout.JAGGED, spans=True, outputs=ROWS)
     yield Case("one-query", PLAIN, Sizes(3, 8, 2, 1, 1700, 32), dtype=BFLOAT16)
+    for queries in (3, 16):  # steps that decode several tokens
+        yield Case(f"{queries}-queries", functions(mask=masks.causal_lower_right()), Sizes(2, 8, 2, queries, 1700, 32), dtype=FLOAT16)
     yield Case("head-dim-512", CAUSAL, Sizes(1, 2, 1, 20, 21, 512), 300, FLOAT16)
     yield Case("head-dim-1", CAUSAL, Sizes(1, 2, 1, 20, 21, 1), 1, FLOAT32)
     nobody = {"batch": Sizes(0, 2, 1, 5, 5, 8), "queries": Sizes(2, 2, 1, 0, 5, 8), "keys": Sizes(2, 2, 1, 5, 0, 8)}

@@ -238,6 +238,42 @@ def test_operands_widened_for_the_product_are_read_narrow():
     torch.testing.assert_close(out, widened(*args), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_operands_of_two_dtypes_are_computed_in_the_wider_one(dtypes):
+    def mixed(q, k, v):
+        return torch.softmax(q @ k.mT * 0.3, -1).to(v.dtype) @ v
+
+    args = [t.to(dtype) for t, dtype in zip(qkv(), (dtypes[0], dtypes[0], dtypes[1]), strict=True)]
+    found = fuse(torch.fx.symbolic_trace(mixed), args)
+    call = next(n for n in found.graph_module.graph.nodes if "foci.attention" in str(n.target))
+    assert {n.meta["example_value"].dtype for n in call.args[:3]} == {torch.float32}
+    out = found.graph_module(*args)
+    assert out.dtype == dtypes[1]
+    torch.testing.assert_close(out, mixed(*args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(S, S), ()], ids=str)
+def test_a_mask_of_another_dtype_keeps_its_values(shape, dtype):
+    def added(q, k, v, mask):
+        return torch.softmax(q @ k.mT * 0.3 + mask, -1).to(v.dtype) @ v
+
+    args = [*(t.float() for t in qkv()), (draw(*shape, seed=4) * 3).to(dtype)]
+    found = fuse(torch.fx.symbolic_trace(added), args)
+    torch.testing.assert_close(found.graph_module(*args), added(*args))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_operands_and_masks_on_two_devices_are_refused(which):
+    def added(q, k, v, mask):
+        return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+
+    args = [*qkv(), draw(S, S, seed=4)]
+    args[which] = args[which].to("meta")
+    with pytest.raises(ValueError, match="at least two devices, (cpu and meta|meta and cpu)"):
+        fuse(torch.fx.symbolic_trace(added), args)
+
+
 def test_dropout_draws_one_seed():
     def dropped(q, k, v):
         return F.dropout(torch.softmax(q @ k.mT * 0.3, -1), 0.5, training=True) @ v
@@ -270,6 +306,25 @@ def test_calls_by_name_are_lowered():
 
     backend = fused(sdpa, *learned(*qkv(kv_heads=2)))
     assert [(s.kind, s.variant) for s in backend.sites] == [("sdpa", "score where kv_idx <= q_idx")]
+
+
+def test_calls_of_flex_attention_are_lowered_with_their_gradients():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def flex(q, k, v):
+        return flex_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).abs())
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), [t.float() for t in qkv()]
+    torch.compile(flex, backend=backend, fullgraph=True)(*args)  # torch's own has no backward on the CPU, and takes none that learns
+    assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)]
+    (out,) = backend.after[0](*learned(*args))
+    position = torch.arange(S)
+    scores = args[0] @ args[1].mT / D**0.5 - (position[:, None] - position).abs()
+    want = scores.softmax(-1) @ args[2]
+    torch.testing.assert_close(out, want)
+    grads = (torch.autograd.grad(t.square().sum(), args) for t in (out, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_without_example_values_gets_them():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -76,6 +77,14 @@ def test_every_argument_of_torch_arrives():
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, scale=0.3, enable_gqa=True), expected)
         with pytest.raises(TypeError):
             F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3)  # keyword only, as torch has it
+
+
+def test_names_and_defaults_are_torchs():
+    ours = inspect.signature(foci.scaled_dot_product_attention).parameters
+    theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    assert list(ours) == [argument.name for argument in theirs]
+    for argument in theirs:
+        assert ours[argument.name].default == (argument.default_value if argument.has_default_value() else inspect.Parameter.empty)
 
 
 def test_what_foci_refuses_is_not_given_to_torch():

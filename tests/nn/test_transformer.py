@@ -1,5 +1,6 @@
 """foci.nn's encoder, decoder and Transformer against torch.nn's; padding; hooks; subclasses; conversion; compile and export."""
 
+import inspect
 import warnings
 
 import pytest
@@ -256,6 +257,26 @@ def test_initialisation(norm_first):
         states.append(quiet(lambda nn=nn: nn.Transformer(E, H, 2, 1, FF, norm_first=norm_first)).state_dict())
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+MODULES = (
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoderLayer",
+    "TransformerDecoder",
+    "Transformer",
+)
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+@pytest.mark.parametrize("name", MODULES)
+def test_arguments_are_torchs_and_ours_come_after(name, method):
+    theirs, ours = (inspect.signature(getattr(getattr(nn, name), method)).parameters for nn in (torch.nn, foci.nn))
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for argument in theirs:
+        assert (ours[argument].kind, ours[argument].default) == (theirs[argument].kind, theirs[argument].default), argument
+    assert all(ours[argument].default is not inspect.Parameter.empty for argument in list(ours)[len(theirs) :])
 
 
 def test_wrong_activation():

@@ -1,0 +1,153 @@
+"""What a backend is handed: memory of the caller, neither copied nor read on the way; by backends that note their operands."""
+
+import pytest
+import torch
+from packed import nested
+
+import foci
+from foci.problem import Gradients, Results, empty_out
+
+
+class Noting:
+    """The reference, and what it was given."""
+
+    name = "noting"
+
+    def __init__(self):
+        self.forwards, self.backwards = [], []
+
+    def reject(self, problem, target):
+        return None
+
+    def cost(self, problem, target):
+        return 0.0
+
+    def compile(self, plan):
+        self.kernel = foci.backends.load("reference").compile(plan)
+        return self
+
+    def forward(self, operands):
+        self.forwards.append(operands)
+        return self.kernel.forward(operands)
+
+    def backward(self, operands, results, cotangents):
+        self.backwards.append((operands, cotangents))
+        return self.kernel.backward(operands, results, cotangents)
+
+
+class Unread:
+    """For a device whose tensors hold nothing that could be read."""
+
+    name = "unread"
+
+    def reject(self, problem, target):
+        return None if target.device == "meta" else "only the device without memory"
+
+    def cost(self, problem, target):
+        return 0.0
+
+    def compile(self, plan):
+        return self
+
+    def forward(self, operands):
+        query = operands.query
+        return Results(empty_out(query, operands.value), query.new_empty(query.shape[:3], dtype=torch.float32))
+
+    def backward(self, operands, results, cotangents):
+        return Gradients(*(torch.empty_like(t) for t in (operands.query, operands.key, operands.value)))
+
+
+@pytest.fixture(params=[Noting])
+def registered(request):
+    backend = request.param()
+    foci.register_backend(backend)
+    yield backend
+    foci.unregister_backend(backend.name)
+
+
+def same_memory(one, other):
+    return one.data_ptr() == other.data_ptr() and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+# SDPA-11, SDPA-12
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_heads_of_a_packed_projection_are_not_copied(registered, kv_heads):
+    packed = torch.randn(2, 5, 4 + 2 * kv_heads, 8, requires_grad=True)
+    query, key, value = (t.transpose(1, 2) for t in packed.split((4, kv_heads, kv_heads), 2))
+    foci.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
+    for operands in (registered.forwards[0], registered.backwards[0][0]):
+        assert operands.key.shape == operands.value.shape == (2, kv_heads, 5, 8)
+        for given, handed in zip((query, key, value), (operands.query, operands.key, operands.value), strict=True):
+            assert same_memory(given, handed)
+            assert handed.stride() == given.stride()
+
+
+# JAG-06
+def test_transposed_nested_tensors_are_not_copied(registered):
+    values, query = nested((3, 0, 5), 4, 8, dtype=torch.float32)
+    rows, key = nested((2, 4, 1), 4, 8, dtype=torch.float32)
+    foci.attention(query, key, key).values().sum().backward()
+    for operands in (registered.forwards[0], registered.backwards[0][0]):
+        assert same_memory(operands.query, values)
+        assert same_memory(operands.key, rows)
+        assert same_memory(operands.value, rows)
+        assert operands.query.shape == (1, 4, 8, 8)
+        assert operands.query.stride()[1:] == (8, 32, 1)  # heads lie side by side, as in the packed tokens
+
+
+# FLEX-08
+def test_gradients_of_the_logsumexp_alone_need_no_gradient_of_the_output(registered):
+    query, key, value = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (5, 7, 7))
+    _, lse = foci.flex_attention(query, key, value, return_lse=True)
+    grads = torch.autograd.grad(lse.sum(), (query, key, value), allow_unused=True)
+    ((_, cotangents),) = registered.backwards
+    assert cotangents.out is None or not cotangents.out.any()
+    assert grads[2] is None or not grads[2].any()
+    scores = query @ key.mT / 8**0.5
+    torch.testing.assert_close(grads[:2], torch.autograd.grad(scores.logsumexp(-1).sum(), (query, key)))
+
+
+OFFSETS = [torch.tensor([0, 3, 8]).to("meta"), torch.tensor([0, 4, 11]).to("meta")]
+OPTIONS = {
+    "plain": {},
+    "mask": {"mask": foci.masks.causal()},
+    "score": {"score": foci.scores.softcap(2.0)},
+    "dropout": {"dropout_p": 0.4},
+    "logsumexp": {"return_aux": foci.AuxRequest(lse=True)},
+}
+
+
+def unreadable(tokens):
+    return torch.randn(tokens, 4, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+
+# JAG-08
+@pytest.mark.parametrize("registered", [Unread], indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_call_on_nested_tensors_reads_a_number_of_the_device(registered, name):
+    """Reading one is an error on this device; elsewhere the host would wait for it."""
+    rows = [unreadable(8), unreadable(11)]
+    ends = [(3, 5), (4, 7)]
+    query, key = (
+        torch.nested.nested_tensor_from_jagged(t, o, min_seqlen=low, max_seqlen=high).transpose(1, 2)
+        for t, o, (low, high) in zip(rows, OFFSETS, ends, strict=True)
+    )
+    with pytest.raises(RuntimeError, match="meta"):
+        OFFSETS[0].tolist()
+    for k in (query, key):
+        for _ in range(2):  # the second call is known
+            out = foci.attention(query, k, k, **OPTIONS[name])
+            out = out[0] if isinstance(out, tuple) else out
+            assert out.offsets() is OFFSETS[0]
+            assert out._maybe_max_seqlen == 5
+            torch.autograd.grad(out.transpose(1, 2).values().sum(), rows[0])
+
+
+# JAG-08
+@pytest.mark.parametrize("registered", [Unread], indirect=True)
+def test_no_call_on_packed_tensors_reads_a_number_of_the_device(registered):
+    query, key = unreadable(8), unreadable(11)
+    for _ in range(2):
+        out = foci.varlen_attn(query, key, key, *OFFSETS, 5, 7, window_size=(-1, 0))
+        assert out.shape == query.shape
+        torch.autograd.grad(out.sum(), (query, key))
