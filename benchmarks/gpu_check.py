@@ -139,6 +139,8 @@ def run(case: Case) -> bool:
             {n: t for n, t in named.items() if t is not None} | {f"dc{i}": t for i, t in enumerate(grads.captures) if t is not None}
         )
         if kernel is kernels[0][0]:
+            if DEVICE.type == "cpu":
+                continue  # the interpreter has one thread: programs run in the same order again
             first = found[0]
             again_results = kernel.forward(these)
             again = kernel.backward(these, again_results, Cotangents(cotangents[0], lse=cotangents[1]))
@@ -175,7 +177,7 @@ def report(case: Case, found: list[dict[str, Tensor]], seconds: float) -> bool:
 def cases() -> list[Case]:
     """Every case; small when interpreted."""
     small = DEVICE.type == "cpu"
-    n, m = (37, 45) if small else (517, 633)
+    n, m = (21, 37) if small else (517, 633)  # the interpreter's tiles are 16 by 16
     half = torch.float16 if small else torch.bfloat16
     g = torch.Generator().manual_seed(1)
 

@@ -1,5 +1,6 @@
 """Kernels compiled without a GPU: what stands in for a kernel compiles it where it would be launched."""
 
+import functools
 import re
 import subprocess
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ class Compiled:
 
     name: str
     kernel: Any
-    stack: int | None
-    sass: str
+    stack: int | None = None
     registers: int | None = None
+    file: Path | None = None
     ir: str = ""
 
     @property
@@ -28,6 +29,22 @@ class Compiled:
     @property
     def ptx(self):
         return self.kernel.asm["ptx"]
+
+    @functools.cached_property
+    def sass(self):
+        """Read when it is asked for: that takes longer than some kernels take to compile. Empty where no tool reads it."""
+        return "" if self.file is None else told(self.kernel, "-sass", self.file)
+
+
+def told(kernel, flag, file):
+    """What cuobjdump says of a kernel; empty without it."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return ""
+    file.write_bytes(kernel.asm["cubin"])
+    return subprocess.run([tool, flag, file], capture_output=True, text=True, check=True).stdout
 
 
 class StandIn:
@@ -63,17 +80,13 @@ class StandIn:
             ir.load_dialects(context)
             backend.load_dialects(context)
             read = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
-            return Compiled(self.function.__name__, None, None, "", ir=str(read))
+            return Compiled(self.function.__name__, None, ir=str(read))
         kernel = triton.compile(source, target=target, options=parsed.__dict__)
-        self.file.write_bytes(kernel.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        if not tool.exists():
-            return Compiled(self.function.__name__, kernel, None, "")
-        usage, sass = (
-            subprocess.run([tool, flag, self.file], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass")
-        )
-        registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
-        return Compiled(self.function.__name__, kernel, stack, sass, registers)
+        usage = told(kernel, "-res-usage", self.file)
+        if not usage:
+            return Compiled(self.function.__name__, kernel)
+        stack, registers = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("STACK", "REG"))
+        return Compiled(self.function.__name__, kernel, stack, registers, self.file)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every kernel compiled for sm_80 and sm_90, without a GPU: within the shared memory that was promised, and without heavy spills."""
+"""Every kernel compiled for sm_90, those of every kind for sm_80, without a GPU: within the shared memory promised, few spills."""
 
 import os
 
@@ -91,6 +91,9 @@ CASES = {
 }
 
 
+# a case of every kernel, of the most shared memory and of each way to visit tiles; of the others sm_90 is compiled alone
+ON_AMPERE = ("D 256", "learned bias, causal", "jagged dropout", "document", "outputs", "learned blocks", "decode", "short pages")
+
 PAIRS = {(case, "attention_forward", 90) for case in ("causal", "softcap", "document", "mask of a tensor")}
 """Kernels of which two share a multiprocessor: one alone is slower by a third."""
 
@@ -101,13 +104,13 @@ FOURS = {(case, "attention_query_gradient", 90) for case in ("jagged D 64", "jag
 """Of which four do, with 128 registers."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_triton_reads_every_kernel(name, stand_in, monkeypatch):
+@pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in CASES if name not in ON_AMPERE)])
+def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
     # the interpreter takes Python that the compiler does not, and compiling takes minutes
     case = CASES[name]
-    found = stand_in(LAUNCHED, 90, is_read_only=True)
+    found = stand_in(LAUNCHED, arch, is_read_only=True)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    launch_paged(case, 90) if "page" in case else launch(case, 90)
+    launch_paged(case, arch) if "page" in case else launch(case, arch)
     assert found
     if name.startswith("learned bias"):  # its gradient is a sum in a fixed order
         assert len(found) > 2
@@ -115,8 +118,7 @@ def test_triton_reads_every_kernel(name, stand_in, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in ON_AMPERE)])
 def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     case = dict(CASES[name])
     found = stand_in(LAUNCHED, arch)

@@ -57,10 +57,10 @@ def expected(q, k, v, bias, *, scale=None):
 @pytest.mark.parametrize(
     ("batch", "bias_batch", "kv_len", "stretch", "heads", "scale"),
     [
-        (3, 1, 61, 32, (2, 1), None),  # several stretches, the last one cut short
-        (2, 1, 64, 32, (1, 1), -0.3),
-        (2, 1, 45, 512, (1, 1), None),
-        (2, 2, 45, 16, (2, 2), None),
+        (3, 1, 37, 32, (2, 1), None),  # several stretches, the last one cut short
+        (2, 1, 32, 16, (1, 1), -0.3),
+        (2, 1, 37, 512, (1, 1), None),
+        (2, 2, 37, 16, (2, 2), None),
         (1, 1, 32, 16, (2, 1), None),
     ],
 )
@@ -73,15 +73,16 @@ def test_gradients_are_those_of_the_formula(batch, bias_batch, kv_len, stretch, 
     assert taken == [batch // bias_batch]
     for got, want in zip(found, expected(*given, scale=scale), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-5)
-    for got, again in zip(found, gradients(*given, scale=scale), strict=True):
-        assert torch.equal(got, again)
+    if DEVICE.type == "cuda":  # the interpreter has one thread: programs run in the same order again
+        for got, again in zip(found, gradients(*given, scale=scale), strict=True):
+            assert torch.equal(got, again)
 
 
 def test_who_is_not_read_at_every_place_by_one_head_takes_the_other_way(device, taken):
-    q, k, v, shared, wide = tensors((2, 2, 19, 16), (2, 2, 21, 16), (2, 2, 21, 16), (19, 21), (2, 2, 19, 30))
+    q, k, v, shared, wide = tensors((2, 2, 9, 16), (2, 2, 11, 16), (2, 2, 11, 16), (9, 11), (2, 2, 9, 20))
     gradients(q, k, v, shared)
     gradients(q, k, v, shared, mask=foci.masks.causal())
-    gradients(q, k, v, wide[..., :21].detach().requires_grad_(), mask=foci.masks.causal())
+    gradients(q, k, v, wide[..., :11].detach().requires_grad_(), mask=foci.masks.causal())
     with foci.use("triton"):
         out = foci.attention(q, k, v, score=foci.Score(lambda s, b, h, i, j: s + wide[b, h, i, j]))
     torch.autograd.grad(out.sum(), wide)
