@@ -231,6 +231,7 @@ def test_picture(suffix, tmp_path):
         draw([made("foci", 2.0)], path, "title")
 
 
+# ECO-03
 def test_command(tmp_path):
     out = tmp_path / "lines.jsonl"
     options = ["--device", "cpu", "--dtype", "float32", "--length", "64", "--heads", "4", "--dim", "16", "--batch", "1", "--seconds", "0"]

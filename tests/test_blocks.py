@@ -96,6 +96,7 @@ def same(ours, theirs):
     assert ours.seq_lengths == theirs.seq_lengths
 
 
+# FLEX-01, FLEX-06
 @pytest.mark.parametrize("lengths, block", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_mask_is_that_of_torch(name, lengths, block):
@@ -119,11 +120,13 @@ def test_together_instead_of_apart(name):
     assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
+# FLEX-06
 def test_none_is_one():
     ours = foci.create_block_mask(MASKS["causal"], None, None, 200, 200, device="cpu")
     same(ours, torch_flex.create_block_mask(MASKS["causal"], None, None, 200, 200, device="cpu"))
 
 
+# FLEX-01
 def test_combiners_are_those_of_torch():
     parts = (MASKS["causal"], MASKS["window"], MASKS["document"])
     for ours, theirs in ((foci.and_masks, torch_flex.and_masks), (foci.or_masks, torch_flex.or_masks)):
@@ -136,6 +139,7 @@ def test_combiners_are_those_of_torch():
             ours(parts[0], 3)
 
 
+# FLEX-01
 def test_create_mask_of_a_score_function():
     def score_mod(score, b, h, q_idx, kv_idx):
         return torch.where(q_idx >= kv_idx, score * 2, -float("inf"))
@@ -144,6 +148,7 @@ def test_create_mask_of_a_score_function():
     assert torch.equal(foci.create_mask(*args, device="cpu"), torch_flex.create_mask(*args, device="cpu"))
 
 
+# FLEX-06
 def test_slicing_is_that_of_torch():
     args = (MASKS["batch and head"], 2, 3, 300, 300)
     ours, theirs = (f(*args, device="cpu", BLOCK_SIZE=64) for f in (foci.create_block_mask, torch_flex.create_block_mask))
@@ -164,6 +169,7 @@ def test_slicing_is_that_of_torch():
         ours[0, 0, 0, 0]
 
 
+# FLEX-06
 @pytest.mark.parametrize("name", ["causal", "window", "batch and head", "scattered ids"])
 def test_adjusting_equals_creating_anew(name):
     long = foci.create_block_mask(MASKS[name], 2, 3, 384, 384, device="cpu", BLOCK_SIZE=64)
@@ -173,6 +179,7 @@ def test_adjusting_equals_creating_anew(name):
         long.adjust(400, 384)
 
 
+# FLEX-06
 def test_picture_and_text():
     ours = foci.create_block_mask(MASKS["causal"], 2, 1, 512, 512, device="cpu", BLOCK_SIZE=64)
     theirs = torch_flex.create_block_mask(MASKS["causal"], 2, 1, 512, 512, device="cpu", BLOCK_SIZE=64)
@@ -184,6 +191,7 @@ def test_picture_and_text():
     assert "sparsity=43.75%" in str(ours)
 
 
+# FLEX-06
 def test_moving_and_tuples():
     ours = foci.create_block_mask(MASKS["causal"], 2, 1, 512, 512, device="cpu", BLOCK_SIZE=64)
     assert ours.to("meta").kv_indices.device.type == "meta"
@@ -195,6 +203,7 @@ def test_moving_and_tuples():
     assert all(a is b for a, b in zip(flat[2:10], nested[1:9]))
 
 
+# FLEX-01
 def test_torch_block_masks_are_taken_as_they_are():
     calls = []
 
@@ -213,6 +222,7 @@ def test_torch_block_masks_are_taken_as_they_are():
         as_block_mask(3)
 
 
+# FLEX-01
 def test_from_kv_blocks_is_that_of_torch():
     theirs = torch_flex.create_block_mask(MASKS["random blocks"], 2, 3, 256, 256, device="cpu", BLOCK_SIZE=32)
     lists = (theirs.kv_num_blocks, theirs.kv_indices, theirs.full_kv_num_blocks, theirs.full_kv_indices)
@@ -246,6 +256,7 @@ def classes_of(mask, sizes, block, **options):
     return classify(bound.variant.mask, sizes=sizes, block=block, captures=bound.captures, ints=bound.ints, floats=bound.floats, **options)
 
 
+# FLEX-05
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
 @pytest.mark.parametrize("block", [(8, 8), (16, 5), (40, 80)], ids=str)
 def test_classes_of_examples(example, block):
@@ -262,6 +273,7 @@ DECIDED = ["causal", "inverse_causal", "causal_lower_right", "window_left", "win
 DECIDED += ["prefix_lm", "prefix_lm_batch", "causal_or_bidirectional", "padding", "padding_both", "everything"]
 
 
+# FLEX-05
 @pytest.mark.parametrize("name", DECIDED)
 def test_intervals_alone_decide_simple_masks(name):
     example = next(e for e in EXAMPLES if e.name == name)
@@ -271,6 +283,7 @@ def test_intervals_alone_decide_simple_masks(name):
     assert torch.equal(quick.expand_as(truth), truth)
 
 
+# FLEX-05
 def test_intervals_decide_all_but_the_borders_of_documents():
     ids = torch.arange(1 << 14) // 1000
     quick = classes_of(foci.masks.document(ids) & foci.masks.causal(), Extent(1, 1, 1 << 14, 1 << 14), (128, 128))

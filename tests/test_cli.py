@@ -1,5 +1,7 @@
 """The command line, run as a user runs it."""
 
+# ECO-03
+
 import re
 from dataclasses import replace
 from pathlib import Path

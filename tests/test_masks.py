@@ -28,11 +28,13 @@ def dense(mask: Mask, s: Sizes) -> torch.Tensor:
     return create_mask(mask, s.B, s.Hq, s.Sq, s.Skv, device="cpu")
 
 
+# FLEX-05
 @pytest.mark.parametrize("example, sizes", CASES)
 def test_mask_equals_its_formula(example, sizes):
     assert torch.equal(dense(example.build(sizes), sizes), example.expected(sizes))
 
 
+# FLEX-05
 @pytest.mark.parametrize("example, sizes", CASES)
 def test_blocks_hold_what_the_formula_says(example, sizes):
     block_q, block_kv = 16, 8
@@ -91,6 +93,7 @@ def test_truth_values_are_refused():
         masks.causal() & Score(lambda score, b, h, q_idx, kv_idx: score)
 
 
+# FLEX-10
 @pytest.mark.parametrize("make", [lambda n: masks.window(n, 4), lambda n: masks.prefix_lm(n), lambda n: masks.global_window(n, 4, 4)])
 def test_new_sizes_are_the_same_variant(make):
     cpu = torch.device("cpu")

@@ -206,6 +206,7 @@ def close(name, found, wanted, dtype):
     torch.testing.assert_close(found, wanted, atol=TOLERANCES[dtype] * scale, rtol=0, msg=lambda text: f"{name}: {text}")
 
 
+# FLEX-07, FLEX-11, JAG-04
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn())
 def test_combined_features_are_the_formula(case):

@@ -100,6 +100,7 @@ CALLS = {
 }
 
 
+# SDPA-21, FLEX-01, FLEX-09, FLEX-13
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph(name, backend):
@@ -107,6 +108,7 @@ def test_one_graph(name, backend):
     compare(function, *qkv(), *more, backend=backend)
 
 
+# SDPA-21
 def test_inductor():
     def layer(x, w, slopes):
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (x @ w).chunk(3, -1))
@@ -137,12 +139,14 @@ DYNAMIC = {
 }
 
 
+# FLEX-13
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_lengths_compile_once(name):
     lengths = [(16, 20), (17, 31), (5, 64), (40, 40), (130, 257)]
     assert recompiled(DYNAMIC[name], [qkv(*n) for n in lengths], dynamic=True) == 0
 
 
+# FLEX-13
 def test_dynamic_lengths_backward_and_inductor():
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(DYNAMIC["function"], fullgraph=True, backend=counter, dynamic=True)
@@ -155,6 +159,7 @@ def test_dynamic_lengths_backward_and_inductor():
     assert frames[0] == frames[1]
 
 
+# FLEX-09
 def test_changed_closures_are_seen():
     def attend(q, k, v, window, factor):
         return foci.attention(q, k, v, mask=lambda b, h, i, j: i - j < window, score=lambda s, b, h, i, j: s * factor)
@@ -180,6 +185,7 @@ def test_dropout(backend):
     same(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)))
 
 
+# SDPA-15
 def test_switches():
     q, k, v = qkv()
 
@@ -209,6 +215,7 @@ def nested_call(x, offsets):
     return foci.attention(q, q, q, mask=foci.masks.causal(), score=foci.scores.alibi(4)).transpose(1, 2).values()
 
 
+# JAG-01
 def test_jagged():
     x, offsets = rand(12, 4, 8).requires_grad_(), torch.tensor([0, 3, 3, 12])
     compare(nested_call, x, offsets)
@@ -221,6 +228,7 @@ def test_jagged():
     same(torch.autograd.grad(out.values().square().sum(), x), torch.autograd.grad(want.values().square().sum(), x))
 
 
+# SDPA-17
 def test_autocast():
     q, k, v = qkv()
     compiled = torch.compile(lambda q, k, v: foci.scaled_dot_product_attention(q, k, v), fullgraph=True, backend="aot_eager")
@@ -254,6 +262,7 @@ class Plain(torch.nn.Module):
         return foci.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+# SDPA-21
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("module", [Learned, Plain])
 def test_export(module, strict):

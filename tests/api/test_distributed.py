@@ -1,5 +1,7 @@
 """Sequences and heads spread over processes, beside one process that holds all of it."""
 
+# DIST-01
+
 import copy
 import datetime as dt
 import functools

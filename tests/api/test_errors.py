@@ -214,6 +214,7 @@ CASES = {
 }  # fmt: skip
 
 
+# SDPA-02, SDPA-03, SDPA-05, SDPA-09, SDPA-15, FLEX-02
 @pytest.mark.parametrize("name", CASES)
 def test_message(name):
     call, kind, message = CASES[name]

@@ -98,6 +98,7 @@ SCORES = {
 }  # fmt: skip
 
 
+# FLEX-01, FLEX-02, FLEX-04, FLEX-08, FLEX-11
 @pytest.mark.parametrize("name", SCORES)
 def test_score_functions(name):
     for backend in BACKENDS:
@@ -135,6 +136,7 @@ CAPTURES = {
 }  # fmt: skip
 
 
+# FLEX-03, FLEX-04
 @pytest.mark.parametrize("name", CAPTURES)
 def test_captured_tensors(name):
     function, captures = CAPTURES[name]
@@ -155,6 +157,7 @@ ROWS = {
 }
 
 
+# FLEX-03
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ROWS)
 def test_row_reductions(name, backend):
@@ -170,6 +173,7 @@ def test_row_reductions(name, backend):
         torch.testing.assert_close(got, expected)
 
 
+# FLEX-01
 @pytest.mark.parametrize("name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks"])
 def test_signatures_are_torchs(name):
     ours, torchs = (inspect.signature(getattr(module, name)).parameters for module in (foci, theirs))
@@ -177,6 +181,7 @@ def test_signatures_are_torchs(name):
         assert ours[parameter].kind == torchs[parameter].kind and ours[parameter].default == torchs[parameter].default, parameter
 
 
+# FLEX-04
 def test_gradcheck():
     q, k, v = (rand(1, 2, n, 3, seed=n).requires_grad_() for n in (3, 4, 4))
     table, bias = captured(2), captured(3, 4)
@@ -189,6 +194,7 @@ def test_gradcheck():
             assert torch.autograd.gradcheck(attend, (q, k, v, table, bias))
 
 
+# FLEX-01
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("maker", ["torch", "foci"])
 @pytest.mark.parametrize("sizes", [(9, 12, 4), (260, 300, 128), (128, 128, 128)], ids=str)
@@ -222,6 +228,7 @@ def test_blocks_decide_without_their_function():
         torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense))
 
 
+# FLEX-08
 def test_auxiliary_outputs():
     q, k, v = qkv()
     out, aux = foci.flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True, max_scores=True))
@@ -233,6 +240,7 @@ def test_auxiliary_outputs():
     assert none.lse is None and none.max_scores is None
 
 
+# FLEX-07
 @pytest.mark.parametrize("kwargs", [{"scale": 0.3}, {"enable_gqa": True}, {"kernel_options": {"BLOCK_M": 64}}], ids=str)
 def test_arguments(kwargs):
     tensors = qkv(heads=4, kv_heads=2) if "enable_gqa" in kwargs else qkv()
@@ -240,6 +248,7 @@ def test_arguments(kwargs):
         check(SCORES["by head"], tensors=tensors, backend=backend, **kwargs)
 
 
+# FLEX-07
 def test_key_and_value_of_one_batch_entry():
     q, (_, k, v) = qkv()[0], qkv(batch=1)
     leaves = (q, k, v)
@@ -248,6 +257,7 @@ def test_key_and_value_of_one_batch_entry():
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves))
 
 
+# FLEX-07
 def test_a_query_of_one_batch_entry():
     q, (_, k, v) = qkv(batch=1)[0], qkv()
     leaves = (q, k, v)
@@ -256,6 +266,7 @@ def test_a_query_of_one_batch_entry():
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(want[0].sin().sum(), leaves))
 
 
+# FLEX-06
 @pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
 def test_a_block_mask_serves_many_calls_and_leaves_rows_without_keys(backend):
     sq, skv, dtype = 40, 48, torch.float32 if backend == "cpu" else torch.float64
@@ -281,6 +292,7 @@ def test_a_block_mask_serves_many_calls_and_leaves_rows_without_keys(backend):
     assert all(torch.equal(a, b) for a, b in zip(lists, (mask.kv_num_blocks, mask.kv_indices), strict=True))
 
 
+# FLEX-08
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_logsumexp_is_computed_where_it_is_asked_for(dtype):
     q, k, v = (t.detach() for t in qkv(dtype=dtype))
@@ -323,6 +335,7 @@ def test_hidden_captures():
     assert module.table.grad is not None
 
 
+# FLEX-09
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_changed_closures_are_never_stale(backend):
     q, k, v = qkv()
@@ -369,6 +382,7 @@ def caches():
     }
 
 
+# FLEX-10
 def test_a_thousand_lengths():
     draw = random.Random(0)
 
@@ -391,6 +405,7 @@ def test_a_thousand_lengths():
     assert len(execution._decisions) <= decisions + 60
 
 
+# FLEX-11
 def test_dropout():
     q, k, v = qkv()
     found = []
@@ -402,6 +417,7 @@ def test_dropout():
     torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
 
 
+# FLEX-07
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_types(dtype):
     exact = qkv(sq=33, skv=40)
@@ -413,6 +429,7 @@ def test_half_types(dtype):
     torch.testing.assert_close(out.double(), want, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
 
 
+# FLEX-03
 @pytest.mark.parametrize("backend", ["reference", "blocked", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str)
 def test_captured_integers(dtype, backend):
@@ -425,6 +442,7 @@ def test_captured_integers(dtype, backend):
     torch.testing.assert_close(out, want)
 
 
+# FLEX-03
 @pytest.mark.parametrize("backend", ["reference", "blocked", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_captured_floats(dtype, backend):

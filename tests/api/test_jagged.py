@@ -41,6 +41,7 @@ def check(q_lengths, kv_lengths, *, heads=(4, 4), dims=(8, 8), backend="blocked"
     torch.testing.assert_close(grads, torch.autograd.grad(loss, (qv, kv, vv)))
 
 
+# JAG-05, JAG-08
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [(3, 5, 1), (4,), (0, 3, 0, 7, 0), (1, 1, 1), (300, 40)], ids=str)
 def test_plain(lengths, backend):
@@ -62,6 +63,7 @@ VARIANTS = {
 }
 
 
+# JAG-03, JAG-04
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [((3, 5, 1), (3, 5, 1)), ((3, 0, 2), (4, 6, 0)), ((2, 9), (7, 3))], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -69,6 +71,7 @@ def test_variants(name, lengths, backend):
     check(*lengths, backend=backend, **VARIANTS[name])
 
 
+# JAG-03
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_of_the_sequence(backend):
     table = rand(3)
@@ -78,17 +81,20 @@ def test_functions_of_the_sequence(backend):
     )  # fmt: skip
 
 
+# JAG-04
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3)], ids=str)
 def test_grouped_heads(heads, backend):
     check((3, 5, 1), (4, 2, 6), heads=heads, backend=backend, mask=foci.masks.causal())
 
 
+# JAG-06
 @pytest.mark.parametrize("dims", [(1, 1), (7, 5), (3, 16), (33, 9)], ids=str)
 def test_head_dims(dims):
     check((3, 5, 1), (3, 5, 1), dims=dims)
 
 
+# JAG-04
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_captured_tensors(backend):
     lengths = (3, 0, 5)
@@ -107,6 +113,7 @@ def test_gradients_of_captured_tensors(backend):
     torch.testing.assert_close(got, torch.autograd.grad(loss, (slopes, bias)))
 
 
+# JAG-04
 def test_gradcheck():
     offsets = torch.tensor([0, 2, 2, 5])
 
@@ -128,6 +135,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, (*inputs, rand(2).requires_grad_()))
 
 
+# SDPA-08
 def test_dropout_is_that_of_the_dense_call():
     lengths = (6, 6)
     values, q = nested(lengths, 4, 8)
@@ -143,6 +151,7 @@ def test_dropout_is_that_of_the_dense_call():
         torch.testing.assert_close(found[0], other)
 
 
+# JAG-01
 @pytest.mark.parametrize("entry", ["sdpa", "flex", "attention"])
 def test_every_entry_point(entry):
     lengths = (3, 5)
@@ -166,6 +175,7 @@ def test_causal_values(mask):
         torch.testing.assert_close(got[None], F.scaled_dot_product_attention(part, part, part, is_causal=True))
 
 
+# JAG-08
 def test_results_compute_with_the_query():
     _, q = nested((3, 5, 1), 4, 8)
     out = foci.attention(q, q, q)
@@ -175,6 +185,7 @@ def test_results_compute_with_the_query():
     assert out._maybe_max_seqlen == 5  # carried, not computed anew
 
 
+# JAG-05
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dense_query(backend):
     lengths = (3, 1, 6)
@@ -200,6 +211,7 @@ def test_nested_query_of_dense_keys():
     torch.testing.assert_close(torch.autograd.grad(unpacked(out), (values, k), weights), torch.autograd.grad(want, (values, k), weights))
 
 
+# JAG-05
 @pytest.mark.parametrize("which", ["query heads", "key heads", "value heads", "key and value batch", "query batch"])
 def test_broadcast_heads_and_batch(which):
     lengths, heads = [[3, 2, 6]] * 3, [4, 4, 4]
@@ -220,6 +232,7 @@ def test_broadcast_heads_and_batch(which):
     torch.testing.assert_close(torch.autograd.grad(unpacked(out), packed, weights), torch.autograd.grad(want, packed, weights))
 
 
+# JAG-06
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_narrowed(backend):
     base = rand(3, 9, 4, 8).requires_grad_()
@@ -267,6 +280,7 @@ def test_one_sequence_per_head_without_a_head_dim():
     torch.testing.assert_close(torch.autograd.grad(out.values().sum(), values), torch.autograd.grad(want.sum(), values))
 
 
+# JAG-06
 def test_contiguous_heads_first():
     parts = [rand(4, n, 8, seed=n) for n in (3, 5)]
     values = torch.cat(parts, 1).requires_grad_()
@@ -276,6 +290,7 @@ def test_contiguous_heads_first():
         torch.testing.assert_close(got, F.scaled_dot_product_attention(part, part, part))
 
 
+# JAG-07
 @pytest.mark.parametrize("rest", [(4, 8), (2, 4, 8)], ids=str)
 def test_ragged_before_the_length(rest):
     offsets = torch.tensor([0, 3, 3, 7])
@@ -328,6 +343,7 @@ def test_sink_has_a_logit_for_each_head(entry):
         foci.attention(query, keys, keys, sink=torch.zeros(heads + 1))
 
 
+# JAG-09
 def test_no_backend_says_why():
     _, q = nested((3, 5), 2, 8)
     with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="aten .* dense layout") as caught:
@@ -404,6 +420,7 @@ MESSAGES = {
 }
 
 
+# JAG-02
 @pytest.mark.parametrize("name", MESSAGES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_wrong_nested_tensors(name):
@@ -466,6 +483,7 @@ def test_functions_of_torch_are_traced_for_nested_tensors():
     torch.testing.assert_close(found, wanted)
 
 
+# JAG-05
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("learns", [True, False])
 def test_one_query_head_beside_many_heads_of_the_same_sequences(learns, backend):

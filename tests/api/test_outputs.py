@@ -10,6 +10,7 @@ from drawn import rand
 import foci
 
 
+# SDPA-08
 def test_dropout_is_a_function_of_seed_and_position():
     q, k, v = (rand(2, 4, 70, 8, seed=n).requires_grad_() for n in range(3))
     found = []
@@ -23,6 +24,7 @@ def test_dropout_is_a_function_of_seed_and_position():
             torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 
+# SDPA-08
 def test_dropout_mask_can_be_rebuilt():
     from foci.dropout import keep
 
@@ -38,6 +40,7 @@ def test_dropout_mask_can_be_rebuilt():
     torch.testing.assert_close(out, weights @ v)
 
 
+# SDPA-08
 def test_dropout_seeds():
     q = rand(1, 2, 16, 8)
     torch.manual_seed(0)
@@ -47,6 +50,7 @@ def test_dropout_seeds():
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
+# SDPA-08
 def test_dropout_of_nothing_and_of_everything():
     q, k, v = (rand(1, 2, 16, 8, seed=n).requires_grad_() for n in range(3))
     before = torch.get_rng_state()
@@ -58,6 +62,7 @@ def test_dropout_of_nothing_and_of_everything():
     assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
 
 
+# SDPA-08
 def test_dropout_keeps_the_mean():
     ones = torch.ones(4, 8, 128, 1)
     q = torch.randn(4, 8, 128, 4)
@@ -66,6 +71,7 @@ def test_dropout_keeps_the_mean():
     assert out.std() > 0.01
 
 
+# SDPA-19
 def test_dropout_leaves_auxiliary_outputs_alone():
     q = rand(1, 2, 16, 8)
     asked = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
@@ -75,6 +81,7 @@ def test_dropout_leaves_auxiliary_outputs_alone():
         torch.testing.assert_close(a, b)
 
 
+# SDPA-19
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
 def test_auxiliary_outputs(backend):
     q, k, v = (rand(2, 4, n, 8, seed=n).requires_grad_() for n in (9, 12, 12))
@@ -108,6 +115,7 @@ def test_sink(backend, dtype):
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v, sink), cotangent), torch.autograd.grad(want, (q, k, v, sink), cotangent))
 
 
+# SDPA-06
 def test_sink_with_rows_without_keys():
     q, k, v = (rand(1, 2, 4, 8, seed=n).requires_grad_() for n in range(3))
     sink = rand(2).requires_grad_()

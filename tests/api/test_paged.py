@@ -1,5 +1,7 @@
 """Keys and values in pages against the same keys and values in one piece."""
 
+# FLEX-14
+
 import functools
 import os
 
@@ -150,6 +152,7 @@ def test_bad_arguments_are_named(changes, error, words):
         foci.paged_attention(**(given | changes))
 
 
+# JAG-09
 def test_aten_declines():
     with foci.use("aten"), pytest.raises(foci.NoViableBackend, match="dense layout"):
         foci.paged_attention(*inputs(1))

@@ -58,6 +58,7 @@ PROBLEMS = {
 }
 
 
+# SDPA-15
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_planned_or_explained(name, target):
@@ -88,6 +89,7 @@ def test_reference_only_for_small_problems():
             assert choose(PROBLEMS[name], target).plan.backend != "reference", (name, target)
 
 
+# SDPA-15
 def test_restricted_choice():
     decision = choose(PROBLEMS["softcap"], TARGETS["sm_90"], ("aten",))
     assert decision.plan is None
@@ -202,6 +204,7 @@ def test_formulas_read_back(score, pair, layout, outputs, dropout, block):
 # What people read --------------------------------------------------------------------------------------------------
 
 
+# SDPA-15
 def test_explanation():
     q = torch.randn(2, 8, 100, 64)
     k = torch.randn(2, 2, 300, 64)
@@ -219,6 +222,7 @@ def test_explanation():
     assert nothing.backend is None and "chosen" not in str(nothing)
 
 
+# SDPA-15
 def test_explain_agrees_with_observe():
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     with foci.use("aten", "blocked", "reference"):
@@ -244,6 +248,7 @@ def test_logs_close_after_errors():
     assert allowed_backends() is None
 
 
+# SDPA-15
 def test_use_belongs_to_a_thread():
     import threading
 
@@ -279,6 +284,7 @@ class Fast:
         return foci.backends.load("reference").compile(plan)
 
 
+# SDPA-18
 def test_registered_backends_come_first():
     q = torch.randn(1, 2, 16, 8)
     before = foci.explain(q, q, q).backend

@@ -88,6 +88,7 @@ def test_dropout_draws_anew():
         foci.attention(q, k, v, dropout_p=1.5)
 
 
+# SDPA-17
 def test_autocast_casts_what_it_has_to_and_knows_the_rest():
     wide, half = tensors(), tuple(t.bfloat16() for t in tensors())
     plain = foci.attention(*half)
@@ -117,6 +118,7 @@ def test_masks_and_biases_given_as_tensors_are_known():
 NUMBER = 2.0
 
 
+# FLEX-09
 def test_functions_that_read_more_are_traced_at_each_call(monkeypatch):
     q, k, v = tensors()
 
@@ -135,6 +137,7 @@ def test_functions_that_read_more_are_traced_at_each_call(monkeypatch):
     assert foci.attention(q, k, v, score=imports).ne(foci.attention(q, k, v, score=imports)).any()
 
 
+# FLEX-09
 @pytest.mark.parametrize(
     "read", [lambda t: t[0], lambda t: t.sum(), lambda t: float(t[1]), lambda t: t.exp()[1]], ids=["item", "sum", "float", "exp"]
 )
@@ -160,6 +163,7 @@ def test_a_bias_of_one_number_may_be_learned_or_not():
         torch.testing.assert_close(aux.lse, reference(q, k, v, return_aux=foci.AuxRequest(lse=True))[1].lse + bias)
 
 
+# FLEX-09
 def test_equal_code_with_other_globals_is_another_function():
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     k, v = torch.cat((k, k), 2), torch.cat((v, v), 2)

@@ -30,12 +30,14 @@ SHAPES = [
 ]
 
 
+# SDPA-01, SDPA-02
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_dims_and_broadcasting(shapes, backend):
     check(*(rand(*s, seed=n) for n, s in enumerate(shapes)), backend=backend)
 
 
+# SDPA-01, SDPA-05
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 9), (9, 5), (1, 6), (6, 1), (300, 260)], ids=str)
@@ -69,6 +71,7 @@ MASK_SHAPES = [
 ]
 
 
+# SDPA-03, SDPA-04
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["bool", "float", "grad"])
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
@@ -79,6 +82,7 @@ def test_masks(shape, kind, backend):
     check(rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), mask, backend=backend)
 
 
+# SDPA-03, SDPA-04
 @pytest.mark.parametrize("kind", ["bool", "float", "grad"])
 @pytest.mark.parametrize(
     "lead, shape",
@@ -91,6 +95,7 @@ def test_masks_of_other_ranks(lead, shape, kind):
     check(rand(*lead, 5, 8), rand(*lead, 7, 8, seed=1), rand(*lead, 7, 8, seed=2), mask)
 
 
+# SDPA-03
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "make",
@@ -109,11 +114,13 @@ def test_strided_and_expanded_masks(make, backend):
     check(rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), make(), backend=backend)
 
 
+# SDPA-03
 @pytest.mark.parametrize("length", [1, 3, 8, 15, 17, 131])
 def test_mask_of_any_length(length):
     check(rand(2, 2, 9, 8), rand(2, 2, length, 8, seed=1), rand(2, 2, length, 8, seed=2), rand(9, length).requires_grad_())
 
 
+# SDPA-04
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)], ids=str)
 def test_only_the_mask_requires_grad(shape, backend):
@@ -127,6 +134,7 @@ def test_only_the_mask_requires_grad(shape, backend):
     assert torch.equal(grad, again)
 
 
+# SDPA-04
 def test_expanded_mask_that_requires_grad():
     q, k, v = rand(2, 3, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2)
     bias = rand(3, 1, 7).requires_grad_()
@@ -138,6 +146,7 @@ def test_expanded_mask_that_requires_grad():
 LENGTHS = [(4, 4), (4, 9), (9, 4)]
 
 
+# SDPA-05
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
@@ -158,6 +167,7 @@ def test_causal_values(corner, lengths, backend):
     )
 
 
+# SDPA-05
 def test_causal_values_never_become_matrices():
     q = torch.randn(1, 1, 4, 8)
     k = torch.randn(1, 1, 4096, 8)
@@ -168,6 +178,7 @@ def test_causal_values_never_become_matrices():
     assert foci.causal_upper_left(2**40, 2**40).seq_len_q == 2**40
 
 
+# SDPA-11
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (6, 3), (4, 4)], ids=str)
 @pytest.mark.parametrize("dims", [3, 4, 5])
@@ -178,21 +189,25 @@ def test_grouped_heads(dims, heads, backend):
     )  # fmt: skip
 
 
+# SDPA-11
 def test_grouped_heads_differ_for_key_and_value():
     check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 2, 7, 8, seed=2), enable_gqa=True)
     check(rand(2, 6, 5, 8), rand(2, 1, 7, 8, seed=1), rand(2, 6, 7, 8, seed=2), enable_gqa=True)
 
 
+# SDPA-11
 def test_grouped_heads_with_a_mask():
     check(rand(2, 6, 5, 8), rand(2, 3, 7, 8, seed=1), rand(2, 3, 7, 8, seed=2), rand(2, 6, 5, 7).requires_grad_(), enable_gqa=True)
 
 
+# SDPA-07
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [None, 1.0, 0.3, -0.7, 1e-8, 1e4, -1e4, 0.0, 2])
 def test_scale(scale, backend):
     check(rand(1, 2, 5, 8), rand(1, 2, 7, 8, seed=1), rand(1, 2, 7, 8, seed=2), backend=backend, scale=scale)
 
 
+# SDPA-10
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("widths", [(1, 1), (3, 5), (7, 1), (1, 9), (33, 64), (129, 17), (512, 257)], ids=str)
 def test_head_dims(widths, backend):
@@ -219,6 +234,7 @@ STRIDES = {
 }
 
 
+# SDPA-12
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", STRIDES)
 def test_strides(name, backend):
@@ -230,6 +246,7 @@ def test_strides(name, backend):
         torch.testing.assert_close(foci.scaled_dot_product_attention(*tensors), math_path(*tensors))
 
 
+# SDPA-12
 def test_gradient_of_a_packed_projection():
     x = rand(2, 6, 96).requires_grad_()
 
@@ -240,6 +257,7 @@ def test_gradient_of_a_packed_projection():
     torch.testing.assert_close(attend(foci.scaled_dot_product_attention), attend(math_path))
 
 
+# SDPA-13
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "sizes",
@@ -264,6 +282,7 @@ def test_empty_sizes(sizes, is_causal, backend):
         assert not tensor.grad.any()
 
 
+# SDPA-06
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_rows_without_keys(kind, backend):
@@ -292,6 +311,7 @@ def test_rows_without_keys(kind, backend):
     torch.testing.assert_close(out[:, :, keep], math_path(q, k, v, mask)[:, :, keep])
 
 
+# SDPA-06
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_masked(backend):
     q, k, v = (t.requires_grad_() for t in (rand(2, 3, 5, 8), rand(2, 3, 7, 8), rand(2, 3, 7, 8)))
@@ -301,6 +321,7 @@ def test_everything_masked(backend):
     assert not out.any() and not q.grad.any() and not k.grad.any() and not v.grad.any()
 
 
+# SDPA-14
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_extreme_values(backend):
     q = torch.full((1, 1, 8, 64), 133120.0, dtype=torch.bfloat16, requires_grad=True)
@@ -312,6 +333,7 @@ def test_extreme_values(backend):
     torch.testing.assert_close(out.float(), v.detach().float().mean(2, keepdim=True).expand_as(out), atol=2e-2, rtol=2e-2)
 
 
+# SDPA-09, SDPA-20
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(dtype, backend):
@@ -337,6 +359,7 @@ def test_dtypes(dtype, backend):
         assert (got.double() - true).abs().max() <= allowed
 
 
+# SDPA-09
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -353,6 +376,7 @@ def test_mixed_dtypes_are_refused(dtypes):
         foci.scaled_dot_product_attention(*tensors)
 
 
+# SDPA-16
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_repeatable_gradients(strict, backend):
@@ -375,6 +399,7 @@ def test_repeatable_gradients(strict, backend):
 # Autocast ----------------------------------------------------------------------------------------------------------
 
 
+# SDPA-17
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
@@ -390,6 +415,7 @@ def test_autocast(dtype):
         assert foci.scaled_dot_product_attention(q, k, v).dtype == torch.float32
 
 
+# SDPA-17
 def test_autocast_with_a_mask():
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     mask = torch.randn(16, 16, requires_grad=True)
@@ -403,6 +429,7 @@ def test_autocast_with_a_mask():
 # Sizes, state ------------------------------------------------------------------------------------------------------
 
 
+# SDPA-13
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_batch_entries_and_heads(backend):
     q, k, v = (torch.randn(65537, 1, 2, 2, requires_grad=True) for _ in range(3))
@@ -453,6 +480,7 @@ def test_views_that_stand_for_their_opposite(name):
         torch.testing.assert_close(found, OPPOSITE[name](torch.neg, q, k, v, bias))
 
 
+# SDPA-03
 def test_a_mask_of_no_dims():
     q, k, v = (rand(2, 3, 5, 8, seed=n) for n in range(3))
     check(q, k, v, rand(1)[0].requires_grad_())
@@ -474,6 +502,7 @@ def test_ordinary_use_warns_of_nothing():
         foci.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 
 
+# SDPA-20
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend):
     q, k, v = (rand(1, 2, n, 3, seed=n).requires_grad_() for n in (3, 4, 4))

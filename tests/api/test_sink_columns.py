@@ -1,5 +1,7 @@
 """Column sums of an attention with a sink: the sums of the weights that the sink leaves, on every backend of the CPU."""
 
+# SDPA-19
+
 import pytest
 import torch
 

@@ -10,6 +10,7 @@ import foci
 from foci import binding, execution
 
 
+# FLEX-13
 def test_inductor_makes_inputs_once_and_fuses_what_follows():
     def layer(x, y):
         shared = (x.sin() * 2 + y).relu()  # query, key and value at once
@@ -37,6 +38,7 @@ def factors(count):
     return [eval(f"lambda s, b, h, i, j: s.{name}() * 0.3") for name in names[:count]]
 
 
+# FLEX-10
 def test_more_functions_than_caches_hold(tiny_caches):
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     for _ in range(2):
@@ -52,6 +54,7 @@ def test_more_functions_than_caches_hold(tiny_caches):
     assert len(binding._traces) <= 2 and len(execution._decisions) < 4096
 
 
+# FLEX-10
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_dynamo_out_of_recompilations():
     torch._dynamo.reset()
@@ -69,6 +72,7 @@ def test_dynamo_out_of_recompilations():
     torch._dynamo.reset()
 
 
+# SDPA-16
 def test_deterministic_algorithms_with_warnings_only(recwarn):
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     table = torch.randn(2, 9, requires_grad=True)

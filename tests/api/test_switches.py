@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import foci
 
 
+# SDPA-15
 def test_torch_switches():
     q = torch.randn(1, 2, 16, 8)
 
@@ -33,6 +34,7 @@ def test_torch_switches():
     assert log.calls[0].backend != "reference"
 
 
+# SDPA-15
 def test_global_flags():
     q = torch.randn(1, 2, 16, 8)
     switches = torch.backends.cuda
@@ -50,6 +52,7 @@ def test_global_flags():
         switches.enable_cudnn_sdp(kept[2])
 
 
+# SDPA-15
 def test_observed_calls():
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     with foci.observe() as outer:
@@ -62,6 +65,7 @@ def test_observed_calls():
     assert any(r.backend == "aten" and "mask function" in r.reason for r in outer.calls[1].rejections)
 
 
+# SDPA-18
 def test_a_backend_for_another_device(monkeypatch):
     from foci.problem import Target
 

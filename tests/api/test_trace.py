@@ -143,6 +143,7 @@ USES = {
 GRAPH_ONLY = {"_to_copy", "convert_element_type", "cuda", "alias", "scalar_tensor", "index", "mod_index", "apply"}
 
 
+# FLEX-02
 @pytest.mark.parametrize("name", sorted(USES))
 def test_word(name):
     for function in USES[name] if isinstance(USES[name], list) else [USES[name]]:
@@ -223,6 +224,7 @@ def test_one_capture_for_one_tensor():
     assert sum(c is TABLE for c in bound.captures) == 1 and sum(c is MATRIX for c in bound.captures) == 1
 
 
+# FLEX-10
 def test_numbers_are_not_part_of_a_variant():
     def make(window, factor):
         return bind(lambda s, b, h, q, kv: s * factor + (q - kv), lambda b, h, q, kv: q - kv < window, CPU)
@@ -258,6 +260,7 @@ REFUSED = {
 }
 
 
+# FLEX-02
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_operation_and_line(name):
     function, words = REFUSED[name]
@@ -266,6 +269,7 @@ def test_refusals_name_operation_and_line(name):
         bind(function, None, CPU)
 
 
+# FLEX-02
 def test_the_line_is_that_of_the_innermost_user_code():
     def inner(s):
         return torch.erfinv(s)

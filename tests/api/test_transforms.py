@@ -72,6 +72,7 @@ TRANSFORMS = {
 }
 
 
+# SDPA-21, SDPA-22
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name):
     same(TRANSFORMS[name](attend), TRANSFORMS[name](formula), atol=1e-8, rtol=1e-8)
@@ -94,6 +95,7 @@ def test_transforms_of_a_captured_number():
     same(vmap(scaled_by)(numbers), torch.stack([scaled_by(n) for n in numbers]))
 
 
+# SDPA-21
 def test_vmap_of_entry_points():
     q, k, v, _ = many()
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
@@ -160,12 +162,14 @@ GRADCHECKS = {
 }
 
 
+# SDPA-22
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_forward_mode(name):
     function, make = GRADCHECKS[name]
     assert torch.autograd.gradcheck(function, make(), check_forward_ad=True)
 
 
+# SDPA-22
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_double_backward(name):
     function, make = GRADCHECKS[name]
@@ -178,6 +182,7 @@ def test_batched_gradients():
     assert torch.autograd.gradgradcheck(attend, args, check_fwd_over_rev=True)
 
 
+# SDPA-22
 def test_derivatives_of_dropout():
     def seeded(q):
         torch.manual_seed(1)
@@ -188,11 +193,13 @@ def test_derivatives_of_dropout():
     assert torch.autograd.gradgradcheck(seeded, (q,))
 
 
+# SDPA-22
 def test_double_backward_through_a_block_mask():
     mask = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 4, device="cpu", BLOCK_SIZE=2)
     assert torch.autograd.gradgradcheck(lambda q, k, v: foci.flex_attention(q, k, v, block_mask=mask), tracked(small()[:3]))
 
 
+# SDPA-21
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing(reentrant, compiled):

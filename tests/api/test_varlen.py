@@ -16,6 +16,7 @@ def window(left, right):
     return mask
 
 
+# JAG-01, JAG-03
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("size", [(-1, -1), (-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1)], ids=str)
@@ -32,6 +33,7 @@ def test_varlen(size, dtype, backend):
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), weights), torch.autograd.grad(want, (q, k, v), weights))
 
 
+# JAG-01
 def test_varlen_has_torchs_signature():
     import inspect
 
@@ -59,6 +61,7 @@ def test_varlen_of_some_keys():
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(want.square().sum(), (q, k, v)))
 
 
+# SDPA-22
 def test_varlen_to_the_second_order():
     cu, table = torch.tensor([0, 3, 7]), rand(2, seed=5).requires_grad_()
     tensors = tuple(rand(7, 2, 3, seed=n).requires_grad_() for n in range(3))
@@ -98,6 +101,7 @@ def test_varlen_takes_functions_and_shared_offsets():
     torch.testing.assert_close(out, torch.cat(want))
 
 
+# JAG-03
 def test_tokens_outside_every_sequence():
     cu = torch.tensor([2, 5, 8])
     q = rand(10, 2, 8).requires_grad_()

@@ -30,6 +30,7 @@ def formula(**changes):
     return replace(PLAIN, formula=replace(PLAIN.formula, **changes))
 
 
+# SDPA-16
 @pytest.mark.parametrize(
     "problem, target, reason",
     [
@@ -97,6 +98,7 @@ def test_is_chosen_for_plain_and_causal_on_the_cpu(length, grad):
     assert choose(asked, CPU, ("aten", "blocked", "reference")).plan.backend == "blocked"
 
 
+# FLEX-08
 @pytest.mark.parametrize("shape", [(37, 53), (53, 37), (40, 40)])
 @pytest.mark.parametrize("problem", [PLAIN, CAUSAL])
 def test_lse_is_natural_and_in_float32(problem, shape):
@@ -110,6 +112,7 @@ def test_lse_is_natural_and_in_float32(problem, shape):
     torch.testing.assert_close(results.lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-3)
 
 
+# SDPA-16
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300)])

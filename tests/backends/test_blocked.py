@@ -50,6 +50,7 @@ def peak(function) -> int:
     return most
 
 
+# FLEX-05
 @pytest.mark.parametrize("mask", [None, causal, window])
 def test_memory_is_linear_in_the_lengths(mask):
     used = []
@@ -66,6 +67,7 @@ def test_memory_is_linear_in_the_lengths(mask):
     assert used[1] <= 4.5 * used[0]
 
 
+# SDPA-19
 def test_sums_of_columns_need_no_matrix_of_weights():
     asked = Outputs(lse=True, row_max=True, column_sums=True)
     operands, _, kernel = call((1, 1, 1, 4096, 4096, 8), mask=causal, outputs=asked)
@@ -81,6 +83,7 @@ def test_measures_memory():
     assert peak(lambda: torch.zeros(1 << 20)) >= 4 << 20
 
 
+# FLEX-05
 def test_skips_empty_blocks_and_masks_only_partial_ones(monkeypatch):
     operands, _, kernel = call((1, 2, 2, 4096, 4096, 8), mask=window)
     evaluated = []
@@ -132,6 +135,7 @@ def test_batch_entries_that_differ_are_computed_apart():
     assert [(run.start, run.stop, run.masked) for run in chunks[0].tiles[0].runs] == [(0, 256, False)]
 
 
+# SDPA-13
 def test_more_heads_than_a_grid_holds():
     operands, problem, kernel = call((70000, 1, 1, 2, 3, 4), mask=causal)
     results = kernel.forward(operands)

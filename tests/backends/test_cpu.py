@@ -87,6 +87,7 @@ def test_info_names_compiler_flags_and_cache():
 # Sources ---------------------------------------------------------------------------------------------------------------
 
 
+# FLEX-10
 def test_lengths_and_numbers_are_not_in_the_source():
     def windowed(n):
         return problem(mask=lambda b, h, q, k: (q >= k) & (q - k < n), q_len=n, kv_len=n)
@@ -245,6 +246,7 @@ def gradients(tensors, **arguments):
     return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
+# SDPA-16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_does_not_change_a_bit(dtype):
     tensors = qkv(2, 4, 700, 32, dtype)
@@ -273,6 +275,7 @@ def test_runs_in_a_forked_child():
     os.waitpid(child, 0)
 
 
+# SDPA-12
 def test_odd_strides():
     base = torch.randn(3, 130, 2, 80)
     q = base[..., ::2].transpose(1, 2)
@@ -281,6 +284,7 @@ def test_odd_strides():
     torch.testing.assert_close(attention(q, k, v), exact(q, k, v).float(), atol=2e-6, rtol=0)
 
 
+# SDPA-10
 @pytest.mark.parametrize("D", [1, 3, 17, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_head_dim(D, dtype):

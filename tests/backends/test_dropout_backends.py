@@ -1,5 +1,7 @@
 """The keep mask: known answers, statistics, independence of how it is cut."""
 
+# SDPA-08
+
 from __future__ import annotations
 
 import math

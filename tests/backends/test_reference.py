@@ -86,6 +86,7 @@ def test_blocks_override_the_mask():
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
 
 
+# JAG-03
 def test_jagged_is_each_sequence_alone():
     query, key, value = (torch.randn(1, heads, 20, width, dtype=torch.float64) for heads, width in ((HQ, D), (HKV, D), (HKV, DV)))
     cu_q, cu_kv = torch.tensor([0, 4, 4, 13, 20]), torch.tensor([0, 6, 9, 9, 20])

@@ -76,6 +76,7 @@ def test_gradients_through_row_reductions_and_under_block_masks_are_taken():
     assert BACKEND.reject(problem(dot, capture_grads=(True, True), block_size=(128, 128)), HOPPER) is None
 
 
+# FLEX-12
 @pytest.mark.parametrize("arch", sorted(LIMITS))
 @pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 40), (128, 128), (192, 128), (256, 256), (512, 512)])
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -91,6 +92,7 @@ def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsi
         assert shared_bytes(kind, found, wide, itemsize, scratch=scratch) <= LIMITS[arch]
 
 
+# FLEX-14
 @pytest.mark.parametrize(("groups", "tiles", "wanted"), [(512, 64, 1), (32, 512, 4), (8, 1024, 16), (8, 8, 2), (100, 1024, 9), (1, 3, 1)])
 def test_a_decode_is_split_until_few_multiprocessors_idle(groups, tiles, wanted):
     splits = splits_for(groups, tiles, 90, 200000)

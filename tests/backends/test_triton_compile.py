@@ -104,6 +104,7 @@ FOURS = {(case, "attention_query_gradient", 90) for case in ("jagged D 64", "jag
 """Of which four do, with 128 registers."""
 
 
+# SDPA-04
 @pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in CASES if name not in ON_AMPERE)])
 def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
     # the interpreter takes Python that the compiler does not, and compiling takes minutes
@@ -117,6 +118,7 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
         assert all("tt.func" in one.ir and "atomic" not in one.ir for one in found)
 
 
+# FLEX-12
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in ON_AMPERE)])
 def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
@@ -187,6 +189,7 @@ def test_an_expanded_gradient_meets_the_kernels_of_any_other(keyed):
     assert len(expanded) == 3
 
 
+# FLEX-10
 def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
     def keys(length, batch, heads, window):
         keyed.clear()

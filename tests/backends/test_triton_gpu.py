@@ -48,6 +48,7 @@ def compiled_kernels():
     return sum(len(cache[0]) for function in jitted for cache in function.device_caches.values())
 
 
+# FLEX-10
 def test_new_lengths_batches_values_and_lambdas_compile_nothing():
     def once(length, batch, heads, window):
         slopes = torch.rand(heads, device="cuda")
@@ -64,6 +65,7 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing():
     assert compiled_kernels() == before
 
 
+# SDPA-21
 def test_a_cuda_graph_replays_with_new_inputs():
     kernel, operands = kernel_and_operands(scores.alibi(4), masks.causal())
     kernel.forward(operands)
@@ -91,6 +93,7 @@ def test_two_streams_do_not_disturb_each_other():
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+# SDPA-16
 def test_gradients_repeat_bit_for_bit():
     kernel, operands = kernel_and_operands(scores.softcap(20.0), masks.causal())
     results = kernel.forward(operands)
@@ -152,6 +155,7 @@ def test_every_case_is_within_the_error_budget():
     assert not failed
 
 
+# JAG-03
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["all", "causal"])
 def test_what_lies_behind_a_sequence_reaches_nothing(dim, mask):

@@ -54,6 +54,7 @@ def expected(q, k, v, bias, *, scale=None):
     return torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out).cumsum(2) / 10)
 
 
+# SDPA-04
 @pytest.mark.parametrize(
     ("batch", "bias_batch", "kv_len", "stretch", "heads", "scale"),
     [

@@ -1,5 +1,7 @@
 """Tuning on request: candidates, choice and store, with a timer that is made up. No GPU, no Triton."""
 
+# FLEX-12
+
 import dataclasses
 import json
 import stat

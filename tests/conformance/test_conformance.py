@@ -80,6 +80,8 @@ def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
     return results, kernel.backward(given, Results(results.out, results.lse), cotangents(case, results))
 
 
+# SDPA-06, SDPA-07, SDPA-08, SDPA-09, SDPA-10, SDPA-11, SDPA-12, SDPA-13, SDPA-14, SDPA-19, SDPA-20
+# FLEX-03, FLEX-04, FLEX-07, FLEX-14, JAG-04, JAG-06
 @pytest.mark.parametrize("name, case, device", claimed())
 def test_forward_and_gradients(name, case, device):
     given, outputs = operands(case, device), case.outputs
@@ -107,6 +109,7 @@ def test_forward_and_gradients(name, case, device):
             check("captures", case.dtype, found, unfused, exact, exact_results.lse)
 
 
+# SDPA-16, FLEX-04
 @pytest.mark.parametrize("name, case, device", [p for p in claimed() if "large" in p.id or "jagged" in p.id])
 def test_repeats_bit_for_bit(name, case, device):
     if case.dtype == torch.float64:
@@ -117,6 +120,7 @@ def test_repeats_bit_for_bit(name, case, device):
         assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+# FLEX-07
 @pytest.mark.parametrize("name", ["reference", "blocked"])
 def test_takes_every_case(name):
     refused = [case.id for case in CASES if backends.load(name).reject(problem(case, "cpu"), target_of(torch.device("cpu"))) is not None]

@@ -65,6 +65,7 @@ def test_opcheck(backend, name):
     torch.library.opcheck(torch.ops.foci.attention.default, flatten(formula, operands, (backend,)), test_utils=checks)
 
 
+# SDPA-21, FLEX-01
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["causal", "window softcap", "learned alibi"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -83,6 +84,7 @@ def test_compiled_as_eager(backend, name, compiler):
     torch._dynamo.reset()
 
 
+# SDPA-17
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_casts_as_torch_does(backend):
     tensors = inputs(dtype=torch.float32, hkv=4, sq=200)
@@ -96,6 +98,7 @@ def test_autocast_casts_as_torch_does(backend):
     close((found, *gradients[0]), (wanted, *gradients[1]), torch.float16)
 
 
+# SDPA-21
 @pytest.mark.parametrize("name", ["plain", "causal", "window softcap", "learned alibi", "documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_of_both_passes_replays_with_new_inputs(backend, name):
@@ -136,6 +139,7 @@ def test_two_streams(backend):
                 assert all(torch.equal(a, b) for a, b in zip(found, wanted))
 
 
+# SDPA-10
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("sq", "skv", "d", "dv"),
@@ -162,6 +166,7 @@ def test_odd_sizes(backend, sq, skv, d, dv, dtype):
         close(found, run(options, tensors), dtype)
 
 
+# SDPA-13
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_heads(backend):
     tensors = inputs(70000, 1, 1, 16, 16, 32)
@@ -172,6 +177,7 @@ def test_many_heads(backend):
         assert torch.equal(a[-5:], b)
 
 
+# SDPA-13
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_than_two_to_the_31_elements(backend):
@@ -201,6 +207,7 @@ def test_long_sequences_against_a_window_of_them(backend):
     close((whole[:, :, :777],), (first,))
 
 
+# SDPA-16
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_over_many_runs(backend, name):

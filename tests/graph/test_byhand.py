@@ -1,5 +1,7 @@
 """Softmax by hand: each spelling becomes torch's, and what is something else stays what it is."""
 
+# FUSE-03
+
 import math
 
 import pytest

@@ -75,6 +75,7 @@ def test_importing_foci_does_not_import_dynamo():
     assert done.stdout.strip() == "False"
 
 
+# FUSE-01
 def test_by_name_with_options():
     model, x = Block(), draw(2, 20, HEADS * DIM)
     with foci.observe() as log:
@@ -85,6 +86,7 @@ def test_by_name_with_options():
     torch.testing.assert_close(out, model(x))
 
 
+# FUSE-01
 @pytest.mark.skipif(handover.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_inductor_takes_the_rest(mode):
@@ -98,6 +100,7 @@ def test_inductor_takes_the_rest(mode):
     assert len(log.backward_calls) == 2
 
 
+# FUSE-01
 @pytest.mark.skipif(handover.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
 def test_the_pass_in_inductor():
     from torch._inductor import config
@@ -137,6 +140,7 @@ def test_a_graph_break_leaves_both_sides_fused():
     assert fused(log) == [True, True]
 
 
+# FUSE-01
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_training_and_inference(context):
     model = Block()
@@ -249,6 +253,7 @@ def test_wrong_arguments_are_errors_at_once(arguments, word):
         foci.compile(Block(), **arguments)
 
 
+# FUSE-06
 def test_tiny_problems_are_declined_on_the_cpu():
     def attend(q, k, v):
         return torch.softmax(q @ k.mT / 2, -1) @ v

@@ -44,6 +44,7 @@ def weights_of(function, seed):
     return out.detach(), columns
 
 
+# FUSE-02
 @pytest.mark.parametrize("spelled", [functional, before_a_cast, after_a_mask, Module], ids=lambda f: f.__name__)
 def test_weights_are_dropped_and_scaled(spelled):
     function = spelled() if isinstance(spelled, type) else spelled
@@ -70,6 +71,7 @@ def test_weights_are_dropped_and_scaled(spelled):
     assert out.shape[1] == HEADS
 
 
+# FUSE-02
 def test_evaluation_drops_nothing():
     module = Module().eval()
     q, k, v = qkv(LENGTH)

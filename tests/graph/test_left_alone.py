@@ -1,5 +1,7 @@
 """What keeps attention from being fused, and what is read as it was or as it is now."""
 
+# FUSE-04
+
 import pytest
 import torch
 import torch.nn.functional as F

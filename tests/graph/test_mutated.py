@@ -1,5 +1,7 @@
 """Random programs with an attention in them: what is written in place, aliased or read besides gives eager's results and gradients."""
 
+# FUSE-04
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,6 +14,7 @@ import foci
 from foci.graph import fuse
 
 
+# FUSE-03
 def test_nothing_of_the_attention_is_left_but_the_operator():
     def causal(q, k, v):
         keep = torch.tril(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
@@ -26,12 +27,14 @@ def test_nothing_of_the_attention_is_left_but_the_operator():
     assert [site.variant for site in backend.sites] == ["score where kv_idx <= q_idx"]
 
 
+# FUSE-05
 def test_a_site_has_the_users_line():
     backend = fused(plain, *qkv())
     assert f"{plain.__code__.co_filename}:" in backend.sites[0].location
     assert backend.sites[0].kind == "matmul-softmax-matmul"
 
 
+# FUSE-03
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_heads_that_were_repeated_are_not_stored(kv_heads, dynamic):
@@ -100,6 +103,7 @@ def test_a_causal_mask_of_the_lowest_number_needs_no_second_look():
     assert not any("where" in str(n.target) for n in backend.after[0].graph.nodes)
 
 
+# FUSE-03
 def test_a_sink_is_a_column_that_is_dropped():
     def sink(q, k, v, logit):
         scores = torch.cat([q @ k.mT * 0.3, logit.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], -1)
@@ -135,6 +139,7 @@ def test_two_columns_are_no_sink():
     assert reasons(fused(columns, *qkv(), draw(H, seed=4))) == ["the scores are concatenated with something that is no single column"]
 
 
+# FUSE-03
 def test_gradients_flow_to_what_was_captured():
     def biased(q, k, v, bias, slopes, table):
         position = torch.arange(q.shape[2])
@@ -146,6 +151,7 @@ def test_gradients_flow_to_what_was_captured():
     assert reasons(backend) == [None]
 
 
+# FUSE-04
 def test_operands_keep_what_the_caller_gets():
     def cached(q, k, v):
         k, v = k.transpose(1, 2).contiguous().transpose(1, 2), v * 2
@@ -178,11 +184,13 @@ def scale_of(backend):
     return scale, len(call.args[3])
 
 
+# FUSE-04
 def test_only_a_constant_is_the_scale():
     by_constant = lambda q, k, v: torch.softmax(q @ k.mT / torch.full([], 4.0, dtype=q.dtype), -1) @ v
     assert scale_of(fused(by_constant, *learned(*qkv()))) == (0.25, 0)
 
 
+# FUSE-04
 @pytest.mark.parametrize("shape", [(), (1,), (H, 1, 1)], ids=str)
 def test_a_tensor_is_a_factor_of_the_scores_and_gets_its_gradient(shape):
     by_tensor = lambda q, k, v, factor: torch.softmax(q @ k.mT * factor, -1) @ v
@@ -191,6 +199,7 @@ def test_a_tensor_is_a_factor_of_the_scores_and_gets_its_gradient(shape):
     assert "c0" in backend.sites[0].variant
 
 
+# FUSE-04
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))), ids=str)
 def test_a_permuted_key_is_what_its_dimensions_say(order):
     """Sizes alike, so that nothing but the order tells a transpose from another permutation."""
@@ -238,6 +247,7 @@ def test_operands_widened_for_the_product_are_read_narrow():
     torch.testing.assert_close(out, widened(*args), rtol=2e-2, atol=2e-2)
 
 
+# FUSE-04
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_operands_of_two_dtypes_are_computed_in_the_wider_one(dtypes):
     def mixed(q, k, v):
@@ -252,6 +262,7 @@ def test_operands_of_two_dtypes_are_computed_in_the_wider_one(dtypes):
     torch.testing.assert_close(out, mixed(*args), rtol=2e-2, atol=2e-2)
 
 
+# FUSE-04
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(S, S), ()], ids=str)
 def test_a_mask_of_another_dtype_keeps_its_values(shape, dtype):
@@ -263,6 +274,7 @@ def test_a_mask_of_another_dtype_keeps_its_values(shape, dtype):
     torch.testing.assert_close(found.graph_module(*args), added(*args))
 
 
+# FUSE-04
 @pytest.mark.parametrize("which", range(4))
 def test_operands_and_masks_on_two_devices_are_refused(which):
     def added(q, k, v, mask):
@@ -300,6 +312,7 @@ def test_torchs_modules_are_opened():
     assert [(site.kind, site.fused) for site in backend.sites] == [("mha", False)]
 
 
+# FUSE-06
 def test_calls_by_name_are_lowered():
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -308,6 +321,7 @@ def test_calls_by_name_are_lowered():
     assert [(s.kind, s.variant) for s in backend.sites] == [("sdpa", "score where kv_idx <= q_idx")]
 
 
+# FUSE-06
 def test_calls_of_flex_attention_are_lowered_with_their_gradients():
     from torch.nn.attention.flex_attention import flex_attention
 

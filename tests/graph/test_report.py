@@ -1,5 +1,7 @@
 """The report: what observers get, how it is printed, and the command that prints it for a script."""
 
+# FUSE-05
+
 import textwrap
 
 import pytest

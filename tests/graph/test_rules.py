@@ -1,5 +1,7 @@
 """Each rule that moves or computes elements, on an example, against torch; and what no rule may claim to know."""
 
+# FUSE-03
+
 import math
 
 import pytest

@@ -44,6 +44,7 @@ def test_there_are_at_least_forty_spellings_and_each_has_its_own_name():
     assert len({spelling.name for spelling in SPELLINGS}) == len(SPELLINGS)
 
 
+# FUSE-01, FUSE-02, FUSE-03, FUSE-05
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 def test_trains_like_eager_at_any_length(spelling, dtype):
@@ -62,6 +63,7 @@ def test_trains_like_eager_at_any_length(spelling, dtype):
         assert counted.graphs == 1, "compiled anew for another length"
 
 
+# FUSE-01, FUSE-02
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 def test_infers_like_eager_with_one_sequence(spelling):
     dtype = spelling.dtypes[-1]
@@ -73,6 +75,7 @@ def test_infers_like_eager_with_one_sequence(spelling):
     check_sites(log, spelling)
 
 
+# FUSE-04, FUSE-05
 @pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s.twin is not None], ids=lambda s: s.name)
 def test_the_twin_is_left_alone(spelling):
     function = built(spelling.twin)
@@ -85,6 +88,7 @@ def test_the_twin_is_left_alone(spelling):
         assert any(spelling.why in reason for reason in reasons), reasons
 
 
+# FUSE-01
 @pytest.mark.gpu
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 def test_trains_like_eager_on_a_gpu(spelling):

@@ -1,5 +1,7 @@
 """Scores that are sums of products are the scores of one."""
 
+# FUSE-03
+
 import pytest
 import torch
 from spelling_harness import compare, compiled, draw, graph_of

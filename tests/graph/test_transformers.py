@@ -75,6 +75,7 @@ def check(architecture, dtype, *, training):
     return found, eager, exact
 
 
+# FUSE-03
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", TESTED, ids=lambda a: a.kind)

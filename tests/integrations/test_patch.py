@@ -1,5 +1,7 @@
 """foci.patch(): torch's entry points routed to foci."""
 
+# ECO-01
+
 from __future__ import annotations
 
 import functools
@@ -67,6 +69,7 @@ def test_calls_reach_foci_inside_and_torch_outside(call):
     torch.testing.assert_close(inside, before, atol=2e-6, rtol=1e-5)
 
 
+# SDPA-01
 def test_every_argument_of_torch_arrives():
     q, k = query(2, 4, 5, 8), query(2, 2, 7, 8)
     bias = query(2, 1, 5, 7)
@@ -79,6 +82,7 @@ def test_every_argument_of_torch_arrives():
             F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3)  # keyword only, as torch has it
 
 
+# SDPA-01
 def test_names_and_defaults_are_torchs():
     ours = inspect.signature(foci.scaled_dot_product_attention).parameters
     theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
@@ -168,6 +172,7 @@ def test_flexible_attention_in_one_graph():
     torch.testing.assert_close(found, expected)
 
 
+# JAG-01
 def test_packed_sequences():
     q = query(10, 2, 16)
     offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
@@ -195,6 +200,7 @@ def test_names_of_focis_own_functions_stay():
             del held[f"_held_{name}"]
 
 
+# JAG-01
 def test_nested_tensors():
     parts = [query(n, 2, 16) for n in (3, 7)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)

@@ -1,5 +1,7 @@
 """A backend that foci has never heard of, from outside, through the public registry alone."""
 
+# SDPA-18
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """attn_implementation="foci": every kind of model against its own eager attention."""
 
+# ECO-02
+
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,7 @@
 """Derivatives by score and by captured values against autograd."""
 
+# FLEX-04
+
 import math
 
 import pytest

@@ -131,6 +131,7 @@ EXACT = {
 }
 
 
+# FLEX-05
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("block", [(32, 32), (16, 64), (1, 1)], ids=str)
 def test_usual_masks_are_decided_exactly(name, block):
@@ -281,6 +282,7 @@ def test_segments_of_long_rows_are_cells(monkeypatch):
     assert loose.lo <= table[0, 5:].min() and loose.hi >= table[0, 5:].max()
 
 
+# FLEX-05
 def test_memory_of_a_long_document_mask(monkeypatch):
     # 131072 x 131072 in blocks of 128
     n, block = 131072, 128

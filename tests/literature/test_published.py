@@ -48,6 +48,7 @@ def test_there_are_enough_of_them():
     assert sum(bool(build(name, torch.float64).learned) for name in REGISTRY) >= 18
 
 
+# FLEX-02
 @pytest.mark.parametrize("backend, dtype", [("reference", torch.float64), ("blocked", torch.float64), (None, torch.float32)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_gradients(name, backend, dtype):

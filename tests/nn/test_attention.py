@@ -89,6 +89,7 @@ OPTIONS = [
 ]
 
 
+# MOD-01, MOD-02
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_constructor_options(options, batch_first):
@@ -112,6 +113,7 @@ MASKS = [
 ]
 
 
+# MOD-02
 @pytest.mark.parametrize("case", MASKS, ids=lambda c: "-".join(map(str, c.values())))
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
@@ -124,6 +126,7 @@ def test_masks(case, training):
         same(theirs, ours, inputs, attn_mask=attn_mask, key_padding_mask=key_padding_mask, need_weights=need_weights)
 
 
+# MOD-02
 @pytest.mark.parametrize("rank", [2, 3])
 def test_gradient_of_a_mask(rank):
     theirs, ours = pair()
@@ -131,6 +134,7 @@ def test_gradient_of_a_mask(rank):
     same(theirs, ours, tensors("three"), attn_mask=bias, need_weights=False)
 
 
+# MOD-02
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_unbatched_masks(kind):
     theirs, ours = pair()
@@ -150,6 +154,7 @@ def test_dtypes(dtype):
     assert (we - want).abs().max() <= 2 * (they - want).abs().max() + 4 * torch.finfo(dtype).eps * want.abs().max()
 
 
+# MOD-03
 def test_causal_hint():
     theirs, ours = pair(batch_first=True)
     inputs = tensors("self", batch_first=True)
@@ -167,6 +172,7 @@ def test_causal_hint():
             module(*inputs, is_causal=True, need_weights=False)
 
 
+# MOD-06
 def test_rows_without_keys_give_zeros():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E).requires_grad_()
@@ -180,6 +186,7 @@ def test_rows_without_keys_give_zeros():
     assert all(g.isfinite().all() for g in grads)
 
 
+# MOD-02
 def test_weights_only_when_asked():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
@@ -199,6 +206,7 @@ def test_row_statistics():
     assert ours(x[0], x[0], x[0], return_aux=foci.AuxRequest(lse=True))[1].lse.shape == (H, L)
 
 
+# MOD-06
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("training", [False, True])
 def test_masks_of_other_dtypes_are_refused(dtype, training):
@@ -249,6 +257,7 @@ def test_constructor_errors(arguments):
         foci.nn.MultiheadAttention(12, 4, num_kv_heads=3)
 
 
+# MOD-01
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_initialisation(options):
     states = []
@@ -259,6 +268,7 @@ def test_initialisation(options):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+# MOD-01
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}, {"bias": False}, {"add_bias_kv": True}], ids=str)
 def test_grouped_heads(options):
     torch.manual_seed(0)
@@ -285,6 +295,7 @@ def test_grouped_heads(options):
         torch.testing.assert_close(ours, theirs)
 
 
+# MOD-01
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_by_complex_numbers(interleaved):
     rotary = foci.nn.RotaryEmbedding(6, base=100.0, interleaved=interleaved)
@@ -300,6 +311,7 @@ def test_rotary_by_complex_numbers(interleaved):
         foci.nn.RotaryEmbedding(5)
 
 
+# MOD-01
 def test_rotary_depends_on_distance_alone():
     torch.manual_seed(0)
     ours = foci.nn.MultiheadAttention(E, H, batch_first=True, rotary=foci.nn.RotaryEmbedding(4), dtype=torch.float64)
@@ -523,6 +535,7 @@ def test_compile(need_weights):
             torch.testing.assert_close(found, want, msg=name)
 
 
+# MOD-08
 def test_export():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)

@@ -1,5 +1,7 @@
 """is_causal: a hint that needs its mask, found by encoders and decoders, which changes no number."""
 
+# MOD-03
+
 import itertools
 
 import pytest

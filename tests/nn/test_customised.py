@@ -47,6 +47,7 @@ class Scaled(foci.nn.MultiheadAttention):
         return 0.5 * out, weights
 
 
+# MOD-07
 def test_subclasses():
     hidden, x = padding("right"), rand(B, S, E)
     encoder = foci.nn.TransformerEncoder(Doubled(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
@@ -62,6 +63,7 @@ def test_subclasses():
     assert (gated(x, src_key_padding_mask=hidden)[hidden] == 0).all()
 
 
+# MOD-07
 def test_another_attention_in_a_layer():
     hidden, x = padding("right"), rand(B, S, E)
     layer = foci.nn.TransformerEncoderLayer(E, H, FF, 0.0, batch_first=True, dtype=torch.float64)
@@ -86,6 +88,7 @@ class Wrapper(torch.nn.Module):
         return self.layer(*args, **kwargs)
 
 
+# MOD-07
 def test_foreign_layers():
     hidden, x = padding("right"), rand(B, S, E)
     theirs, ours = stacks("Encoder", batch_first=True)
@@ -185,6 +188,7 @@ class GatedDecoder(foci.nn.TransformerDecoderLayer):
         return super()._ff_block(x) * torch.sigmoid(x)
 
 
+# MOD-07
 def test_decoder_subclass():
     torch.manual_seed(0)
     decoder = foci.nn.TransformerDecoder(GatedDecoder(E, H, FF, 0.0, batch_first=True, dtype=torch.float64), 2)
@@ -195,6 +199,7 @@ def test_decoder_subclass():
         torch.testing.assert_close(out[n : n + 1], decoder(target[n : n + 1], memory[n : n + 1, ~hidden[n]]))
 
 
+# MOD-07
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
 def test_an_activation_that_is_a_module_survives_copies(kind):
     torch.manual_seed(0)

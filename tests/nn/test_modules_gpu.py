@@ -118,6 +118,7 @@ def test_cache(page_size):
         torch.testing.assert_close(torch.cat(parts, 1), model(x, mask=causal), rtol=1e-3, atol=1e-3)
 
 
+# JAG-08
 def test_waits():
     model, x = encoder().cuda(), rand(B, S, E).cuda()
     nested = torch.nested.nested_tensor([rand(n, E) for n in (5, 70, 1)], layout=torch.jagged).cuda()

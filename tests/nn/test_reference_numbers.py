@@ -1,5 +1,7 @@
 """Fixed parameters give torch.nn's numbers, also where sizes coincide, so that no dimension is taken for another."""
 
+# MOD-09
+
 import pytest
 import torch
 

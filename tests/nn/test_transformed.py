@@ -66,6 +66,7 @@ def test_vmap():
     torch.testing.assert_close(out, torch.stack([ours(t, src_key_padding_mask=hidden) for t in x]))
 
 
+# MOD-04
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic):
     torch._dynamo.reset()
@@ -96,6 +97,7 @@ COMPILED = {
 }
 
 
+# MOD-04
 @pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
 def test_compiled_modules_are_those_of_torch(kind, case):
@@ -120,6 +122,7 @@ def test_compiled_modules_are_those_of_torch(kind, case):
             torch.testing.assert_close(one / scale, other / scale, **near)
 
 
+# MOD-08
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
     _, ours = stacks("Encoder", batch_first=True)
@@ -128,6 +131,7 @@ def test_export(strict):
     torch.testing.assert_close(program.module()(*args), ours(*args))
 
 
+# MOD-08
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -157,6 +161,7 @@ def test_scripting(batch_first, norm_first, tmp_path):
     torch.testing.assert_close(torch.jit.script(model)(x, x, src_key_padding_mask=hidden), model(x, x, src_key_padding_mask=hidden))
 
 
+# MOD-08
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("options", [{"dropout": 0}, {"bias": False, "num_kv_heads": 1}, {"kdim": 4, "vdim": 6}], ids=str)
 def test_scripting_attention(options):

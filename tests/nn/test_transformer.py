@@ -20,6 +20,7 @@ CONSTRUCTIONS = [
 ]
 
 
+# MOD-01, MOD-07
 @pytest.mark.parametrize("options", CONSTRUCTIONS)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
@@ -38,6 +39,7 @@ def test_encoder(options, batch_first, training):
             same(theirs, ours, [x], rows, src_key_padding_mask=hidden)
 
 
+# MOD-05
 @pytest.mark.parametrize("name", PADDINGS)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "float", "3-D"])
@@ -72,6 +74,7 @@ def test_encoder_masks(name, kind, mask):
     torch.testing.assert_close(out[fine], expected[fine])
 
 
+# MOD-04
 def test_one_semantics():
     _, ours = stacks("Encoder", batch_first=True)
     x, hidden = rand(B, S, E), padding("left")
@@ -82,6 +85,7 @@ def test_one_semantics():
         torch.testing.assert_close(ours.eval()(x, src_key_padding_mask=hidden), train, rtol=0, atol=0)
 
 
+# MOD-05, MOD-07
 def test_padding_is_not_computed():
     _, ours = stacks("Encoder", batch_first=True)
     hidden = padding("trailing columns")
@@ -123,6 +127,7 @@ def test_what_is_in_the_padding_does_not_matter(name):
         torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), t)[0] for o, t in zip(outs, (poisoned, clean))))
 
 
+# MOD-06
 def test_an_all_masked_row_is_safe():
     hidden = padding("right").clone()
     hidden[1] = True
@@ -136,6 +141,7 @@ def test_an_all_masked_row_is_safe():
         assert (everything == 0).all()
 
 
+# MOD-06
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.int32])
 @pytest.mark.parametrize("training", [False, True])
 def test_masks_of_other_dtypes_are_refused(dtype, training):
@@ -154,6 +160,7 @@ def test_a_padding_mask_of_another_shape():
             stacks("Encoder", batch_first=True)[1](rand(B, S, E), src_key_padding_mask=torch.zeros(shape, dtype=torch.bool))
 
 
+# MOD-05
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested(layout):
     hidden = padding("right")
@@ -171,6 +178,7 @@ def test_nested(layout):
         module(torch.nested.as_nested_tensor(parts, layout=layout), src_key_padding_mask=hidden)
 
 
+# MOD-01
 @pytest.mark.parametrize("options", CONSTRUCTIONS[:3])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("pads", [(None, None), ("right", None), (None, "holes"), ("left", "right")], ids=str)
@@ -195,6 +203,7 @@ def test_decoder(options, batch_first, pads):
         )
 
 
+# MOD-05
 def test_decoder_computes_no_padding():
     _, ours = stacks("Decoder", batch_first=True)
     hidden, memory_hidden = padding("right", T), padding("holes")
@@ -209,6 +218,7 @@ def test_decoder_computes_no_padding():
     assert {call.problem.formula.layout.value for call in log.calls} == {"jagged"}
 
 
+# MOD-05
 def test_decoder_nested():
     _, ours = stacks("Decoder", batch_first=True)
     target, memory = (torch.nested.nested_tensor([rand(n, E, seed=n) for n in ns], layout=torch.jagged) for ns in ((2, 5, 1), (4, 1, 6)))
@@ -217,6 +227,7 @@ def test_decoder_nested():
         torch.testing.assert_close(o, ours(t, m))
 
 
+# MOD-01, MOD-08
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_transformer(batch_first, padded):
@@ -240,6 +251,7 @@ def test_transformer(batch_first, padded):
         ours(src[..., 1:], tgt)
 
 
+# MOD-05
 def test_transformer_nested():
     ours = foci.nn.Transformer(E, H, 1, 1, FF, 0.0, batch_first=True)
     src, tgt = (
@@ -249,6 +261,7 @@ def test_transformer_nested():
         torch.testing.assert_close(o, ours(s, t))
 
 
+# MOD-01
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_initialisation(norm_first):
     states = []
@@ -269,6 +282,7 @@ MODULES = (
 )
 
 
+# MOD-01
 @pytest.mark.parametrize("method", ["__init__", "forward"])
 @pytest.mark.parametrize("name", MODULES)
 def test_arguments_are_torchs_and_ours_come_after(name, method):
@@ -279,12 +293,14 @@ def test_arguments_are_torchs_and_ours_come_after(name, method):
     assert all(ours[argument].default is not inspect.Parameter.empty for argument in list(ours)[len(theirs) :])
 
 
+# MOD-07
 def test_wrong_activation():
     for kind in ("Encoder", "Decoder"):
         with pytest.raises(RuntimeError, match="activation should be relu/gelu, not tanh"):
             getattr(foci.nn, f"Transformer{kind}Layer")(E, H, activation="tanh")
 
 
+# MOD-07
 def test_no_warning_on_ordinary_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -296,6 +312,7 @@ def test_no_warning_on_ordinary_use():
         foci.nn.Transformer(E, H, 1, 1, FF)
 
 
+# MOD-03
 def test_causal_masks_are_detected():
     _, ours = stacks("Encoder", batch_first=True)
     x = rand(B, S, E)

@@ -82,6 +82,7 @@ CASES = {
 }
 
 
+# FLEX-12
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):

@@ -142,6 +142,7 @@ def test_gradients_are_those_of_float64(name, apart):
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
+# SDPA-16
 @pytest.mark.parametrize(
     "name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document", "D 96", "D 192", "D 256"]
 )

@@ -1,5 +1,7 @@
 """Which weights the Hopper kernels drop, bit by bit: those that `foci.dropout` says."""
 
+# SDPA-08
+
 from dataclasses import replace
 
 import pytest

@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+# FLEX-12
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):

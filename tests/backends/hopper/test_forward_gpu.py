@@ -125,6 +125,7 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
     assert torch.equal(halved.lse, alone.lse)
 
 
+# SDPA-14
 @pytest.mark.parametrize("schedule", ["C2", "N3", "RUNS"])
 def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     """Near 2e11: a rounded exponent must not exceed that of the maximum."""
@@ -202,6 +203,7 @@ def test_a_key_that_is_not_a_number_makes_all_results_none(schedule, dim, monkey
     assert kernel_of("hopper", asked).forward(operands).out.isnan().all()
 
 
+# SDPA-10
 @pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (8, 24), (64, 256)])
 def test_every_width(dim, value_dim):
     asked, operands = posed(dim=dim, value_dim=value_dim, mask=masks.causal())
@@ -232,6 +234,7 @@ PIECES = {
 }
 
 
+# SDPA-10
 @pytest.mark.parametrize(("dims", "name"), [(dims, name) for dims, names in PIECES.items() for name in names])
 def test_heads_in_pieces(dims, name):
     asked, operands = posed(**{**CASES[name], "dim": dims[0], "value_dim": dims[1]})
@@ -241,6 +244,7 @@ def test_heads_in_pieces(dims, name):
     check_repeats(kernel, operands, first, 10)
 
 
+# JAG-03
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_leaks_from_one_sequence_into_another(causal):
     """What lies beyond a sequence, another or the memory between two, may be anything."""
@@ -276,6 +280,7 @@ def test_heads_side_by_side_and_tokens_first():
     assert ((found.double() - wanted).norm() / wanted.norm()).item() < 6e-3
 
 
+# SDPA-12
 def test_rows_at_odd_addresses_are_declined_and_solved_elsewhere():
     query = torch.randn(1, 2, 64, 72, device="cuda", dtype=torch.bfloat16)[..., 4:68]
     with foci.use("hopper"), pytest.raises(foci.NoViableBackend, match="multiples of 16 bytes"):
@@ -285,6 +290,7 @@ def test_rows_at_odd_addresses_are_declined_and_solved_elsewhere():
     assert log.calls[0].backend != "hopper"
 
 
+# FLEX-10
 def test_new_lengths_and_values_compile_nothing():
     from foci.backends.hopper.forward import attention_forward
 

@@ -124,6 +124,7 @@ def test_explain_says_where_gradients_of_scores_are_kept(given, kept):
     assert ("kept in up to 528 MB" in BACKEND.note(asked, H200)) == kept
 
 
+# SDPA-10
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_head_dims_are_padded_to_what_products_take(dim):
     width = schedules.width_of(dim)
@@ -326,6 +327,7 @@ assert read()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
+# FLEX-14
 def test_one_query_is_left_to_the_kernel_that_splits_keys():
     decision = choose(problem(q_len=1, q_heads=32, kv_heads=8, kv_len=65536), H200)
     assert decision.plan is not None

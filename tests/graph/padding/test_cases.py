@@ -115,6 +115,7 @@ def rows(graph):
     return [(str(p), m.role, min(m.alignment, m.extent)) for p in products_of(graph, 16) for m in p.matrices]
 
 
+# PAD-05
 @pytest.mark.parametrize("case", CASES)
 def test_no_product_has_bad_rows(case):
     make, sizes, _ = CASES[case]
@@ -155,6 +156,7 @@ def test_each_operation_is_looked_at_once(monkeypatch):
     assert len(seen) == len(set(seen))
 
 
+# PAD-05
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_changes_for_the_user(case):
     torch.manual_seed(0)
@@ -163,6 +165,7 @@ def test_nothing_changes_for_the_user(case):
     run_both(function, *inputs, recorder=Recorder(machine(odd=3.0, bandwidth=1e16), grow=True))
 
 
+# PAD-05
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_of_odd_width_stays_as_it_is(layout):
     with FakeTensorMode():

@@ -27,6 +27,7 @@ def inputs(m, k, n, dtype=torch.float32, batch=()):
     return torch.randn(*batch, m, k, dtype=dtype), torch.randn(*batch, k, n, dtype=dtype)
 
 
+# PAD-04
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("left", [1, 2, 3])
 @pytest.mark.parametrize("batch", [(), (3,)])
@@ -63,6 +64,7 @@ def test_nothing_is_copied_or_masked():
     assert (padding.how, padding.bytes, padding.padded) == ("cut", 0, (2044, 1))
 
 
+# PAD-04
 def test_infinite_and_missing_values_count():
     a, b = inputs(8, 2047, 16)
     a[1, 2046], a[2, 2045], a[3, 5], b[2046, 3] = float("inf"), float("nan"), float("inf"), float("inf")

@@ -17,6 +17,7 @@ from foci.graph.padding.growing import grow_dims
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 
 
+# PAD-04
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(70, 600), st.integers(1, 9), st.integers(0, 9), DTYPES)
 def test_equals_the_product(blocks, k, n, gap, dtype):
@@ -43,6 +44,7 @@ def test_groups_are_aligned_and_within_the_matrix(blocks, k, itemsize):
     assert groups.width * itemsize % 16 == 0
 
 
+# PAD-04
 @pytest.mark.parametrize("column", [0, 5, 500, 1021])
 def test_what_is_not_finite_stays_in_its_row(column):
     a, b = torch.randn(64, 1022), torch.randn(1022, 8)

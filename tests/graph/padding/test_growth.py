@@ -17,6 +17,7 @@ def bad_lengths(recorder, itemsize=4):
     return [size for size in rows if size * itemsize % 16 and size * itemsize >= 16]
 
 
+# PAD-02
 def test_linear_and_cross_entropy():
     layer, t = torch.nn.Linear(64, 2047), torch.randint(0, 2047, (256,))
     recorder = grown(
@@ -34,6 +35,7 @@ def test_linear_and_cross_entropy():
     assert sum(node.target is torch.ops.aten.constant_pad_nd.default for graph in recorder.graphs for node in graph.graph.nodes) == 2
 
 
+# PAD-04
 def test_infinite_and_missing_values_stay_in_their_rows():
     def loss(x, w, v):
         return torch.softmax(x @ w, 1) @ v
@@ -62,6 +64,7 @@ def test_attention_of_odd_lengths():
     assert len(masks(recorder)) == 1  # of the scores, in front of the softmax; whatever follows has zeros behind it
 
 
+# PAD-04
 def test_gradients_of_attention_with_infinite_and_missing_values():
     inputs = [torch.randn(2, 255, 16, requires_grad=True) for _ in range(3)]
     with torch.no_grad():
@@ -75,6 +78,7 @@ def test_gradients_of_attention_with_infinite_and_missing_values():
     assert bad_lengths(recorder) == []
 
 
+# PAD-02
 def test_layers_of_odd_widths():
     def model(x, a, b, c):
         return torch.tanh(F.gelu(x @ a) @ b) @ c
@@ -136,6 +140,7 @@ def test_reductions_of_every_kind():
     assert bad_lengths(grown(model, torch.randn(64, 64), torch.randn(64, 127))) == []
 
 
+# PAD-06
 @pytest.mark.parametrize("kind", ["forward", "training"])
 def test_a_symbolic_batch(kind):
     recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
@@ -154,6 +159,7 @@ def test_a_symbolic_batch(kind):
     assert "in place" in {padding.how for padding in recorder.paddings}
 
 
+# PAD-06
 def test_a_symbolic_length_is_refused():
     recorder = Recorder(machine(odd=3.0, bandwidth=1e16), grow=True)
     torch._dynamo.reset()
@@ -163,12 +169,14 @@ def test_a_symbolic_length_is_refused():
     assert any("symbolic" in (padding.reason or "") for padding in recorder.paddings)
 
 
+# PAD-02
 def test_copies_that_cost_more_are_refused():
     recorder = grown(lambda x, w: x @ w.t(), torch.randn(8, 64), torch.randn(2047, 64), on=machine(odd=3.0, bandwidth=1e8))
     assert {padding.how for padding in recorder.paddings} == {None}
     assert "copies counted" in recorder.paddings[0].reason
 
 
+# PAD-04
 def test_rows_that_grow_say_nothing_of_columns():
     # the product's rows grow; its sum over them must not see what stands behind them
     def model(x, w, v):

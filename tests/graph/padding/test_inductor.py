@@ -105,6 +105,7 @@ def test_padded_strides_without_a_copy():
     assert counts[0] == counts[1]
 
 
+# PAD-03
 def test_batched_products_concatenation_and_views():
     def step(q, k, v, w):
         weights = torch.softmax(q @ k.mT, -1)
@@ -120,6 +121,7 @@ def test_batched_products_concatenation_and_views():
     assert cat[1] % 4 == 0
 
 
+# PAD-06
 @pytest.mark.parametrize("which", ["rows", "columns"])
 def test_a_symbolic_size(which):
     def step(x, w):
@@ -139,6 +141,7 @@ def test_a_symbolic_size(which):
     assert "in place" in {padding.how for padding in paddings}
 
 
+# PAD-03
 def test_what_the_user_sees_keeps_its_strides():
     def both(x, w, b):
         logits = F.linear(x, w, b)

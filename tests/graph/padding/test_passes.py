@@ -31,6 +31,7 @@ def run_both(function, *inputs, recorder=None, **options):
     return recorder
 
 
+# PAD-02
 def test_linear_and_cross_entropy():
     recorder = Recorder()
     layer = torch.nn.Linear(64, 2047)
@@ -41,6 +42,7 @@ def test_linear_and_cross_entropy():
     assert [padding.how for padding in recorder.paddings] == ["in place", "in place"]
 
 
+# PAD-03
 def test_logits_that_the_user_sees_keep_their_strides():
     def both(x, w):
         logits = x @ w.t()
@@ -50,6 +52,7 @@ def test_logits_that_the_user_sees_keep_their_strides():
     assert recorder.how()["mm"] == "written twice"
 
 
+# PAD-03
 def test_a_view_of_the_logits_that_the_user_sees():
     def both(x, w):
         logits = (x.view(-1, 64) @ w.t()).view(4, 64, 2047)
@@ -83,12 +86,14 @@ def test_a_gradient_that_the_forward_pass_saved_keeps_its_strides(grow, transpos
     assert any(padding.how for padding in recorder.paddings)
 
 
+# PAD-02
 def test_each_of_two_operands_is_padded_only_with_the_other():
     recorder = run_both(lambda x, w: x @ w.t(), torch.randn(256, 2047), torch.randn(128, 2047))
     assert recorder.how() == {"arg0_1": "copied", "arg1_1": "copied"}
     assert recorder.strides("padded") == [(2048, 1), (2048, 1)]
 
 
+# PAD-02
 def test_a_copy_that_costs_more_than_it_gains_is_refused():
     recorder = run_both(lambda x, w: x @ w, torch.randn(256, 2047), torch.randn(2047, 128), recorder=Recorder(machine(bandwidth=1e9)))
     (padding,) = recorder.paddings
@@ -96,6 +101,7 @@ def test_a_copy_that_costs_more_than_it_gains_is_refused():
     assert "gains" in padding.reason
 
 
+# PAD-03
 def test_softmax_attention_of_odd_lengths():
     def attend(q, k, v):
         return torch.softmax(q @ k.mT / 4, -1) @ v
@@ -107,11 +113,13 @@ def test_softmax_attention_of_odd_lengths():
     assert {(padding.how, padding.padded) for padding in scores} == {("in place", (1023 * 1024, 1024, 1))}
 
 
+# PAD-03
 def test_concatenation():
     recorder = run_both(lambda a, b, w: torch.cat([a, b], 1) @ w, torch.randn(64, 1000), torch.randn(64, 1047), torch.randn(2047, 64))
     assert recorder.strides("padded_cat") == [(2048, 1)]
 
 
+# PAD-03
 def test_producer_behind_views():
     recorder = run_both(lambda x, w: torch.relu(x).view(128, 2046) @ w, torch.randn(4, 32, 2046), torch.randn(2046, 64))
     assert recorder.strides("padded") == [(32 * 2048, 2048, 1)]
@@ -150,6 +158,7 @@ def test_an_input_changed_in_place():
     assert recorder.strides("padded") == [(2048, 1)]
 
 
+# PAD-06
 @pytest.mark.parametrize("dynamic", [0, 1])
 def test_a_symbolic_size(dynamic):
     recorder = Recorder()
@@ -206,6 +215,7 @@ def test_channels_last_stays():
     assert all(padding.how is None for padding in recorder.paddings if padding.tensor == "relu")
 
 
+# PAD-06
 def test_an_unknown_device_is_left_alone():
     recorder = run_both(
         lambda x, w: x @ w, torch.randn(64, 2047), torch.randn(2047, 64), recorder=Recorder(Machine("new", 16, False, None))
@@ -213,6 +223,7 @@ def test_an_unknown_device_is_left_alone():
     assert [padding.reason for padding in recorder.paddings] == ["no measurements of new: run `foci tune`"]
 
 
+# PAD-02
 def test_two_compilations_decide_alike():
     def f(x, w, v):
         return torch.softmax(x @ w, 1) @ v
@@ -223,6 +234,7 @@ def test_two_compilations_decide_alike():
     assert [str(p) for p in first.paddings] == [str(p) for p in second.paddings]
 
 
+# PAD-06
 def test_the_report_says_where_and_how_much():
     recorder = run_both(lambda x, w: torch.relu(x) @ w, torch.randn(64, 2047), torch.randn(2047, 64))
     (padding,) = recorder.paddings

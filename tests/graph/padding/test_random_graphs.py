@@ -112,12 +112,14 @@ def compare(program, m, k, n, trained, grow):
     return paddings
 
 
+# PAD-04
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
 def test_padded_equals_unpadded(program, m, k, n, trained, grow):
     compare(program, m, k, n, trained, grow)
 
 
+# PAD-04
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.sampled_from([float("nan"), float("inf"), float("-inf")]), st.randoms())
 def test_finite_results_stay_where_others_are_not(program, m, k, n, trained, bad, random):
@@ -133,6 +135,7 @@ def test_finite_results_stay_where_others_are_not(program, m, k, n, trained, bad
             torch.testing.assert_close(mine[finite], theirs[finite], rtol=1e-8, atol=1e-6)
 
 
+# PAD-02
 @pytest.mark.parametrize("trained", [False, True])
 def test_one_product_is_padded_in_every_way(trained):
     program = Program([("normed", 0, 0), ("product", 2, 1)], [0])

@@ -1,5 +1,7 @@
 """The rule of padded strides."""
 
+# PAD-01
+
 import math
 
 import hypothesis.strategies as st

@@ -1,5 +1,7 @@
 """Measurements: written, read, extended, and what decisions make of them."""
 
+# PAD-02
+
 import pytest
 import torch
 from machines import machine
