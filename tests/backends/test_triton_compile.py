@@ -118,16 +118,6 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
         assert all("tt.func" in one.ir and "atomic" not in one.ir for one in found)
 
 
-# SDPA-04
-@pytest.mark.parametrize("shape", [(1, 1, 512, 512), (2, 1, 1, 512)], ids=str)
-def test_gradients_of_biases_of_any_shape_are_sums_in_a_fixed_order(shape, stand_in, monkeypatch):
-    found = stand_in(LAUNCHED, 90, is_read_only=True)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    launch({"score": scores.bias(torch.zeros(shape, dtype=torch.bfloat16)), "learned": True, "dim": 64}, 90)
-    assert len(found) > 2
-    assert all("tt.func" in one.ir and "atomic" not in one.ir for one in found)
-
-
 # FLEX-12
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in ON_AMPERE)])

@@ -1,6 +1,7 @@
 """Tables of tiles against the mask, looked at place by place: in Triton's interpreter, or on a GPU."""
 
 import os
+import random
 
 import pytest
 import torch
@@ -124,6 +125,29 @@ def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
     there = list(zip(*(t.tolist() for t in sequences.tensors), strict=True))
     assert [row[:6] for row in table[1 : sum(tiles) + 1]] == [[b, n, *there[b]] for b in order for n in reversed(range(tiles[b]))]
     assert [row[:2] for row in (table[0], *table[sum(tiles) + 1 :])] == [[-1, n] for n in range(spare)]
+
+
+@pytest.mark.parametrize("count", [7, 300])
+def test_tasks_of_queries_come_by_their_work(count):
+    draw, tile, other = random.Random(count), 192, 128
+    lengths, others = ([draw.choice([0, 1, 60, 70, 140, 191, 192, 256, 300, 700]) for _ in range(count)] for _ in range(2))
+    sequences = placed(lengths, others)
+    tiles = [-(-n // tile) for n in lengths]
+    table = sparsity._assigned(sequences, tile, sum(tiles) + 2, is_by_query=True, other=other).tolist()
+    tasks = [(b, n) for b in range(count) for n in range(tiles[b])]
+
+    def work(task):
+        b, n = task
+        return -(-others[b] // other) * (1 + -(-min(tile, lengths[b] - n * tile) // 64))
+
+    found = [tuple(row[:2]) for row in table[1:-1]]
+    assert sorted(found) == tasks
+    assert [work(task) for task in found] == sorted(map(work, tasks), reverse=True)
+    # of as much work, those of a sequence together
+    assert [(-work(task), task[0]) for task in found] == sorted((-work(task), task[0]) for task in found)
+    assert [row[2:6] for row in table[1:-1]] == [[t[b].item() for t in sequences.tensors] for b, _ in found]
+    assert [row[:2] for row in (table[0], table[-1])] == [[-1, 0], [-1, 1]]
+    assert table[0][2] == 0
 
 
 @triton.jit

@@ -69,6 +69,7 @@ CASES = {
     "float16 window": {"mask": masks.window(100), "dtype": torch.float16, "stack": 32},
     "persistent": {"mask": masks.window(100), "dim": 64},
     "jagged": {"jagged": True, "stack": 64},
+    "D 64, jagged": {"jagged": True, "dim": 64},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
     "blocks": {"mask": masks.causal(), "blocks": True},
 }

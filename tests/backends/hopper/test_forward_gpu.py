@@ -259,6 +259,28 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
     assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
 
 
+@pytest.mark.parametrize("lengths", [None, [100, 1, 700, 0, 128, 333]])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_the_kernel_before_wrote_is_read(dim, lengths):
+    """Though the forward begins while that one ends."""
+    given = {} if lengths is None else {"lengths": lengths}
+    asked, operands = posed(dim=dim, **given)
+    kernel = kernel_of("hopper", asked)
+    values = [operands.value.clone(), torch.randn_like(operands.value)]
+    wanted = [exact(asked, replace(operands, value=value)) for value in values]
+    for turn in range(40):
+        operands.value.copy_(values[turn % 2])
+        found = kernel.forward(operands)
+        assert ((found.out.double() - wanted[turn % 2].out).norm() / wanted[turn % 2].out.norm()).item() < 6e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel.forward(operands).out
+    for turn in range(10):
+        operands.value.copy_(values[turn % 2])
+        graph.replay()
+        assert ((captured.double() - wanted[turn % 2].out).norm() / wanted[turn % 2].out.norm()).item() < 6e-3
+
+
 def test_gaps_between_sequences_are_zero():
     asked, operands = posed(lengths=[100, 130, 257])
     short = torch.tensor([90, 130, 200], device="cuda")

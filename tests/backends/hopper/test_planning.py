@@ -250,7 +250,7 @@ class Launches:
     def __init__(self):
         self.names = []
 
-    def empty(self, shape, strides, dtype, like, *, cleared=False):
+    def empty(self, shape, strides, dtype, like):
         return torch.empty(shape, dtype=dtype)
 
     def launch(self, function, grid, *arguments, **options):
@@ -276,7 +276,7 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expec
     query = torch.empty(1, 1, 1, 1, device="meta")
     operands = Operands(query, query, query, (), (), (), 1.0)
     programs, tickets, halved = kernel.HopperKernel(Plan("hopper", asked, H200))._programs(
-        tasks, forward_schedule(asked), operands, launches
+        tasks, forward_schedule(asked), operands, None, launches
     )
     assert (programs, halved) == expected
     # tickets are counted from zero, where there are any to be taken

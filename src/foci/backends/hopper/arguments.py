@@ -60,7 +60,8 @@ class Config(NamedTuple):
 class Marked(NamedTuple):
     """A `foci.backends.triton.arguments.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.words`).
 
-    tickets: int32 [1] of zero, how many tasks persistent programs have taken besides their first, None if each takes every so-manieth.
+    tickets: int32 of zero, how many tasks persistent programs have taken besides their first, None if each takes every so-manieth.
+        Packed, the table of tasks, which holds them (`foci.backends.triton.tiles.TICKETS`), zero again behind the last.
     halved: how many of the last tasks are for two programs each, encoded.
     order: int32 [rows of the lists], in the place of each task the one that is taken for it, or None.
     late: 1 where the last task of each head comes behind all others, else 0, encoded; None where tasks are of any length.

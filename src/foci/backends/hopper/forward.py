@@ -26,9 +26,17 @@ from foci.backends.hopper.interface import (
 )
 from foci.backends.hopper.layouts import operand, pieces, product, unit
 from foci.backends.hopper.masking import BOTH, LOWER, ROWS, SOME, UPPER, WHOLE, along_line, marks_of, scores_of
-from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, take, task_of
+from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, reset, take, task_of
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
-from foci.backends.hopper.signals import await_free, await_free_queries, await_last, free, free_queries
+from foci.backends.hopper.signals import (
+    await_free,
+    await_free_queries,
+    await_kernel_before,
+    await_last,
+    free,
+    free_queries,
+    let_kernel_behind_begin,
+)
 from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded, unpacked, weights_of
 from foci.backends.hopper.tasks import find_task, plan
 from foci.backends.hopper.tiles import barriers, begin_of, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
@@ -65,8 +73,8 @@ def writes_over(width, out_width, is_persistent):
 
 @gluon.jit
 def release_queries(q_free, me, now, c):
-    """After the last product with them, those of the next task may come, unless the result is to be there first."""
-    if c.PERSISTENT and not writes_over(c.D_PAD, c.DV_PAD, True):
+    """After the last product with them, those of the next task may come, unless the result is to be there first, or registers held them."""
+    if c.PERSISTENT and not c.HELD and not writes_over(c.D_PAD, c.DV_PAD, True):
         free_queries(q_free, me, now, c)
 
 
@@ -239,6 +247,8 @@ def consume(
     rows_of_q = nth(q_tiles, me)
     if c.HELD:
         rows_of_q = held(rows_of_q, c)
+        if c.PERSISTENT:
+            free_queries(q_free, me, cuts[4] > 0, c)
     odds = odds_of(numbers, c)
     acc, kept, total = fold(me, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
     release_queries(q_free, me, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
@@ -309,13 +319,15 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     base = 0
     n = 0
     tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
+    await_kernel_before()
+    let_kernel_behind_begin()
     while ticket < tickets:
         task, half = task_of(ticket, tickets, table)
         place = find_task(task, size, spans, table, c)
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
-                asked = ask(table.tickets)
+                asked = ask(table.tickets, c)
         if place[0] >= 0:
             run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
             mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
@@ -331,6 +343,10 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
             ticket += programs
         elif tickets > programs:
             ticket = programs + answer(asked)
+            if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
+                # each program asks once in vain
+                if ticket == programs + tickets - 1:
+                    reset(table.tickets, c)
         else:
             ticket = tickets
     mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""What precedes other kernels: numbers that become zeros; of packed tensors, zeros in rows that belong to no sequence, and -inf for their
-statistics."""
+"""What goes with other kernels: numbers that become zeros; of packed tensors, zeros in rows that belong to no sequence, and -inf for their
+statistics. Both may begin while the kernel before them ends, and wait for it."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foci.backends.triton.tiles import clear_gaps, fill_gaps, number, widest_gap
 
@@ -11,20 +12,23 @@ from foci.backends.triton.tiles import clear_gaps, fill_gaps, number, widest_gap
 @triton.jit
 def clear_turns(turns, count):
     """Zeros."""
+    gdc_wait()
+    gdc_launch_dependents()
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
 
 
 @triton.jit
-def fill_between(out, lse, row_max, tickets, strides, size, spans, c):
-    """One program for each head, which most often finds at one look nothing to do but that `tickets` are counted from zero."""
+def fill_between(out, lse, row_max, strides, size, spans, c):
+    """One program for each head, which most often finds at one look nothing to do."""
     h = tl.program_id(0)
-    if tickets is not None:
-        tl.store(tickets, 0, mask=h == 0)
     rows, count = number(size.rows), number(spans.sequences)
     widest = 0
     for first in range(0, count + 1, 128):
         widest = tl.maximum(widest, widest_gap(spans.q_start, spans.q_length, count, first, rows, 128))
+    # where sequences lie is known since before the kernel that this one follows
+    gdc_wait()
+    gdc_launch_dependents()
     if widest > 0:
         clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
         fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)

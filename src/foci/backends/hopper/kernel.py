@@ -30,7 +30,7 @@ from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.sparsity import Sequences, Visits
 from foci.backends.triton.tensors import result_tensors
 from foci.ir.expr import const
-from foci.problem import Layout, Operands, Results
+from foci.problem import Operands, Results
 
 __all__ = ["HopperKernel"]
 
@@ -62,7 +62,7 @@ class HopperKernel(host.TritonKernel):
         bounds = bounds_of(self.variant.mask)
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
-        self.is_even = self.is_bounded and self.variant.mask == const(True) and formula.layout is Layout.DENSE
+        self.is_even = self.is_bounded and self.variant.mask == const(True)
         self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
@@ -73,7 +73,7 @@ class HopperKernel(host.TritonKernel):
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem)
-        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1)
+        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.late)
         visits = self._visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)
         lies = lies_of(operands.captures)
@@ -89,30 +89,35 @@ class HopperKernel(host.TritonKernel):
             describe(t, n, width_of(t.shape[-1]), ragged=is_jagged)
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
-        programs, tickets, halved = self._programs(count, schedule, operands, recorder)
+        programs, tickets, halved = self._programs(count, schedule, operands, visits, recorder)
         marked = Marked(*table, partial.words, partial.limits, tickets, encode(halved), partial.order, self._late(schedule, operands))
-        if is_jagged:
-            places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
-            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, tickets, *places, between=True)
         recorder.launch(
             attention_forward, (programs,),
             *sources, lse, row_max, size, visits.spans, marked, call.numbers._replace(scale=operands.scale), call.environment,
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, partial=partial, is_line=is_line),
-            functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4,
+            functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4, launch_pdl=schedule.persistent,
         )  # fmt: skip
+        if is_jagged:
+            places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
+            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
         return Results(out, lse, row_max)
 
-    def _programs(self, tasks: int, schedule: Schedule, operands: Operands, recorder: Recorder) -> tuple[int, Tensor | None, int]:
+    def _programs(
+        self, tasks: int, schedule: Schedule, operands: Operands, visits: Visits, recorder: Recorder
+    ) -> tuple[int, Tensor | None, int]:
         """(programs for so many tasks, what persistent ones count them by, how many of the last tasks are for two programs each).
+        Packed, that is in the table of tasks.
 
         Equal tasks that would keep less than half of the programs busy in a last round are halved.
         """
         if not schedule.persistent:
             return tasks, None, 0
         programs = min(tasks, _processors(operands.query.device))
-        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query, cleared=operands.cu_q is not None)
-        if tickets is not None and programs < tasks and operands.cu_q is None:  # packed, `fill_between` clears them
-            recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4)
+        if operands.cu_q is not None:
+            return programs, None if schedule.strided else visits.spans.tasks, 0
+        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
+        if tickets is not None and programs < tasks:
+            recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
         last = tasks % programs if self.is_even else 0
         return programs, tickets, last if 2 * last <= programs else 0
 
@@ -124,7 +129,7 @@ class HopperKernel(host.TritonKernel):
 
     def _late(self, schedule: Schedule, operands: Operands) -> int | None:
         """1 where the last task of each head, shorter than its others, is to come behind all of these, else 0, encoded; None if none is."""
-        if not (self.is_even and schedule.late):
+        if not (self.is_even and schedule.late) or operands.cu_q is not None:
             return None
         return encode(int(0 < operands.query.shape[2] % schedule.tile_q < operands.query.shape[2]))
 

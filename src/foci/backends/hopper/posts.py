@@ -8,9 +8,9 @@ are in use at a time.
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.tiles import FAR
-from foci.backends.triton.tiles import number
+from foci.backends.triton.tiles import TICKETS, number
 
-__all__ = ["POSTS", "answer", "ask", "post", "post_end", "posted_head", "posts_of", "take", "task_of"]
+__all__ = ["POSTS", "answer", "ask", "post", "post_end", "posted_head", "posts_of", "reset", "take", "task_of"]
 
 POSTS = gl.constexpr(2)
 # place, run, for each of three consumers what is its own of the cuts, and where a packed sequence lies
@@ -18,16 +18,6 @@ FIELDS = gl.constexpr(5 + 7 + 3 * 6 + 4)
 HEAD = gl.constexpr(2)
 OWN = gl.constexpr(12)
 SPAN = gl.constexpr(30)
-ASK = gl.constexpr(
-    """{
-    .reg .pred first;
-    .reg .u32 lane;
-    mov.u32 lane, %laneid;
-    setp.eq.u32 first, lane, 0;
-    mov.u32 $0, 0;
-    @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-    }"""
-)
 ANSWER = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 
@@ -110,10 +100,25 @@ def task_of(ticket, tickets, table):
     return gl.where(over < 0, ticket, whole + over // 2), gl.where(over < 0, -1, over % 2)
 
 
+@gluon.constexpr_function
+def by_first_lane(instruction, packed):
+    """What the first lane does with tickets; those of packed sequences lie within the table of tasks."""
+    head = "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.u32 $0, 0;"
+    return f"{head} @first {instruction.replace('[$1]', f'[$1+{4 * TICKETS.value if packed else 0}]')}; }}"
+
+
 @gluon.jit
-def ask(tickets):
+def ask(tickets, c):
     """Asks for the next ticket. Only the first lane has it, and waits for it only where it is used: `answer`."""
-    return gl.inline_asm_elementwise(ASK, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = by_first_lane("atom.relaxed.gpu.global.add.u32 $0, [$1], 1", c.JAGGED)
+    return gl.inline_asm_elementwise(text, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def reset(tickets, c):
+    """For the next kernel, behind the last ticket that anybody asks for."""
+    text: gl.constexpr = by_first_lane("st.relaxed.gpu.global.u32 [$1], $0", c.JAGGED)
+    gl.inline_asm_elementwise(text, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -40,8 +40,9 @@ class Schedule:
     what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
     partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `held`: queries
     stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for.
-    `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: where a
-    head's tasks are alike but for the last, which is shorter, those of all heads come last."""
+    `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: without
+    a mask, where a head's tasks are alike but for the last, which is shorter, those of all heads come last; packed tasks come by their
+    work."""
 
     name: str
     consumers: int
@@ -74,9 +75,9 @@ SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
-HELD: Final = replace(BRIEF, held=True, late=True)
+HELD: Final = replace(BRIEF, held=True, late=True, stages=3)
 EVEN: Final = replace(HELD, strided=True, together=64)
-LISTED: Final = replace(HELD, ordered=True, together=32)
+LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )

@@ -7,9 +7,29 @@ multiprocessor, which each warp reaches by itself. Triton has 0, 1 and one for e
 
 from foci.backends.hopper.interface import gl, gluon, mbarrier
 
-__all__ = ["await_free", "await_free_queries", "await_last", "free", "free_queries"]
+__all__ = [
+    "await_free",
+    "await_free_queries",
+    "await_kernel_before",
+    "await_last",
+    "free",
+    "free_queries",
+    "let_kernel_behind_begin",
+]
 
 KEYS = gl.constexpr(5)
+
+
+@gluon.jit
+def await_kernel_before():
+    """Waits until the kernel before it on the stream has ended and what it wrote can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_kernel_behind_begin():
+    """The next kernel may begin where multiprocessors are free, up to where it waits."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

@@ -4,7 +4,7 @@
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.tiles import run_of, span_of, tiles_within
-from foci.backends.triton.tiles import find_among, number, sequence_at, turn
+from foci.backends.triton.tiles import find_among, number, place_packed, recorded, sequence_at, turn
 
 __all__ = ["find_task", "plan"]
 
@@ -25,13 +25,18 @@ def find_task(n, size, spans, table, c):
         b = bh // heads
         return b, b, bh - b * heads, task, task
     else:
-        place = find_among(n, size, spans, c, True, c.TOGETHER)
         if c.JAGGED:
-            place = place + sequence_at(spans, size, place[0], place[3], c)
-        elif table.order is not None:
-            b, memory_b, h, task, tile = place
-            task = gl.load(table.order + (b * number(table.b_stride) + h * number(table.h_stride) + task))
-            place = (b, memory_b, h, task, task)
+            # the first is spare, and comes last
+            h, task = place_packed(n, size, spans, c.TOGETHER)
+            task = gl.where(task + 1 < number(size.tasks), task + 1, 0)
+            b, tile = recorded(spans, h, task, c)
+            place = (b, h * 0, h, task, tile) + sequence_at(spans, size, b, task, c)
+        else:
+            place = find_among(n, size, spans, c, True, c.TOGETHER)
+            if table.order is not None:
+                b, memory_b, h, task, tile = place
+                task = gl.load(table.order + (b * number(table.b_stride) + h * number(table.h_stride) + task))
+                place = (b, memory_b, h, task, task)
         return place
 
 

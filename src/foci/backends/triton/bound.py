@@ -6,8 +6,8 @@ need of, are left out: where query, key and value lie side by side in rows of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,31 +74,6 @@ class _Results(NamedTuple):
     lse: tuple[int, int]
 
 
-class _Zeros:
-    """Launches that are given zeros: by turns of what is allocated for many of them."""
-
-    __slots__ = ("_device", "_held", "_launch", "_size")
-
-    def __init__(self, launch: Callable[[list[int | None]], None], size: int, device: torch.device) -> None:
-        self._launch, self._size, self._device = launch, size, device
-        self._held: tuple[Tensor | None, Iterator[int]] = (None, iter(()))
-
-    def launch(self, addresses: list[int | None]) -> None:
-        """Launches for inputs and results at these places."""
-        held = self._held  # lives until it is launched, whoever else takes more meanwhile
-        place = next(held[1], None) if self._size else 0
-        if place is None:
-            zeros = torch.zeros((_TURNS * self._size,), dtype=torch.uint8, device=self._device)
-            start = zeros.data_ptr()
-            held = self._held = zeros, iter(range(start, start + _TURNS * self._size, self._size))
-            place = next(held[1])
-        addresses.append(place)
-        self._launch(addresses)
-
-
-_TURNS: Final = 32
-
-
 def bind_forward(
     found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
 ) -> ForwardOfRows | None:
@@ -112,8 +87,7 @@ def bind_forward(
     results: _Results = found.makes_rows
     (q, k, v), empty, device = parts, torch.empty, kind.device
     out_size, out_dtype, lse_size = results
-    of_zeros = found.of_zeros() if whole else None
-    launch = found.launch if of_zeros is None else _Zeros(*of_zeros, device).launch
+    launch = (found.of_whole() if whole else None) or found.launch
     kept = empty(lse_size, dtype=torch.float32, device=device) if out_alone else None
 
     def run(rows: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -31,7 +31,7 @@ class _Foreseen(Recorder):
     def __init__(self) -> None:
         super().__init__((), None)
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor, *, cleared: bool = False) -> Tensor:
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """A tensor without memory, which kernels take for an aligned one."""
         return torch.empty_strided(tuple(map(int, shape)), tuple(map(int, strides)), dtype=dtype, device="meta")
 

@@ -112,9 +112,9 @@ class Recorder:
         self._sources: list[Source | None] = []
         self._launches: list[Launch] | None = None if stream is None else []
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor, *, cleared: bool = False) -> Tensor:
-        """An uninitialised tensor on the device of `like`, allocated anew in each run; `cleared` by a launch `between`, see `New`."""
-        new = New(tuple(shape), tuple(strides), dtype, like.device, cleared=cleared)
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """An uninitialised tensor on the device of `like`, allocated anew in each run."""
+        new = New(tuple(shape), tuple(strides), dtype, like.device)
         made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
         self._made.append(new)
         self._tensors.append(made)

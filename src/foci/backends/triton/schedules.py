@@ -51,7 +51,7 @@ KINDS: Final = (
 @dataclass(frozen=True)
 class Schedule:
     """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not;
-    scores turned or not (dk and dv only, see `Config.TURNED`)."""
+    scores turned or not (dk and dv only, see `Config.TURNED`); tasks of packed sequences by their work or by their sequences' lengths."""
 
     tile_q: int
     tile_kv: int
@@ -59,6 +59,7 @@ class Schedule:
     stages: int
     descriptors: bool = False
     turned: bool = False
+    by_work: bool = False
 
 
 LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}

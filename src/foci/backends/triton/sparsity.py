@@ -60,7 +60,7 @@ class Sequences:
     Attributes:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
         stays: whether another call may find the offsets as they are.
-        tables: tasks by tile, number of tasks and whether they are tiles of queries (see `assign_tasks`).
+        tables: tasks by tile, what they are ordered by, their number and whether they are tiles of queries (see `assign_tasks`).
         classes, visits, recordings: classes of tiles and what `visits_of` found, and passes that can be run again.
     """
 
@@ -69,7 +69,7 @@ class Sequences:
     kv_start: Tensor | None = None
     kv_length: Tensor | None = None
     stays: bool = True
-    tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    tables: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict)
     classes: Kept[Tensor] = field(default_factory=lambda: Kept(32))
     visits: Kept[Visits] = field(default_factory=lambda: Kept(32))
     recordings: Kept[Recording] = field(default_factory=lambda: Kept(256))
@@ -191,7 +191,7 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
         kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
         operands.floats, query.device, stream_of(query), *((id(t), t._version) for t in read), int(call.rows), int(call.columns),
     )  # fmt: skip
-    known = (*what, schedule.tile_q, schedule.tile_kv, side)
+    known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     found = call.sequences.visits.find(known)
     if found is None and call.recorder.is_ahead:
         return _make(kernel, call, schedule, side, None)
@@ -217,11 +217,12 @@ class _Tasks:
     batch: int
     tile: int
     other: int
+    by_work: bool
 
     def at(self, sequences: Sequences, tokens: Tokens) -> Tensor:
         """Those of other sequences, in the order that they are taken."""
         count = self.count.of(tokens) if isinstance(self.count, Count) else self.count
-        return _assigned(sequences, self.tile, count, is_by_query=self.is_by_query)
+        return _assigned(sequences, self.tile, count, is_by_query=self.is_by_query, other=self.other if self.by_work else 0)
 
     @property
     def source(self) -> Source | None:
@@ -281,7 +282,7 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
         sequences = operands.cu_q.shape[0] - 1
         # at most so many end within a tile, and none has more tiles than the longest; one task is spare
         count = at_most(count + sequences, sequences * triton.cdiv(operands.max_q if is_by_query else operands.max_kv, tile) + 1)
-        table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query)
+        table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query, other=other if schedule.by_work else 0)
         longest = max(operands.max_q, operands.max_kv)
         together = longest * operands.query.shape[1] * (operands.query.shape[3] + operands.value.shape[3]) * operands.query.itemsize
         spans = Spans(table, *call.sequences.tensors, encode(sequences), encode(together <= _TOGETHER))
@@ -289,27 +290,31 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
     if operands.page_table is not None:
         spans = DENSE._replace(kv_length=call.sequences.kv_length)
         width, batch = triton.cdiv(operands.max_kv, other), operands.query.shape[0]
-    return _Tasks(count, width, spans, is_by_query, heads, batch, tile, other)
+    return _Tasks(count, width, spans, is_by_query, heads, batch, tile, other, schedule.by_work)
 
 
-def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool) -> Tensor:
-    """Tasks of `count` tiles of queries, or of keys, found once for a set of sequences."""
-    known = (tile, count, is_by_query)
+def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0) -> Tensor:
+    """Tasks of `count` tiles of queries, or of keys, found once for a set of sequences; by their work where `other`, rows that stream by
+    at a time, is not 0."""
+    known = (tile, other, count, is_by_query)
     table = sequences.tables.get(known)
     if table is not None:
         return table
-    length = sequences.q_length if is_by_query else sequences.kv_length
+    lengths = (sequences.q_length, sequences.kv_length)
+    length, others = lengths if is_by_query else lengths[::-1]
     assert length is not None
 
     def assign(recorder: Recorder) -> list[Tensor]:
         rows = Count(count, "t[0]")
         made = recorder.empty((rows, record), (record, 1), torch.int32, length)
         sizes = (encode(length.shape[0]), encode(rows))
-        recorder.launch(assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, sequences.tensors, *sizes, tile, 32, 128)
+        recorder.launch(
+            assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, others, sequences.tensors, *sizes, tile, other, 32, 128
+        )
         return [made]
 
     record: int = RECORD.value
-    (table,) = _repeated(("tasks", tile, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
+    (table,) = _repeated(("tasks", tile, other, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
     sequences.tables[known] = table
     return table
 

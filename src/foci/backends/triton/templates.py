@@ -173,7 +173,7 @@ def address_of(number: int) -> str:
 
 
 class Launch(NamedTuple):
-    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies, and clears what is `New.cleared`."""
+    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies."""
 
     run: Callable[..., None]
     arguments: Arguments
@@ -181,15 +181,13 @@ class Launch(NamedTuple):
 
 
 class New(NamedTuple):
-    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too. `cleared`: a
-    launch `between` makes it zeros."""
+    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     offset: int | None = None
-    cleared: bool = False
 
     @property
     def packed(self) -> New:
@@ -255,7 +253,7 @@ _SHAPES: Final = 64
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch", "takes_zeros")
+    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
 
     def __init__(
         self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
@@ -265,7 +263,6 @@ class Template:
         self.parts = _Parts.of(made[:results])
         self.makers = [new.maker() for new in made[:results] if new.offset is None]
         self.scratch = None if results is None else _Scratch.of(made[results:])
-        self.takes_zeros = results is not None and all(new.cleared for new in made[results:])
         self._kept: Inputs = kept
         self._sources = sources
         self._results = results
@@ -453,22 +450,17 @@ class Recording:
         self.launch(places_of(tensors) if places is None else places + [t.data_ptr() for t in made], tensors)
         return made
 
-    def of_zeros(self) -> tuple[Callable[[list[int | None]], None], int] | None:
-        """What launches where every row is of a sequence, for inputs, results and zeros of so many bytes, written to once, at these places;
-        None where that is `launch`."""
+    def of_whole(self) -> Callable[[list[int | None]], None] | None:
+        """What launches where every row is of a sequence, for inputs and results at these places; None where that is `launch`."""
         launches = [launch for launch, way in zip(self._launches, self.template.ways(), strict=True) if not way.between]
-        if len(launches) == len(self._launches) or not (self.template.takes_zeros and self.takes_places):
+        if len(launches) == len(self._launches) or self._scratch is not None or not self.takes_places:
             return None
-        size, offsets = (0, [0]) if self._scratch is None else (self._scratch[0].args[0][0], self._scratch[1])
 
         def launch(addresses: list[int | None]) -> None:
-            start = addresses.pop()
-            assert start is not None
-            addresses += [start + offset for offset in offsets]
             for run, fill, values, makers in launches:
                 run(*fill(values, makers, addresses, None))
 
-        return launch, size
+        return launch
 
     def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
         """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `takes_places`."""

@@ -13,6 +13,8 @@ FAR = tl.constexpr(1 << 30)
 """Rows that the descriptor of packed sequences claims to have, see `streams.packed_dims`."""
 RECORD = tl.constexpr(8)
 """Numbers of a task of packed sequences, see `visits.assign_tasks`."""
+TICKETS = tl.constexpr(2)
+"""Which of the first task's numbers counts those that programs have taken besides their first; zero between kernels."""
 
 
 @triton.jit

@@ -9,7 +9,7 @@ tiles run from p0 to p1 except the full ones from f0 to f1.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, RECORD, number, recorded, sequence_at
+from foci.backends.triton.tiles import FORCED, RECORD, TICKETS, number, recorded, sequence_at
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -160,12 +160,38 @@ def place_sequences(ends, given, starts, lengths, sequences, BLOCK: tl.constexpr
 
 
 @triton.jit
-def assign_tasks(tasks, lengths, places, sequences, total, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Tasks of a jagged call, tiles of the longest sequences first: RECORD numbers each, of which the first six are sequence, tile and
-    `places`, where the sequence's queries begin and how many they are, and its keys. The first and those left over are spare, (-1, n).
+def come_before(counts, works, mine, is_earlier):
+    """How many tasks, so many of each work, come before some of `mine`: of more work, or of as much and earlier."""
+    ahead = (works[None, :] > mine[:, None]) | ((works[None, :] == mine[:, None]) & is_earlier)
+    return tl.sum(tl.where(ahead, counts[None, :], 0), 1)
 
-    Each program places BLOCK sequences: a sequence comes after those that are longer, or as long and earlier. The first program marks the
-    spare tasks. What a wrong bound of lengths leaves no room for is left out.
+
+@triton.jit
+def works_of(lengths, others, TILE: tl.constexpr, OTHER: tl.constexpr):
+    """(whole tiles of each sequence, the work of one, tiles of fewer rows, none or one, its work): rows are worked on 64 at a time, and to
+    go through `others`, OTHER at a time, costs as much as 64 rows do. Without OTHER all tiles are whole, and work is the length."""
+    count = (lengths + TILE - 1) // TILE
+    if OTHER == 0:
+        return count, lengths, count * 0, count * 0
+    else:
+        parts = (lengths % TILE + 63) // 64
+        short = ((parts > 0) & (parts < TILE // 64)).to(tl.int32)
+        steps = (others + OTHER - 1) // OTHER
+        return count - short, steps * (1 + TILE // 64), short, steps * (1 + parts)
+
+
+@triton.jit
+def assign_tasks(
+    tasks, lengths, others, places, sequences, total,
+    TILE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Tasks of a jagged call, those of most work first, see `works_of`: RECORD numbers each, of which the first six are sequence, tile and
+    `places`, where the sequence's queries begin and how many they are, and its keys. The first and those left over are spare, (-1, n); the
+    first has tickets besides, zero.
+
+    Each program places BLOCK sequences: a sequence's whole tiles come after all of more work, or of as much and earlier ones, and so does
+    its last one where that has fewer rows. The first program marks the spare tasks. What a wrong bound of lengths leaves no room for is
+    left out.
     """
     n = number(sequences)
     me = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -175,24 +201,30 @@ def assign_tasks(tasks, lengths, places, sequences, total, TILE: tl.constexpr, B
     q_count = tl.load(q_length + me, mask=me < n, other=0)
     kv_first = tl.load(kv_start + me, mask=me < n, other=0)
     kv_count = tl.load(kv_length + me, mask=me < n, other=0)
+    whole, work, short, less = works_of(mine, tl.load(others + me, mask=me < n, other=0), TILE, OTHER)
     before = tl.zeros([BLOCK], tl.int32) + 1
+    late = before
     used = 1
     for start in range(0, n, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = tl.load(lengths + other, mask=other < n, other=0)
-        count = (theirs + TILE - 1) // TILE
-        used += tl.sum(count, 0)
-        ahead = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < me[:, None]))
-        before += tl.sum(tl.where(ahead, count[None, :], 0), 1)
-    count = tl.where(me < n, (mine + TILE - 1) // TILE, 0)
-    most = tl.max(count, 0)
+        whole_there, work_there, short_there, less_there = works_of(theirs, tl.load(others + other, mask=other < n, other=0), TILE, OTHER)
+        used += tl.sum(whole_there + short_there, 0)
+        is_earlier = other[None, :] < me[:, None]
+        before += come_before(whole_there, work_there, work, is_earlier)
+        if OTHER > 0:
+            before += come_before(short_there, less_there, work, is_earlier)
+            late += come_before(whole_there, work_there, less, other[None, :] <= me[:, None])
+            late += come_before(short_there, less_there, less, is_earlier)
+    most = tl.max(whole + short, 0)
     for i in range(0, most):
         # the last tile first: under a causal mask it is the longest
-        at = before + i
+        is_short = i >= whole
+        at = tl.where(is_short, late, before + i)
         record = tasks + RECORD * at
-        inside = (i < count) & (at < number(total))
+        inside = (i < whole + short) & (at < number(total))
         tl.store(record, me, mask=inside)
-        tl.store(record + 1, count - 1 - i, mask=inside)
+        tl.store(record + 1, tl.where(is_short, whole, whole - 1 - i), mask=inside)
         tl.store(record + 2, q_first, mask=inside)
         tl.store(record + 3, q_count, mask=inside)
         tl.store(record + 4, kv_first, mask=inside)
@@ -200,6 +232,7 @@ def assign_tasks(tasks, lengths, places, sequences, total, TILE: tl.constexpr, B
     if tl.program_id(0) == 0:
         tl.store(tasks, -1)
         tl.store(tasks + 1, 0)
+        tl.store(tasks + TICKETS, 0)
         for start in range(used, number(total), CHUNK):
             spare = start + tl.arange(0, CHUNK)
             tl.store(tasks + RECORD * spare, -1, mask=spare < number(total))
