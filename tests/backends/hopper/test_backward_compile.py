@@ -47,8 +47,8 @@ CASES = {
     "D 16": {"dim": 16},
     "D 96": {"dim": 96, "fused": True},
     "D 72, Dv 80, causal": {"mask": masks.causal(), "dim": 72, "value_dim": 80, "fused": True},
-    "D 192": {"dim": 192},
-    "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 32, "keys": "attention_key_gradient"},
+    "D 192": {"dim": 192, "kept": True},
+    "D 192, Dv 128": {"dim": 192, "value_dim": 128, "stack": 32, "keys": "attention_key_gradient", "kept": True},
     "D 192, Dv 128, causal, grouped heads": {
         "dim": 192,
         "value_dim": 128,
@@ -56,7 +56,7 @@ CASES = {
         "mask": masks.causal(),
         "stack": 32,
         "keys": "attention_key_gradient",
-        "dq": "attention_kept_gradient",
+        "kept": True,
     },
     "D 192, Dv 128, window": {
         "dim": 192,
@@ -65,9 +65,9 @@ CASES = {
         "stack": 32,
         "keys": "attention_key_gradient",
     },
-    "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192},
-    "D 256": {"mask": masks.causal(), "dim": 256},
-    "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64},
+    "D 160, Dv 192, softcap": {"score": scores.softcap(20.0), "dim": 160, "value_dim": 192, "kept": True},
+    "D 256": {"mask": masks.causal(), "dim": 256, "kept": True},
+    "D 256, Dv 64, softcap": {"score": scores.softcap(20.0), "dim": 256, "value_dim": 64, "kept": True},
     "D 128, Dv 64": {"value_dim": 64},
     "float16 causal alibi": {"mask": masks.causal(), "score": scores.alibi(4), "dtype": torch.float16, "fused": True},
     "softcap": {"mask": masks.causal(), "score": scores.softcap(20.0), "stack": 400, "fused": True},
@@ -91,7 +91,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
-    wanted = {"begin_gradients"} if case.get("dropout") else {keys, case.get("dq", "attention_query_gradient"), "begin_gradients"}
+    wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
+    wanted |= {"attention_kept_gradient"} if case.get("kept") else set()
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
@@ -175,7 +176,8 @@ def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, ch
     for name in LAUNCHED[sparsity]:
         monkeypatch.setattr(sparsity, name, Noted(getattr(sparsity, name), []))
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    launch({"dim": 192, "value_dim": 128, "mask": masks.causal(), "kv_heads": kv_heads})
+    gradients, operands, out = posed({"dim": 192, "value_dim": 128, "mask": masks.causal(), "kv_heads": kv_heads})
+    gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
     group = 4 // kv_heads
     by_key = [("attention_key_gradient", 4 * (2 * kv_heads if chunk is None else chunk[1]), chunk) for chunk in chunks]
     expected = [one for chunk in by_key for one in (chunk, _dq(chunk[2], group))]
@@ -239,4 +241,6 @@ def launch(case):
     if case.get("dropout"):
         return
     gradients.fused = None
-    gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
+    ways = (gradients.kept, None) if gradients.kept is not None else (None,)
+    for gradients.kept in ways:
+        gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

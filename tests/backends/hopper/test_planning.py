@@ -113,7 +113,9 @@ def test_explain_says_what_head_dims_are_padded_to(dims, said):
     [
         ({"mask": masks.causal()}, True),
         ({"mask": masks.causal(), "score": scores.softcap(20.0)}, True),
-        ({}, False),
+        ({}, True),
+        ({"head_dim": 256, "value_dim": 64, "kv_heads": 4}, True),
+        ({"head_dim": 128}, False),
         ({"mask": masks.window(64)}, False),
         ({"mask": masks.causal(), "layout": Layout.JAGGED}, False),
         ({"mask": masks.causal(), "query_grad": False}, False),

@@ -85,6 +85,14 @@ class _Sums(NamedTuple):
     added: Tensor
 
 
+class _Keeping(NamedTuple):
+    """How dq is cut up where gradients of scores are kept, where they lie, and of how many heads of keys at a time."""
+
+    cut: Cut
+    kept: Tensor
+    heads: int
+
+
 class _Streams(NamedTuple):
     """Tensors that descriptors describe, and what makes these."""
 
@@ -119,6 +127,7 @@ class HopperGradients(host.TritonKernel):
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
         self.widths = widths_of(self.problem)
         self.kept = kept_schedule(self.problem)
+        self.splits = max(self.widths) > 128 and self.widths not in WHOLE
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -140,12 +149,15 @@ class HopperGradients(host.TritonKernel):
         lse2, delta = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         is_whole = dq is not None and dk is not None and dv is not None
-        sums = self._sums(call, query, self.fused) if is_whole and self.fused is not None else None
+        keeping = self._keeping(call, query, self.kept) if is_whole and self.kept is not None else None
+        sums = self._sums(call, query, self.fused) if is_whole and keeping is None and self.fused is not None else None
         lines = self._begin(call, given, (lse2, delta), (dq, dk, dv), sums)
         widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
         if sums is not None:
             self._all_gradients(call, streams, (dq, dk, dv), sums)
+        elif keeping is not None and dq is not None:
+            self._kept(call, streams, dq, (dk, dv), keeping)
         else:
             self._apart(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
@@ -176,15 +188,10 @@ class HopperGradients(host.TritonKernel):
     def _apart(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
         """dq in one kernel; dk and dv in another."""
         dq, dk, dv = grads
-        if self.kept is not None and dq is not None and dk is not None and dv is not None:
-            chunk = self._chunk(call, streams)
-            if chunk is not None:
-                self._kept(call, streams, self.kept, (dq, dk, dv), chunk)
-                return
         if dq is not None:
             self._queries(call, streams, rows, dq)
-        if dk is not None and dv is not None and max(self.widths) > 128 and self.widths not in WHOLE:
-            self._split(call, streams, (dk, dv))
+        if dk is not None and dv is not None and self.splits:
+            self._split(call, streams, (dk, dv), self._found(call, SPLIT, "keys"))
         elif dk is not None or dv is not None:
             self._keys(call, streams, (dk, dv), self._found(call, KEYS[max(self.widths)], "keys"))
 
@@ -199,31 +206,32 @@ class HopperGradients(host.TritonKernel):
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _chunk(self, call: host.Pass, streams: _Streams) -> int | None:
-        """Heads of keys whose gradients of scores are kept at a time, None where they would leave the card idle."""
-        (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
-        size = math.prod(kept_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant)))
-        return kept_heads(batch * kv_heads, heads // kv_heads, int(call.columns), size)
+    def _keeping(self, call: host.Pass, query: Tensor, cut: Cut) -> _Keeping | None:
+        """Where gradients of scores are kept; None where too few heads fit to fill the card."""
+        (batch, heads), kv_heads = query.shape[:2], call.operands.key.shape[1]
+        rows, columns = kept_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant))
+        size, group = rows * columns, heads // kv_heads
+        count = kept_heads(batch * kv_heads, group, int(call.columns), size)
+        if count is None:
+            return None
+        shape, strides = (1, count * group, rows, columns), (count * group * size, size, columns, 1)
+        return _Keeping(cut, call.recorder.empty(shape, strides, query.dtype, query), count)
 
-    def _kept(self, call: host.Pass, streams: _Streams, cut: Cut, grads: tuple[Tensor, Tensor, Tensor], chunk: int) -> None:
-        """dk and dv of a chunk of heads, which leave the gradients of their scores, and dq by a product of these, chunk by chunk."""
-        of, (batch, heads), kv_heads = streams.of, streams.query.shape[:2], streams.key.shape[1]
-        group, tasks, causal = heads // kv_heads, -(-call.rows // cut.tile_q), is_causal(self.variant)
-        rows, columns = kept_shape(int(call.rows), int(call.columns), is_causal=causal)
-        size = rows * columns
-        kept = call.recorder.empty(
-            (1, chunk * group, rows, columns), (chunk * group * size, size, columns, 1), streams.query.dtype, streams.query
-        )
-        config = self._cut_config(call, cut, "causal" if causal else "all")
-        found = self._found(call, KEYS[max(self.widths)], "keys")
-        tiles = encode(columns // 128)
+    def _kept(self, call: host.Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], keeping: _Keeping) -> None:
+        """dk and dv of some heads, which leave the gradients of their scores, and dq by a product of these, until all heads are done."""
+        (cut, kept, chunk), of, (batch, heads), kv_heads = keeping, streams.of, streams.query.shape[:2], streams.key.shape[1]
+        group, tasks, tiles = heads // kv_heads, -(-call.rows // cut.tile_q), encode(kept.shape[3] // 128)
+        config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
+        found = self._found(call, SPLIT if self.splits else KEYS[max(self.widths)], "keys")
+        by_key = self._split if self.splits else self._keys
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
-            self._keys(call, streams, grads[1:], found, kept, Chunk(encode(first), encode(count), tiles))
+            by_key(call, streams, grads, found, kept, Chunk(encode(first), encode(count), tiles))
             call.recorder.launch(
                 attention_kept_gradient, (count * group * tasks,),
-                _map(kept, cut.tile_kv, 64), of(streams.key, cut.tile_kv), of(grads[0], 64), self.size(call, heads, tasks),
-                Chunk(encode(first * group), encode(count * group), tiles), call.operands.scale, config, num_warps=4,
+                _map(kept, cut.tile_kv, 64), of(streams.key, cut.tile_kv), of(dq, 64),
+                self.size(call, heads, tasks), Chunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
+                config, num_warps=4,
             )  # fmt: skip
 
     def _keys(
@@ -245,14 +253,19 @@ class HopperGradients(host.TritonKernel):
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
-    def _split(self, call: host.Pass, streams: _Streams, grads: tuple[Tensor, Tensor]) -> None:
-        """dk and dv of wide heads."""
+    def _split(
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: Visits, kept: Tensor | None = None,
+        chunk: Chunk | None = None,
+    ) -> None:  # fmt: skip
+        """The same of wide heads."""
         operands, of = call.operands, streams.of
-        visits, functions = self._found(call, SPLIT, "keys"), self._functions(operands, "kv_idx")
+        functions = self._functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
+        programs = batch * kv_heads if chunk is None else chunk.heads >> 2
         call.recorder.launch(
-            attention_split_gradient, (batch * kv_heads * visits.tasks,),
-            *(of(t, 64) for t in streams[:4]), *streams.rows_of(64), *(of(t, 64) for t in grads),
+            attention_split_gradient, (programs * visits.tasks,),
+            *(of(t, 64) for t in streams[:4]), *streams.rows_of(64), *(None if t is None else of(t, 64) for t in grads),
+            None if kept is None else _map(kept, 64, 64), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, SPLIT, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip

@@ -76,9 +76,8 @@ KEYS: Final = {
 }
 WHOLE: Final = frozenset({(192, 128)})
 """Padded head dims over 128 of which a warpgroup sums dk and dv of 64 keys: measured to be faster than to split them."""
-KEPT: Final = {(192, 128, "causal"): Cut(128, 64, 4)}
-"""How dq's product of gradients of scores that are kept is cut up, see `backward_kept`: by the padded head dims and which tiles are
-visited, "causal" or "all"."""
+KEPT: Final = {**dict.fromkeys((160, 192), Cut(128, 64, 4)), 256: Cut(128, 64, 3)}
+"""How dq's product of gradients of scores that are kept is cut up, see `backward_kept`, by the wider of the padded head dims."""
 KEPT_AT_MOST: Final = 528 << 20
 """Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 KEPT_PROGRAMS: Final = 256
@@ -115,7 +114,7 @@ def kept_schedule(problem: Problem) -> Cut | None:
     formula, wanted = problem.formula, (problem.query_grad, problem.key_grad, problem.value_grad)
     if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or not all(wanted):
         return None
-    return KEPT.get((*widths_of(problem), "causal" if is_causal(problem.variant) else "all"))
+    return KEPT.get(max(widths_of(problem)))
 
 
 def kept_shape(q_len: int, kv_len: int, *, is_causal: bool) -> tuple[int, int]:

@@ -5,10 +5,11 @@ The first computes the weights and leaves them in shared memory for the second, 
 for each would take five, and bring queries and gradients of out twice.
 """
 
+from foci.backends.hopper.backward_kept import begin_leaving, find_in, leave, lying
 from foci.backends.hopper.backward_keys import bring_queries, key_runs
 from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
-from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
-from foci.backends.hopper.layouts import operand, product
+from foci.backends.hopper.interface import fence_async_shared, gl, gluon, mbarrier, tma, viewed, warpgroup_mma_wait
+from foci.backends.hopper.layouts import operand, product, shared
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, nth
 from foci.backends.triton.tiles import find, number, sequence_at, start_of, visited
@@ -32,16 +33,26 @@ def pass_weights(passed, weights, bars, n):
 
 
 @gluon.jit
-def take_weights(passed, bars, n):
-    """The n-th tile of weights that the other warpgroup left."""
+def take_weights(passed, bars, n, FREES: gl.constexpr):
+    """The n-th tile of weights that the other warpgroup left, which may then leave the next but one there."""
     full, empty = bars
     LINE: gl.constexpr = in_line(gl.zeros([64, 64], gl.float32, product(64))).type.layout
     mbarrier.wait(full.index(n % 2), (n // 2) & 1)
     line = passed.index(n % 2).load(LINE)
     weights = line.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
     weights = gl.convert_layout(weights, product(64), assert_trivial=True)
-    mbarrier.arrive(empty.index(n % 2), count=1)
+    if FREES:
+        mbarrier.arrive(empty.index(n % 2), count=1)
     return weights
+
+
+@gluon.jit
+def leave_in_place(here, passed, bars, n, query, values):
+    """`backward_kept.leave` by where the n-th tile of weights lay, which is free a tile later."""
+    tma.store_wait(0)
+    mbarrier.arrive(bars[1].index((n + 1) % 2), count=1, pred=n > 0)
+    tile = viewed(passed.index(n % 2), values.dtype, [2, ROWS, ROWS], shared(ROWS, ROWS)).index(0)
+    begin_leaving(here, tile, query, values)
 
 
 @gluon.jit
@@ -100,25 +111,36 @@ def fold_values(
 
 
 @gluon.jit
-def fold_scores(dk, v, buffers, bars, count, n, c):
-    """Adds so many tiles of queries to dk of 64 keys, with the weights of the other warpgroup."""
+def fold_scores(dk, v, buffers, bars, keeping, run, line, n, table, c):
+    """Adds one run of tiles of queries to dk of 64 keys, with the weights of the other warpgroup. `keeping`: as in
+    `backward_keys.fold_queries`."""
     S: gl.constexpr = product(c.TILE_Q)
     q_tiles, do_tiles, lse_rows, delta_rows, passed = buffers
     kv_full, q_full, do_full, empty, passing, done = bars
+    first, before, gap, count = run
+    IN_PLACE: gl.constexpr = c.D_PAD + c.DV_PAD > 448
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
-    for _ in range(0, count):
+    for i in range(0, count):
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         queries = nth(q_tiles, stage)
         mbarrier.wait(do_full.index(stage), phase)
         dp = begin_scores(v, nth(do_tiles, stage), zero, False)
-        p = take_weights(passed, passing, n)
+        p = take_weights(passed, passing, n, len(keeping) == 0 or not IN_PLACE)
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (p * (dp - delta)).to(queries[0].dtype)
         mbarrier.wait(q_full.index(stage), phase)
-        dk = finish_sums(begin_sums(ds, queries, dk))
-        fence_async_shared()
+        dk = begin_sums(ds, queries, dk)
+        if len(keeping) > 0:
+            query = start_of(visited(table, line, i, first, before, gap, c), c, c.TILE_Q)
+            if IN_PLACE:
+                leave_in_place(keeping, passed, passing, n, query, ds)
+            else:
+                leave(keeping, n % 2, query, ds)
+        dk = finish_sums(dk)
+        if len(keeping) == 0:
+            fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
     return dk, n
@@ -135,7 +157,7 @@ def in_registers(tile, c):
 
 @gluon.jit
 def split_consumer(
-    VALUE: gl.constexpr, held, buffers, bars, out, task, told, c,
+    VALUE: gl.constexpr, held, buffers, bars, out, keeping, task, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dv, or dk, of 64 keys, over every head that shares them."""
@@ -165,8 +187,9 @@ def split_consumer(
             total, n = fold_values(total, factor, buffers, bars, at, whole, line, n, table, scale, env, aux, c, both, mask, False)
             total, n = fold_values(total, factor, buffers, bars, at, masked, line, n, table, scale, env, aux, c, both, mask, True)
         else:
-            total, n = fold_scores(total, factor, buffers, bars, whole[3], n, c)
-            total, n = fold_scores(total, factor, buffers, bars, masked[3], n, c)
+            here = lying(keeping, member, group, first, c)
+            total, n = fold_scores(total, factor, buffers, bars, here, whole, line, n, table, c)
+            total, n = fold_scores(total, factor, buffers, bars, here, masked, line, n, table, c)
     # keys and values make room for their gradients once neither is read
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
@@ -179,11 +202,16 @@ def split_consumer(
 
 @gluon.jit
 def attention_split_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, size, spans, table, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, kept, chunk, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the query heads that share it. Tensors as `attention_key_gradient` takes them."""
-    b, memory_b, kv_h, index, tile = find(size, spans, c, False)
+    if kept is None:
+        b, memory_b, kv_h, index, tile = find(size, spans, c, False)
+    else:
+        b, kv_h, tile, place = find_in(chunk, size, False)
+        memory_b = b
+        index = tile
     if c.JAGGED and b < 0:
         return
     k_tile = nth(buffers_of(k.dtype, 1, ROWS, c.D_PAD), 0)
@@ -196,6 +224,13 @@ def attention_split_gradient(
     passing = (barriers(2, 1), barriers(2, 1))
     done = barriers(1, 2).index(0)
     bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2), passing, done)
+    keeping = ()
+    if kept is not None:
+        # of the widest heads shared memory has no room for more tiles
+        staged = passed
+        if c.D_PAD + c.DV_PAD <= 448:
+            staged = gl.allocate_shared_memory(q.dtype, [2, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q))
+        keeping = (kept, staged, chunk, place)
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, passed)
     task = (b, memory_b, kv_h, tile, index)
@@ -203,8 +238,8 @@ def attention_split_gradient(
     held = (k_tile, v_tile)
     gl.warp_specialize(
         [
-            (split_consumer, (True, held, buffers, bars, dv, task, told, c, pre, both, mask)),
-            (split_consumer, (False, held, buffers, bars, dk, task, told, c, pre, both, mask)),
+            (split_consumer, (True, held, buffers, bars, dv, (), task, told, c, pre, both, mask)),
+            (split_consumer, (False, held, buffers, bars, dk, keeping, task, told, c, pre, both, mask)),
             (split_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c)),
         ],
         [4, 1],
