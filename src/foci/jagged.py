@@ -11,6 +11,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
+from foci.nested import KINDS
 from foci.nested_node import attend_nested_now
 from foci.planner import Decision
 from foci.prepare import Extras, describe
@@ -22,7 +23,7 @@ __all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "hea
 def is_nested(*tensors: Tensor) -> bool:
     """Whether any of the tensors is nested."""
     for t in tensors:  # noqa: SIM110  a loop, as each call asks; by type first, as a NestedTensor answers in Python
-        if type(t) is NestedTensor or (isinstance(t, Tensor) and t.is_nested):
+        if type(t) in KINDS or (isinstance(t, Tensor) and t.is_nested):
             return True
     return False
 

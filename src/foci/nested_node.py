@@ -12,6 +12,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from foci.core import Function, Tensors
 from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.memo import fingerprint
+from foci.nested import KINDS
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
 from foci.problem import Outputs
@@ -49,7 +50,7 @@ def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
     """Whether each is nested and its values, all of them, are [H, tokens, D], and neither a transform nor a mode looks on."""
     inside = []
     for tensor in tensors:
-        if type(tensor) is not NestedTensor:
+        if type(tensor) not in KINDS:
             return False
         values: Tensor = tensor._values
         if tensor._ragged_idx != _RAGGED or tensor._lengths is not None or values.dim() != 3 or values.numel() == 0:
@@ -107,7 +108,7 @@ class _NestedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
         call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :], Passes())
-        is_plain = type(gradient) is NestedTensor and gradient._ragged_idx == _RAGGED and gradient._lengths is None
+        is_plain = type(gradient) in KINDS and gradient._ragged_idx == _RAGGED and gradient._lengths is None
         if torch.is_grad_enabled() or not is_plain:
             return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))
         found = call.backward(_rows(tensors), (out, lse), gradient._values.transpose(0, 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci import kv_len, masks, scores
 from foci.nn.cache import Stored
-from foci.nn.packing import Packing, is_readable
+from foci.nn.packing import Packing, is_nested, is_readable
 from foci.prepare import check_is_tensor
 from foci.variant import Mask, Score
 
@@ -80,7 +80,7 @@ def check_input(**named: Any) -> None:
     """Raises a TypeError for what is no tensor, an AssertionError for one that is no batch, no sequence and no tokens."""
     check_is_tensor(**named)
     for name, x in named.items():
-        if not x.is_nested and x.dim() not in (2, 3):
+        if not is_nested(x) and x.dim() not in (2, 3):
             raise AssertionError(f"{name} must have 2 or 3 dimensions; got {x.dim()}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from foci.nested import KINDS, LearnedNested, nested_like
 from foci.nn.search import search
 
 __all__ = [
@@ -55,7 +55,7 @@ class _Nest(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, like: tuple[Any]) -> Tensor:
         """`like` is in a tuple, as autograd asks a NestedTensor among its arguments several questions."""
         ctx.set_materialize_grads(False)  # torch has no zeros like a NestedTensor whose lengths are symbols
-        return _nested_like(tokens, like[0])
+        return nested_like(tokens, like[0], LearnedNested)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
@@ -66,41 +66,6 @@ class _Nest(torch.autograd.Function):
 
 _nest: Final[Any] = super(torch.autograd.Function, _Nest).apply
 """`_Nest.apply` less what serves torch.func alone, which `is_readable` excludes."""
-
-
-def _nested_like(tokens: Tensor, like: Any) -> Tensor:
-    """A NestedTensor of tokens with the sequences of another: what the constructor makes, which works out sizes and strides, as numbers
-    with symbols in them, that another of the same features has already."""
-    values, own, cache = tokens.detach(), like._values, dict(like._metadata_cache)
-    if like._ragged_idx != 1 or values.shape[1:] != own.shape[1:] or values.stride() != own.stride() or values.device != own.device:
-        return NestedTensor(values, like._offsets, _metadata_cache=cache)
-    of_nested, of_values = _marks()
-    for extreme in cache.values():
-        if extreme is not None and not hasattr(extreme, _MARK):
-            torch._dynamo.mark_dynamic(extreme, 0)
-    made: Any = Tensor._make_wrapper_subclass(
-        NestedTensor, like._size, like._strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
-        "sizes", False, True, _KEYS, storage_size=values.untyped_storage().size(),
-    )  # fmt: skip
-    made._ragged_idx, made._size, made._strides = 1, like._size, like._strides
-    made._values, made._offsets, made._lengths, made._metadata_cache = values, like._offsets, None, cache
-    for tensor, marks in ((made, of_nested), (values, of_values)):
-        for name, mark in marks.items():
-            setattr(tensor, name, copy.copy(mark))
-    return made  # type: ignore[no-any-return]
-
-
-_MARK: Final = "_dynamo_dynamic_indices"
-_KEYS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.NestedTensor).add(torch._C.DispatchKey.AutogradNestedTensor)
-
-
-@functools.cache
-def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
-    with torch.inference_mode(mode=False):
-        values = torch.empty((1, 1), device="cpu")
-        made = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))
-    return {name: mark for name, mark in vars(made).items() if "dynamo" in name}, dict(vars(values))
 
 
 def _scattered(rows: Tensor, indices: Tensor, total: int) -> Tensor:
@@ -258,7 +223,7 @@ class Packing:
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
             learns = torch.is_grad_enabled() and tokens.requires_grad
-            nested: Tensor = _nest(tokens, (whole,)) if learns else _nested_like(tokens, whole)
+            nested: Tensor = _nest(tokens, (whole,)) if learns else nested_like(tokens, whole)
             return nested
         shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
@@ -272,7 +237,7 @@ def is_jagged(tensor: Tensor) -> bool:
     """Whether it is a NestedTensor of jagged layout: by its type, as every question put to one goes through Python."""
     if torch.compiler.is_compiling():
         return tensor.is_nested and tensor.layout == torch.jagged
-    return type(tensor) is NestedTensor
+    return type(tensor) in KINDS
 
 
 def is_nested(tensor: Tensor) -> bool:
@@ -336,7 +301,7 @@ def pack_nested(tensor: Tensor) -> Packing:
         ValueError: for another number of dims, or another ragged dim.
     """
     jagged, own = is_jagged(tensor), cast(Any, tensor)
-    dims = own._values.dim() + 1 if type(tensor) is NestedTensor and not torch.compiler.is_compiling() else own.dim()
+    dims = own._values.dim() + 1 if type(tensor) in KINDS and not torch.compiler.is_compiling() else own.dim()
     if dims != 3 or (jagged and own._ragged_idx != 1):
         raise ValueError(f"a nested input must be [batch, ragged length, features]; got {dims} dimensions")
     if not jagged:
@@ -384,8 +349,13 @@ def _without_gaps(jagged: Any) -> Any:
 def _values(whole: Any) -> Tensor:
     """Its tokens; `values` takes a while, and only autograd needs it."""
     eager = not torch.compiler.is_compiling() and is_readable(whole._values)
-    values: Tensor = whole._values if eager and not (torch.is_grad_enabled() and whole.requires_grad) else whole.values()
+    values: Tensor = whole._values if eager and not (torch.is_grad_enabled() and _learns(whole)) else whole.values()
     return values
+
+
+def _learns(nested: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return nested.requires_grad
 
 
 def _nested_values(tensor: Tensor) -> Tensor:
