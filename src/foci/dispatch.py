@@ -95,6 +95,11 @@ class PackedCall(NamedTuple):
         found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=learns)
         return None if found is None else PackedCall(found[0], found[1][3:], found[2], Passes(whole=whole))
 
+    def moved(self, offsets: Tensor) -> PackedCall:
+        """The same of other sequences, of which there are as many."""
+        outline, captures, (seed, bias, *_, pages), passes = self
+        return PackedCall(outline, captures, (seed, bias, offsets, offsets, None, None, pages), Passes(whole=passes.whole))
+
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
         results = forward_now(self.outline, (*tensors, *self.captures), self.optional)
@@ -114,6 +119,7 @@ class PackedCall(NamedTuple):
             made = None if passes.forward is None else passes.forward(rows)
             if made is not None:
                 return made
+            passes.forward = None  # bound anew by the next
         out, lse = self.forward(lay.split(rows))
         return out.flatten(1), lse
 
@@ -127,6 +133,7 @@ class PackedCall(NamedTuple):
             made = None if passes.backward is None else passes.backward(rows, out, lse, gradient)
             if made is not None:
                 return made
+            passes.backward = None
         return _side_by_side(self.backward(lay.split(rows), (lay.of_queries(out), lse), lay.of_queries(gradient)))
 
     def differentiable(self, tensors: Tensors) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run

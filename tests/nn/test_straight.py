@@ -86,6 +86,7 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
         return made(*args, whole=whole)
 
     monkeypatch.setattr(straight, "Attention", attention)
+    monkeypatch.setattr(straight.Stack, "_attentions", lambda *_: {})
     encoder, x = model(), source(grad=False)
     packing = foci.nn.Packing.from_mask(PADDING)
     tokens = packing.pack(x)
@@ -98,6 +99,55 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     encoder(tokens, src_key_padding_mask=packing)
     encoder(x, src_key_padding_mask=PADDING)
     assert seen[5:] == [False, True]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
+    made = []
+    inner = straight._attention_of
+    monkeypatch.setattr(straight, "_attention_of", lambda *args, **more: made.append(inner(*args, **more)) or made[-1])
+    encoder, x = model(), source(grad=False)
+    turned, fewer = PADDING.roll(1, 0), PADDING | (torch.arange(S) >= S - 1)
+    masks = [PADDING, PADDING, turned, PADDING, fewer, turned]
+
+    def run():
+        with contextlib.nullcontext() if learns else torch.no_grad():
+            return [encoder(x, src_key_padding_mask=mask) for mask in masks]
+
+    found, first = run(), len(made)
+    assert first < len(masks)
+    with monkeypatch.context() as patch:
+        patch.setattr(straight.Stack, "_attentions", lambda *_: {})
+        want = run()
+    assert len(made) - first == len(masks)
+    assert all(map(torch.equal, found, want))
+
+
+def test_what_a_call_found_is_not_for_what_else_has_changed(monkeypatch):
+    made = []
+    inner = straight._attention_of
+    monkeypatch.setattr(straight, "_attention_of", lambda *args, **more: made.append(1) or inner(*args, **more))
+    encoder, x = model(), source(grad=False)
+    encoder(x, src_key_padding_mask=PADDING)
+    encoder(x, src_key_padding_mask=PADDING)
+    assert len(made) == 1
+    with foci.use("reference"):
+        encoder(x, src_key_padding_mask=PADDING)
+    assert len(made) == 2
+    floating = torch.zeros(PADDING.shape).masked_fill(PADDING, -torch.inf)
+    floating[0, 0] = 1.0
+    encoder(x, src_key_padding_mask=floating)
+    assert len(made) == 3
+    packing = foci.nn.Packing.from_mask(PADDING)
+    tokens = packing.pack(x)
+    encoder(tokens, src_key_padding_mask=packing)
+    known = encoder(tokens, src_key_padding_mask=packing)
+    packing.offsets[1] -= 1
+    other = encoder(tokens, src_key_padding_mask=packing)
+    with monkeypatch.context() as patch:
+        patch.setattr(straight.Stack, "_attentions", lambda *_: {})
+        assert torch.equal(other, encoder(tokens, src_key_padding_mask=packing))
+    assert not torch.equal(other, known)
 
 
 class Louder(torch.nn.Linear):

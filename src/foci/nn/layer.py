@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,6 +64,13 @@ class Attention:
         self._score, self._mask, self._extras, self._whole = score, mask, extras, whole
         self._calls: dict[bool, PackedCall] = {}
         self._learning: PackedCall | None = None
+
+    def moved(self, offsets: Tensor) -> Attention:
+        """The same of other sequences, as many of the same bound, where there is neither score nor mask."""
+        made = Attention(None, None, replace(self._extras, cu_q=offsets, cu_kv=offsets), whole=self._whole)
+        made._calls = {learns: call.moved(offsets) for learns, call in self._calls.items()}
+        made._learning = None if self._learning is None else self._learning.moved(offsets)
+        return made
 
     @property
     def captures_nothing(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from foci.nested import KINDS, LearnedNested, nested_like
 from foci.nn.search import search

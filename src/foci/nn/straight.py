@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from foci import backends
+from foci.context import allowed_backends, is_tuning
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.between import rows_of
 from foci.nn.direct import HOOKS, is_silent
 from foci.nn.layer import Attention, Heads, Plan, Steps, Unseen, computed
 from foci.nn.node import computed_as_node
-from foci.nn.packing import Packing
+from foci.nn.packing import Packing, bounded
 from foci.operator import is_plain_eager
 
 __all__ = ["Stack", "noted"]
@@ -69,6 +71,9 @@ class _Layer(NamedTuple):
     alike: tuple[Heads, float]
 
 
+_Shared: TypeAlias = dict[tuple[Heads, float], Attention]
+
+
 class _Unlike(Exception):
     """Layers that must be called as modules."""
 
@@ -89,6 +94,7 @@ class Stack:
         if not all(name in own for own, name in self._places):
             raise _Unlike  # parametrized
         self._lacks = [own[name] is None for own, name in self._places]
+        self._last: tuple[tuple[object, ...], Tensor, int, _Shared] | None = None
         self._lacks_some = True in self._lacks
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -160,7 +166,7 @@ class Stack:
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
             return None  # modules say what is wrong
         rows = rows_of(x, self._layers[0].plan, given, learns=learns) if self._layers and (as_node or not is_seen) else None
-        shared: dict[tuple[Heads, float], Attention] = {}
+        shared = {} if casts or mask is not None else self._attentions(x, packing)
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__
             is_bare = own.get("mask", own) is None and own.get("score", own) is None
@@ -177,6 +183,25 @@ class Stack:
             else:
                 x = computed(layer.plan, x, p, Steps(attention) if is_seen else Unseen(attention, rows))
         return x
+
+    def _attentions(self, x: Tensor, packing: Packing) -> _Shared:
+        """What bare layers attend with, as far as the last call has found it: the same for the same sequences, else moved to others."""
+        offsets, tokens = packing.offsets, x.shape[0]
+        if packing.bias is not None or offsets.is_inference():
+            return {}
+        whole, version = packing.is_whole(tokens), offsets._version
+        form = (
+            offsets.shape, offsets.dtype, offsets.device, bounded(packing.longest), tokens > 1, whole, x.dtype, x.device,
+            allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
+        )  # fmt: skip
+        last = self._last
+        shared: _Shared = {}
+        if last is not None and last[0] == form:
+            if last[1] is offsets and last[2] == version:
+                return last[3]
+            shared = {alike: attention.moved(offsets) for alike, attention in last[3].items()}
+        self._last = form, offsets, version, shared
+        return shared
 
 
 def noted(owner: torch.nn.Module, kind: type, layers: Sequence[torch.nn.Module]) -> Stack | None:
