@@ -192,7 +192,7 @@ def test_maps_are_made_once_for_so_many_tokens():
     x, y = torch.zeros(8, 64), torch.zeros(8, 64)
 
     def of(tensor, tokens):
-        bound = maps.bound(templates.Binding((tokens, tokens), ()))
+        bound = maps.bound((tokens, tokens))
         found = bound.known.get(tensor.data_ptr())
         return bound(tensor, tensor.data_ptr()) if found is None else found
 
@@ -225,7 +225,7 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
         lengths = [4 * 3 * (tokens // 2 + 1), 0, 4 * 13]
         assert all(after - before >= length for before, after, length in zip(addresses[3:], addresses[4:], lengths))
         assert all((place - addresses[3]) % 512 == 0 for place in addresses[3:])
-        allocate, offsets = bound._scratch
+        allocate, offsets = bound.sized.scratch
         assert allocate().numel() >= offsets[-1] + lengths[-1]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
 from foci.backends.triton.surroundings import free_stream_on
-from foci.backends.triton.templates import Recording
+from foci.backends.triton.templates import Recording, Sized
 
 __all__ = ["bind_backward", "bind_forward", "fix"]
 
@@ -80,11 +80,12 @@ def bind_forward(
     """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
     makes tensors with gaps. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
-    if found.makes_rows is None:
-        found.makes_rows = _results_of(found) or False
-    if kind is None or around is None or parts is None or not found.makes_rows:
+    sized = found.sized
+    if sized.makes_rows is None:
+        sized.makes_rows = _results_of(sized) or False
+    if kind is None or around is None or parts is None or not sized.makes_rows:
         return None
-    results: _Results = found.makes_rows
+    results: _Results = sized.makes_rows
     (q, k, v), empty, device = parts, torch.empty, kind.device
     out_size, out_dtype, lse_size = results
     launch = (found.of_whole() if whole else None) or found.launch
@@ -102,7 +103,7 @@ def bind_forward(
     return run
 
 
-def _results_of(found: Recording) -> _Results | None:
+def _results_of(found: Sized) -> _Results | None:
     made = found.news
     if found.joint is not None or len(made) != 2 or not found.takes_places:
         return None
@@ -117,14 +118,15 @@ def bind_backward(
 ) -> BackwardOfRows | None:
     """Likewise a backward pass, given out [T, Hq, Dv], lse and the gradient of out; what is returned takes them [T, Hq * Dv]."""
     kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
-    if found.makes_rows is None:
-        found.makes_rows = _steps_of(found, rows) or False
-    if around is None or parts is None or not found.makes_rows:
+    sized = found.sized
+    if sized.makes_rows is None:
+        sized.makes_rows = _steps_of(sized, rows) or False
+    if around is None or parts is None or not sized.makes_rows:
         return None
     of_rows, of_out, of_lse, of_dout = kinds
     if of_rows is None or of_out is None or of_lse is None or of_dout is None:
         return None
-    (q, k, v), (dq, dk, dv), empty, (size, dtype, device) = parts, found.makes_rows, torch.empty, of_rows
+    (q, k, v), (dq, dk, dv), empty_like = parts, sized.makes_rows, torch.empty_like
 
     def run(rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor | None:
         start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
@@ -133,7 +135,7 @@ def bind_backward(
         # autograd may hand back what it saved, and gradients, as other tensors of the same values
         if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
             return None
-        made = empty(size, dtype=dtype, device=device)
+        made = empty_like(rows)
         to = made.data_ptr()
         found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
         return made
@@ -141,7 +143,7 @@ def bind_backward(
     return run
 
 
-def _steps_of(found: Recording, rows: Tensor) -> tuple[int, ...] | None:
+def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
     """Bytes from the beginning of rows like these to dq, dk and dv in them, which they fill; None where they are no parts of such rows."""
     parts, width = found.joint, rows.shape[1]
     if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:

@@ -29,6 +29,7 @@ __all__ = [
     "Maps",
     "New",
     "Recording",
+    "Sized",
     "Source",
     "Template",
     "Tiles",
@@ -65,11 +66,11 @@ class Tiles(NamedTuple):
         """Whether they follow from the tokens."""
         return any(isinstance(n, Count) for n in self.rest["shape"])
 
-    def bound(self, binding: Binding) -> Tiles:
+    def bound(self, tokens: Tokens) -> Tiles:
         """These tiles of other tokens."""
         if not self.varies:
             return self
-        shape = [n.of(binding.tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
+        shape = [n.of(tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
         return self._replace(rest={**self.rest, "shape": shape})
 
 
@@ -232,11 +233,11 @@ class Maps:
         found = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
         return found
 
-    def bound(self, binding: Binding) -> Maps:
+    def bound(self, tokens: Tokens) -> Maps:
         """The maps of other tokens: these, where the number of tokens is no part of them; else those of as many, wherever they lie."""
         if not self.varies:
             return self
-        tiles = self._tiles.bound(binding)
+        tiles = self._tiles.bound(tokens)
         shape = tuple(tiles.rest["shape"])
         found = self._of_others.get(shape)
         if found is None:
@@ -253,7 +254,7 @@ _SHAPES: Final = 64
 class Template:
     """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
 
-    __slots__ = ("_kept", "_results", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
+    __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
 
     def __init__(
         self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
@@ -266,6 +267,7 @@ class Template:
         self._kept: Inputs = kept
         self._sources = sources
         self._results = results
+        self._sized: OrderedDict[Tokens, Sized] = OrderedDict()
         self._ways: list[_Way] | None = None
 
     def ways(self) -> list[_Way]:
@@ -273,6 +275,15 @@ class Template:
         if self._ways is None:
             self._ways = [_Way.of(launch) for launch in self.launches]
         return self._ways
+
+    def sized(self, tokens: Tokens) -> Sized:
+        """What follows from how many tokens there are, for calls of as many."""
+        found = self._sized.get(tokens)
+        if found is None:
+            found = self._sized[tokens] = Sized(self, tokens)
+            if len(self._sized) > _SHAPES:
+                self._sized.popitem(last=False)
+        return found
 
     def returning(self, count: int, *, packed: bool) -> Template:
         """The same, of which the first `count` tensors made are wanted, and come packed, as `foci.problem.Geometry` says, if that is asked.
@@ -320,8 +331,8 @@ class _Way(NamedTuple):
         makers = given.makers()
         return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers), between)
 
-    def makers_of(self, binding: Binding) -> list[Any]:
-        return [made.bound(binding) for made in self.makers] if self.varies else self.makers
+    def makers_of(self, tokens: Tokens) -> list[Any]:
+        return [made.bound(tokens) for made in self.makers] if self.varies else self.makers
 
 
 class _Parts(NamedTuple):
@@ -389,31 +400,58 @@ class _Place(NamedTuple):
         return self.address
 
 
+class Sized:
+    """What of a pass follows from how many tokens there are.
+
+    Attributes:
+        joint, parts: what it allocates in one piece, before the rest, and what allocates that.
+        makes: what allocates the rest of what is wanted.
+        scratch: what allocates the others, and where in it each lies.
+        makers: of descriptors, of each launch.
+        makes_rows: what `foci.backends.triton.bound` has found of it.
+    """
+
+    __slots__ = ("joint", "makers", "makes", "makes_rows", "parts", "scratch")
+
+    def __init__(self, template: Template, tokens: Tokens) -> None:
+        self.joint = None if template.parts is None else template.parts.at(tokens)
+        self.parts = None if self.joint is None else self.joint.maker()
+        self.makes = [make(tokens) for make in template.makers]
+        self.scratch = None if template.scratch is None else template.scratch.at(tokens)
+        self.makers = [way.makers_of(tokens) for way in template.ways()]
+        self.makes_rows: Any = None
+
+    @property
+    def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+        """Sizes, strides and dtypes of what a run allocates and returns, but for what is `joint`."""
+        return [(*make.args, make.keywords["dtype"]) for make in self.makes]
+
+    @property
+    def takes_places(self) -> bool:
+        """Whether addresses are all that its launches take of tensors: where Triton's Python makes descriptors, it takes tensors."""
+        return all(isinstance(made, Maps) for makers in self.makers for made in makers)
+
+
 class Recording:
     """A pass that can be run again.
 
     Attributes:
         template: what it is a binding of.
-        joint: what it allocates in one piece, before the rest.
-        makes_rows: what `foci.backends.triton.bound` has found of it.
+        sized: what of it follows from the tokens.
         tokens: how many there are, where they are packed.
     """
 
-    __slots__ = ("_binding", "_launches", "_makes", "_parts", "_scratch", "joint", "makes_rows", "template")
+    __slots__ = ("_binding", "_launches", "sized", "template")
 
     def __init__(self, template: Template, binding: Binding) -> None:
         self.template = template
         self._binding = binding  # holds what the arguments hold the addresses of
+        self.sized = sized = template.sized(binding.tokens)
         kept = [None if t is None else t.data_ptr() for t in binding.kept]
         self._launches = [
-            (way.run, way.fill, way.values if way.bind is None else way.bind(way.values, binding.tokens, kept), way.makers_of(binding))
-            for way in template.ways()
+            (way.run, way.fill, way.values if way.bind is None else way.bind(way.values, binding.tokens, kept), makers)
+            for way, makers in zip(template.ways(), sized.makers, strict=True)
         ]
-        self.joint = None if template.parts is None else template.parts.at(binding.tokens)
-        self._parts = None if self.joint is None else self.joint.maker()
-        self._makes = [make(binding.tokens) for make in template.makers]
-        self._scratch = None if template.scratch is None else template.scratch.at(binding.tokens)
-        self.makes_rows: Any = None
 
     @property
     def tokens(self) -> Tokens:
@@ -421,19 +459,10 @@ class Recording:
         return self._binding.tokens
 
     @property
-    def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-        """Sizes, strides and dtypes of what a run allocates and returns, but for what is `joint`."""
-        return [(*make.args, make.keywords["dtype"]) for make in self._makes]
-
-    @property
-    def takes_places(self) -> bool:
-        """Whether addresses are all that its launches take of tensors: where Triton's Python makes descriptors, it takes tensors."""
-        return all(isinstance(made, Maps) for *_, makers in self._launches for made in makers)
-
-    @property
     def scratch(self) -> tuple[int, list[int]]:
         """Bytes of what a run allocates and nobody reads, and where in them each tensor lies."""
-        return (0, []) if self._scratch is None else (self._scratch[0].args[0][0], self._scratch[1])
+        found = self.sized.scratch
+        return (0, []) if found is None else (found[0].args[0][0], found[1])
 
     def returning(self, count: int, *, packed: bool) -> Recording:
         """The same with `Template.returning`."""
@@ -443,9 +472,9 @@ class Recording:
         """Launches with other tensors of the same geometry, alignment and stream, at these places if they are known; returns what the
         pass allocated, in order, as far as it is wanted.
         """
-        made = [make() for make in self._makes]
-        if self._parts is not None:
-            made[:0] = self._parts()
+        made = [make() for make in self.sized.makes]
+        if self.sized.parts is not None:
+            made[:0] = self.sized.parts()
         tensors: list[Any] = [*inputs, *made]
         self.launch(places_of(tensors) if places is None else places + [t.data_ptr() for t in made], tensors)
         return made
@@ -453,7 +482,7 @@ class Recording:
     def of_whole(self) -> Callable[[list[int | None]], None] | None:
         """What launches where every row is of a sequence, for inputs and results at these places; None where that is `launch`."""
         launches = [launch for launch, way in zip(self._launches, self.template.ways(), strict=True) if not way.between]
-        if len(launches) == len(self._launches) or self._scratch is not None or not self.takes_places:
+        if len(launches) == len(self._launches) or self.sized.scratch is not None or not self.sized.takes_places:
             return None
 
         def launch(addresses: list[int | None]) -> None:
@@ -463,9 +492,9 @@ class Recording:
         return launch
 
     def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
-        """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `takes_places`."""
-        if self._scratch is not None:
-            allocate, offsets = self._scratch
+        """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `Sized.takes_places`."""
+        if self.sized.scratch is not None:
+            allocate, offsets = self.sized.scratch
             whole = allocate()  # lives until all is launched
             start = whole.data_ptr()
             scratch = [start + offset for offset in offsets]
