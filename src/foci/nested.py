@@ -25,15 +25,15 @@ class LearnedNested(NestedTensor):
         if torch.compiler.is_compiling():
             return super().values()  # type: ignore[no-any-return, no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
-            return torch._nested_get_values(self)  # type: ignore[attr-defined, no-any-return]
+            return torch._nested_get_values(self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         answer = _ANSWERS.get(func)
         if answer is None or kwargs or type(args[0 if func is not _VIEW else 2]._values) is not Tensor:
             made = NestedTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             if func in _KEEP and type(made) is NestedTensor:
-                made.__class__ = LearnedNested
+                made.__class__ = LearnedNested  # torch's compiler makes its stand-ins by these
             return made
         return answer(*args)
 
@@ -41,7 +41,7 @@ class LearnedNested(NestedTensor):
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> Tensor:
         made = NestedTensor.__tensor_unflatten__(*args, **kwargs)  # type: ignore[no-untyped-call]
         made.__class__ = LearnedNested
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, (function, _, *rest) = super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
