@@ -39,7 +39,7 @@ class LearnedNested(NestedTensor):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> Tensor:
-        made = NestedTensor.__tensor_unflatten__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        made: Tensor = NestedTensor.__tensor_unflatten__(*args, **kwargs)
         made.__class__ = LearnedNested
         return made
 
