@@ -70,14 +70,27 @@ class Lay(Protocol):
 
 class Passes:
     """The passes of a call, bound when the first layer of a batch asks for them, for those that follow. `whole`: each row is a token of a
-    sequence."""
+    sequence. `before`: those of a call that differs in where its sequences lie alone."""
 
-    __slots__ = ("backward", "forward", "whole")
+    __slots__ = ("_before", "backward", "forward", "whole")
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole: bool = False, before: Passes | None = None) -> None:
         self.whole = whole
         self.forward: ForwardOfRows | None = None
         self.backward: BackwardOfRows | None = None
+        self._before: tuple[ForwardOfRows | None, BackwardOfRows | None] = (None, None)
+        if before is not None:
+            self._before = before.forward or before._before[0], before.backward or before._before[1]
+
+    def moved_forward(self, rows: Tensor, offsets: Tensor | None) -> ForwardOfRows | None:
+        """The forward pass by that of the call before; asked once."""
+        before, self._before = self._before[0], (None, self._before[1])
+        return None if before is None or offsets is None else before.moved(rows, offsets)
+
+    def moved_backward(self, rows: Tensor, offsets: Tensor | None) -> BackwardOfRows | None:
+        """Likewise the backward pass."""
+        before, self._before = self._before[1], (self._before[0], None)
+        return None if before is None or offsets is None else before.moved(rows, offsets)
 
 
 class PackedCall(NamedTuple):
@@ -98,7 +111,7 @@ class PackedCall(NamedTuple):
     def moved(self, offsets: Tensor) -> PackedCall:
         """The same of other sequences, of which there are as many."""
         outline, captures, (seed, bias, *_, pages), passes = self
-        return PackedCall(outline, captures, (seed, bias, offsets, offsets, None, None, pages), Passes(whole=passes.whole))
+        return PackedCall(outline, captures, (seed, bias, offsets, offsets, None, None, pages), Passes(whole=passes.whole, before=passes))
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
@@ -115,7 +128,9 @@ class PackedCall(NamedTuple):
         passes = self.passes
         if not observers():
             if passes.forward is None and self.outline.chosen.binding is not None:
-                passes.forward = bind_forward(self.outline, rows, lay.split(rows), self.optional, whole=passes.whole)
+                passes.forward = passes.moved_forward(rows, self.optional[2]) or bind_forward(
+                    self.outline, rows, lay.split(rows), self.optional, whole=passes.whole
+                )
             made = None if passes.forward is None else passes.forward(rows)
             if made is not None:
                 return made
@@ -128,8 +143,9 @@ class PackedCall(NamedTuple):
         passes, (out, lse) = self.passes, found
         if not (observers() or torch.is_grad_enabled()):
             if passes.backward is None and self.outline.chosen.binding is not None:
-                of_heads = (lay.of_queries(out), lse)
-                passes.backward = bind_backward(self.outline, rows, lay.split(rows), self.optional, of_heads, lay.of_queries(gradient))
+                passes.backward = passes.moved_backward(rows, self.optional[2]) or bind_backward(
+                    self.outline, rows, lay.split(rows), self.optional, (lay.of_queries(out), lse), lay.of_queries(gradient)
+                )
             made = None if passes.backward is None else passes.backward(rows, out, lse, gradient)
             if made is not None:
                 return made

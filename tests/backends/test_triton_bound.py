@@ -11,7 +11,7 @@ from recordings import Function, placed
 from triton import knobs
 
 from foci import masks, planner
-from foci.dispatch import PackedCall, _side_by_side
+from foci.dispatch import PackedCall, Passes, _side_by_side
 from foci.nn.layer import Attention, Heads
 from foci.prepare import Extras
 from foci.problem import Outputs, Target
@@ -196,3 +196,46 @@ def test_offsets_without_versions_and_dropout_are_not_bound(launched):
         call = PackedCall.of(heads.split(rows), None, None, drops, learns=True)
         call.forward_rows(rows, heads)
         assert call.passes.forward is None
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launched, heads):
+    heads, log = HEADS[heads], launched[1]
+    call, *_ = known(heads)
+    others, rows = torch.tensor([0, 100, LENGTHS[-1]]), rows_of(heads, 1)
+
+    def run(call):
+        del log[:]
+        found = call.forward_rows(rows, heads)
+        gradient = torch.zeros_like(found[0])
+        made = call.backward_rows(rows, found, gradient, heads)
+        return placed(log, (rows, *found, gradient, made))
+
+    moved = call.moved(others)
+    passes = moved.passes
+    found = run(moved)
+    assert passes.forward is not None
+    assert passes.backward is not None
+    assert {"place_sequences", "assign_tasks"} <= {name for name, *_ in found}
+    copy = others.clone()
+    assert found == run(call._replace(optional=(None, None, copy, copy, None, None, None), passes=Passes()))
+    assert run(moved) == [launch for launch in found if launch[0] not in ("place_sequences", "assign_tasks")]
+
+
+@pytest.mark.parametrize("other", ["fewer tokens", "fewer sequences", "of another dtype"])
+def test_a_pass_is_not_moved_to_what_differs_in_more(launched, other):
+    heads = HEADS["as many"]
+    call, rows, found, gradient = known(heads)
+    forward, backward = call.passes.forward, call.passes.backward
+    offsets = torch.tensor(LENGTHS)
+    if other == "fewer tokens":
+        assert forward.moved(rows[:-1], offsets) is None
+        assert backward.moved(rows[:-1], offsets) is None
+    elif other == "fewer sequences":
+        assert forward.moved(rows, offsets[1:].clone()) is None
+        assert backward.moved(rows, offsets[1:].clone()) is None
+    else:
+        assert forward.moved(rows, offsets.int()) is None
+        assert backward.moved(rows, offsets.int()) is None
+    assert forward.moved(rows, offsets)(rows) is not None
+    assert backward.moved(rows, offsets)(rows, *found, gradient) is not None

@@ -103,10 +103,30 @@ class Repeating(Protocol):
         ...
 
 
-ForwardOfRows: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor] | None]
-"""out [T, Hq * Dv] and lse [Hq, T] of rows [T, E] that hold query, key and value side by side."""
-BackwardOfRows: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
-"""The gradient of such rows, of these, out, lse and the gradient of out."""
+class ForwardOfRows(Protocol):
+    """A bound forward pass."""
+
+    def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
+        """out [T, Hq * Dv] and lse [Hq, T] of rows [T, E] that hold query, key and value side by side."""
+        ...
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> ForwardOfRows | None:
+        """The same for such rows of other sequences, as many, with one set of offsets; None where it must be bound anew."""
+        ...
+
+
+class BackwardOfRows(Protocol):
+    """A bound backward pass."""
+
+    def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, /) -> Tensor | None:
+        """The gradient of such rows, of these, out, lse and the gradient of out."""
+        ...
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> BackwardOfRows | None:
+        """Likewise."""
+        ...
+
+
 Fixed: TypeAlias = Callable[[Inputs], list[Tensor] | None]
 """What `Repeating` gives, of tensors that are as they were but for where they lie, which nobody looks at again; None where something in
 the surroundings has changed."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
+from foci.backends.triton.sparsity import sequences_at
 from foci.backends.triton.surroundings import free_stream_on
 from foci.backends.triton.templates import Recording, Sized
 
@@ -40,15 +41,22 @@ class _Kind(NamedTuple):
 class _Surroundings:
     """Stream and sequences that a pass is bound to."""
 
-    __slots__ = ("_device", "_ends", "_stream", "_versions")
+    __slots__ = ("_device", "_ends", "_versions", "stream")
 
     def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
-        self._device, self._stream, self._ends = device, stream, ends
+        self._device, self.stream, self._ends = device, stream, ends
         self._versions = [t._version for t in ends]
+
+    def moved(self, offsets: Tensor) -> _Surroundings | None:
+        """The same around as many other sequences, with one set of offsets; None where launches may not go there, or there were two."""
+        of, *others = self._ends
+        if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
+            return None
+        return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
 
     def are_same(self) -> bool:
         """Whether launches may go there still, around Triton, and sequences lie where they did."""
-        return free_stream_on(self._device) == self._stream and [t._version for t in self._ends] == self._versions
+        return free_stream_on(self._device) == self.stream and [t._version for t in self._ends] == self._versions
 
 
 def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | None:
@@ -74,33 +82,63 @@ class _Results(NamedTuple):
     lse: tuple[int, int]
 
 
+class _Forward:
+    """A forward pass for rows of one kind, in its surroundings. `kept`: what all write lse to, where nobody reads it."""
+
+    __slots__ = ("_around", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
+
+    def __init__(
+        self, found: Recording, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
+    ) -> None:
+        self._found, self._kind, self._around, self._parts, self._kept, self._whole = found, kind, around, parts, kept, whole
+        self._results: _Results = found.sized.makes_rows
+        self._launch = (found.of_whole() if whole else None) or found.launch
+
+    def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
+        start, kind, kept = rows.data_ptr(), self._kind, self._kept
+        if start & 15 or not kind.has(rows) or not self._around.are_same():
+            return None
+        (q, k, v), (out_size, out_dtype, lse_size) = self._parts, self._results
+        out = torch.empty(out_size, dtype=out_dtype, device=kind.device)
+        lse = torch.empty(lse_size, dtype=torch.float32, device=kind.device) if kept is None else kept
+        self._launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
+        return out, lse
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> _Forward | None:
+        """See `foci.backends.contract.ForwardOfRows`."""
+        around = self._around.moved(offsets) if self._kind.has(rows) else None
+        found = None if around is None else _moved(self._found, around, offsets)
+        if around is None or found is None or not _knows_results(found):
+            return None
+        return _Forward(found, self._kind, around, self._parts, self._kept, whole=self._whole)
+
+
 def bind_forward(
     found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
 ) -> ForwardOfRows | None:
     """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
     makes tensors with gaps. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
+    if kind is None or around is None or parts is None or not _knows_results(found):
+        return None
+    results: _Results = found.sized.makes_rows
+    kept = torch.empty(results.lse, dtype=torch.float32, device=kind.device) if out_alone else None
+    return _Forward(found, kind, around, parts, kept, whole=whole)
+
+
+def _moved(found: Recording, around: _Surroundings, offsets: Tensor) -> Recording | None:
+    """A pass that captures nothing for as many tokens of other sequences; None where it is of those alone that it was recorded with."""
+    template = found.template.anywhere() if min(found.tokens) > 1 else None  # strides of a single token say nothing
+    return (
+        None if template is None else template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), found.tokens, ())
+    )
+
+
+def _knows_results(found: Recording) -> bool:
     sized = found.sized
     if sized.makes_rows is None:
         sized.makes_rows = _results_of(sized) or False
-    if kind is None or around is None or parts is None or not sized.makes_rows:
-        return None
-    results: _Results = sized.makes_rows
-    (q, k, v), empty, device = parts, torch.empty, kind.device
-    out_size, out_dtype, lse_size = results
-    launch = (found.of_whole() if whole else None) or found.launch
-    kept = empty(lse_size, dtype=torch.float32, device=device) if out_alone else None
-
-    def run(rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        start = rows.data_ptr()
-        if start & 15 or not kind.has(rows) or not around.are_same():
-            return None
-        out = empty(out_size, dtype=out_dtype, device=device)
-        lse = empty(lse_size, dtype=torch.float32, device=device) if kept is None else kept
-        launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
-        return out, lse
-
-    return run
+    return sized.makes_rows is not False
 
 
 def _results_of(found: Sized) -> _Results | None:
@@ -113,34 +151,57 @@ def _results_of(found: Sized) -> _Results | None:
     return _Results((size[0], size[1] * size[2]), dtype, (lse[0], lse[1]))
 
 
+class _Backward:
+    """Likewise a backward pass; `kinds` are those of the rows, out, lse and the gradient of out."""
+
+    __slots__ = ("_around", "_found", "_kinds", "_parts", "_steps")
+
+    def __init__(
+        self, found: Recording, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
+    ) -> None:
+        self._found, self._kinds, self._around, self._parts = found, kinds, around, parts
+        self._steps: tuple[int, ...] = found.sized.makes_rows
+
+    def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor, /) -> Tensor | None:
+        start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+        if (start | outs | lses | douts) & 15 or not self._around.are_same():
+            return None
+        of_rows, of_out, of_lse, of_dout = self._kinds
+        # autograd may hand back what it saved, and gradients, as other tensors of the same values
+        if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
+            return None
+        made = torch.empty_like(rows)
+        to, (q, k, v), (dq, dk, dv) = made.data_ptr(), self._parts, self._steps
+        self._found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
+        return made
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> _Backward | None:
+        """See `foci.backends.contract.BackwardOfRows`."""
+        around = self._around.moved(offsets) if self._kinds[0].has(rows) else None
+        found = None if around is None else _moved(self._found, around, offsets)
+        if around is None or found is None or not _knows_steps(found, rows):
+            return None
+        return _Backward(found, self._kinds, around, self._parts)
+
+
 def bind_backward(
     found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardOfRows | None:
     """Likewise a backward pass, given out [T, Hq, Dv], lse and the gradient of out; what is returned takes them [T, Hq * Dv]."""
     kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
-    sized = found.sized
-    if sized.makes_rows is None:
-        sized.makes_rows = _steps_of(sized, rows) or False
-    if around is None or parts is None or not sized.makes_rows:
-        return None
     of_rows, of_out, of_lse, of_dout = kinds
     if of_rows is None or of_out is None or of_lse is None or of_dout is None:
         return None
-    (q, k, v), (dq, dk, dv), empty_like = parts, sized.makes_rows, torch.empty_like
+    if around is None or parts is None or not _knows_steps(found, rows):
+        return None
+    return _Backward(found, (of_rows, of_out, of_lse, of_dout), around, parts)
 
-    def run(rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor | None:
-        start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
-        if (start | outs | lses | douts) & 15 or not around.are_same():
-            return None
-        # autograd may hand back what it saved, and gradients, as other tensors of the same values
-        if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
-            return None
-        made = empty_like(rows)
-        to = made.data_ptr()
-        found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
-        return made
 
-    return run
+def _knows_steps(found: Recording, rows: Tensor) -> bool:
+    sized = found.sized
+    if sized.makes_rows is None:
+        sized.makes_rows = _steps_of(sized, rows) or False
+    return sized.makes_rows is not False
 
 
 def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
@@ -161,8 +222,9 @@ def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
     """A known dense pass for tensors that lie on the device of `like` as those it is known for; None where it takes more than addresses,
     or makes tensors of other strides."""
     device = like.get_device() if like.is_cuda else -1
-    stream, news = free_stream_on(device), found.news
-    if stream is None or found.joint is not None or not found.takes_places or [stride for _, stride, _ in news] != [*strides]:
+    sized = found.sized
+    stream, news = free_stream_on(device), sized.news
+    if stream is None or sized.joint is not None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
         return None
     empty, (size, offsets) = _allocator(like.device), found.scratch
 

@@ -297,6 +297,10 @@ class Template:
             return None
         return self._with_ways(Template(self.launches, self.made, (), self._sources, self._results))
 
+    def anywhere(self) -> Template | None:
+        """`unbound`, which this may be already."""
+        return self if not self._kept and None not in self._sources else self.unbound()
+
     def _with_ways(self, other: Template) -> Template:
         """Another of the same launches, with what was found of them."""
         other._ways = self._ways
