@@ -57,6 +57,7 @@ _WRITTEN: Final = [getattr(kind, name) for kind, name in _METHODS]
 """As they were: some libraries put theirs into torch's classes."""
 _NUMBERS: Final = (float, int)
 _PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
+_facts_of: Final = operator.attrgetter("dtype", "layout", "requires_grad")
 _AS_NODES = frozenset(("cuda",))
 """Devices on which the kernels and the nodes between products cost more than a node in Python does."""
 _PLACES: Final = 12
@@ -157,10 +158,10 @@ class Stack:
         if self._lacks_some and [t is None for t in given] != self._lacks:
             return None
         tensors = [t for t in given if t is not None] if self._lacks_some else given
-        dtype, strided = x.dtype, torch.strided
-        if not _PLAIN.issuperset(map(type, tensors)) or [t for t in tensors if t.dtype is not dtype or t.layout is not strided]:
+        facts = {*map(_facts_of, tensors)}  # a few
+        if not _PLAIN.issuperset(map(type, tensors)) or {(dtype, layout) for dtype, layout, _ in facts} - {(x.dtype, torch.strided)}:
             return None
-        learns = torch.is_grad_enabled() and (x.requires_grad or True in [t.requires_grad for t in tensors])
+        learns = torch.is_grad_enabled() and (x.requires_grad or True in [learns for *_, learns in facts])
         casts = torch._C._is_any_autocast_enabled()
         is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
