@@ -227,9 +227,12 @@ class Geometry:
 
     Attributes:
         packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
+        joined: gradients of dense query, key and value, as many queries as keys, are wanted side by side in rows [B, S, E], by kernels
+            that can.
     """
 
     packed: bool = False
+    joined: bool = False
 
 
 @record

@@ -13,7 +13,7 @@ from foci.backends.triton import bound
 from foci.binding import bind
 from foci.operator import direct, dispatched
 from foci.operator.arguments import flatten
-from foci.operator.direct import Backward, Forward
+from foci.operator.direct import Backward, BackwardRows, Forward
 from foci.problem import Formula, Outputs
 
 FIXED = ("plain", "causal", "alibi", "dropout", "row_max")
@@ -36,8 +36,7 @@ def given(args, dlse=None):
 
 def known(name, place, dlse=None):
     """A place that has run, and its arguments in other tensors."""
-    kind = Forward if place is Forward else Backward
-    place = kind(fixed=True)
+    place = (kind := place)(fixed=True)
     for _ in range(2):
         args = arguments(name)
         args = args if kind is Forward else (*given(args, dlse), *args)
@@ -70,6 +69,36 @@ def test_a_place_launches_what_a_call_does(launched, name, kind):
         assert [t is None for t in made] == [False, False, name != "row_max", True, True]
     for one, other in zip(made, wanted, strict=True):
         assert one is None or (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "dropout"])
+def test_rows_of_gradients_are_launched_where_they_lie(launched, name):
+    worked_out, log = launched
+    place, args = known(name, BackwardRows)
+    assert place._last.run is not None
+    del worked_out[:], log[:]
+    made = place(*args)
+    fixed = placed(log, tensors_of(args, made))
+    del log[:]
+    wanted = dispatched.gradient_rows(*args)
+    assert fixed == placed(log, tensors_of(args, wanted))
+    assert not worked_out
+    assert (made.shape, made.stride()) == (wanted.shape, wanted.stride()) == ((2, 256, 3 * 256), (256 * 3 * 256, 3 * 256, 1))
+    (number,) = {part[0] for part in flat_pairs(fixed) if part[1] == 512}
+    assert {(number, 0), (number, 512), (number, 1024)} <= set(flat_pairs(fixed))
+    del log[:]
+    apart = dispatched.gradients(*args)  # is another pass
+    assert len({t.data_ptr() for t in apart}) == 3
+    assert all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in apart)
+
+
+def flat_pairs(value):
+    """(number of a tensor, bytes from its beginning), wherever `placed` has them."""
+    if not isinstance(value, (tuple, list)):
+        return []
+    if isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value):
+        return [value]
+    return [pair for each in value for pair in flat_pairs(each)]
 
 
 def test_the_gradient_of_lse_has_its_place(launched):

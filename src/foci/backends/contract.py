@@ -161,7 +161,7 @@ class Binding(Protocol):
         ...
 
     def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
-        """`Repeating.backward_again` for all inputs and `given` like these, in one row."""
+        """`Repeating.backward_again` for all inputs and `given` like these, in one row; of a geometry that is `joined`, the rows."""
         ...
 
 

@@ -17,6 +17,7 @@ __all__ = ["register"]
 _PLACES: Final[Mapping[Any, str]] = {
     torch.ops.foci.attention.default: "Forward",
     torch.ops.foci.attention_backward.default: "Backward",
+    torch.ops.foci.attention_backward_rows.default: "BackwardRows",
 }
 
 

@@ -7,6 +7,7 @@ kernel knows the pass, it is launched with nothing looked up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +20,7 @@ from foci.context import allowed_backends, is_tuning, observers
 from foci.operator import dispatched
 from foci.operator.dispatched import Known
 
-__all__ = ["Backward", "Forward"]
+__all__ = ["Backward", "BackwardRows", "Forward"]
 
 _TRIES: Final = 4
 """Calls after which a pass that is not known by then is not asked for again."""
@@ -104,10 +105,32 @@ class Backward(_Place):
     def __call__(self, *args: Any) -> list[Tensor]:
         around, last = _around(*args[7:10]), self._last
         if last is not None and last.run is not None and last.around == around and not observers():
-            made = last.run((*args[7:10], *args[10], args[11], args[4], args[5], args[0], args[1]))
+            made = last.run(_places(args))
             if made is not None:
                 return made
         known = self._known(dispatched.backward_known, args, args[7:11], around)
         found = dispatched.backward(known, args)
         self._fix(known, around, lambda: dispatched.fix_backward(known, args))
         return found
+
+
+class BackwardRows(_Place):
+    """`foci::attention_backward_rows` at one place of a graph."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> Tensor:
+        around, last = _around(*args[7:10]), self._last
+        if last is not None and last.run is not None and last.around == around and not observers():
+            made = last.run(_places(args))
+            if made is not None:
+                return made[0]
+        known = self._known(functools.partial(dispatched.backward_known, joined=True), args, args[7:11], around)
+        found = dispatched.backward_rows(known, args)
+        self._fix(known, around, lambda: dispatched.fix_backward(known, args))
+        return found
+
+
+def _places(args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Of a backward's arguments, in the order that its pass takes them: operands, seed, and what is given."""
+    return (*args[7:10], *args[10], args[11], args[4], args[5], args[0], args[1])

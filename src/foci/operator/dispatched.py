@@ -23,8 +23,8 @@ from foci.operator.eager import Outline, forward_now
 from foci.problem import Cotangents, Geometry, Results
 
 __all__ = [
-    "Known", "backward", "backward_known", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_strides", "gradients",
-    "result_strides", "results",
+    "Known", "backward", "backward_known", "backward_rows", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_rows",
+    "gradient_strides", "gradients", "result_strides", "results",
 ]  # fmt: skip
 
 _CAPACITY: Final = 1024
@@ -62,6 +62,15 @@ def gradients(*args: Any) -> list[Tensor]:
     return backward(backward_known(args), args)
 
 
+def gradient_rows(*args: Any) -> Tensor:
+    """Gradients of query, key and value side by side in rows [B, S, E], of the same arguments, dense and with as many queries as keys.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    return backward_rows(backward_known(args, joined=True), args)
+
+
 def forward_known(args: Sequence[Any]) -> Known:
     """What is known of a call of `results`.
 
@@ -74,16 +83,16 @@ def forward_known(args: Sequence[Any]) -> Known:
     return _known.get(signature) or _keep(signature, _forward_known(args, allowed))
 
 
-def backward_known(args: Sequence[Any]) -> Known:
-    """What is known of a call of `gradients`.
+def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
+    """What is known of a call of `gradients`, or of `gradient_rows`.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
     needs, *operands = args[6:]
     allowed = None if operands[-1] == "*" else _names(operands[-1])
-    signature = (needs, *_signature(operands, allowed))
-    return _known.get(signature) or _keep(signature, _backward_known(operands, allowed, needs))
+    signature = (needs, joined, *_signature(operands, allowed))
+    return _known.get(signature) or _keep(signature, _backward_known(operands, allowed, needs, joined=joined))
 
 
 def forward(known: Known, args: tuple[Any, ...]) -> Results:
@@ -96,8 +105,28 @@ def forward(known: Known, args: tuple[Any, ...]) -> Results:
 
 def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Those gradients of query, key, value and captured tensors whose letter is 1, of the flat arguments of the operator's backward."""
-    (grad_out, grad_lse, grad_columns, grad_weights, out, lse, needs), args = arguments[:7], arguments[7:]
-    outline, strides = known
+    strides = known.strides or _backward_strides(arguments[7:], arguments[6])
+    return [_lying(t, s) for t, s in zip(_found(known, arguments), strides, strict=True)]
+
+
+def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
+    """Those of query, key and value, likewise, in rows."""
+    made = _found(known, arguments)
+    (b, _, s, _), width = made[0].shape, sum(t.shape[1] * t.shape[3] for t in made)
+    at, storages = made[0].storage_offset(), {t.untyped_storage().data_ptr() for t in made}
+    strides = (s * width, width, 1)
+    for t in made:
+        _, h, _, d = t.shape
+        if len(storages) > 1 or t.storage_offset() != at or t.stride() != (strides[0], d, width, 1):
+            return torch.cat([t.transpose(1, 2).flatten(2) for t in made], 2)
+        at += h * d
+    return made[0].as_strided((b, s, width), strides)
+
+
+def _found(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """As the kernel makes them."""
+    (grad_out, grad_lse, grad_columns, grad_weights, out, lse, _), args = arguments[:7], arguments[7:]
+    outline = known.outline
     tensors = (*args[:3], *args[3])
     made: Sequence[Tensor | None] | None = None
     if outline.geometry is not None and grad_columns is None and grad_weights is None:
@@ -107,8 +136,7 @@ def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
         cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
         found = backward_of(outline.chosen, outline.operands(tensors, args[4:11]), Results(out, lse), cotangents)
         made = (found.query, found.key, found.value, *found.captures)
-    strides = strides or _backward_strides(args, needs)
-    return [_lying(t, s) for t, s in zip([t for t in made if t is not None], strides, strict=True)]
+    return [t for t in made if t is not None]
 
 
 def fix_forward(known: Known, args: tuple[Any, ...]) -> Fixed | None:
@@ -190,9 +218,12 @@ def _forward_known(args: Sequence[Any], allowed: Allowed) -> Known:
     return Known(outline, None if args[6] is not None else _forward_strides(args))
 
 
-def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str) -> Known:
+def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str, *, joined: bool) -> Known:
     wanted = [flag == "1" for flag in needs]
-    outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])))
+    outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])), joined=joined)
+    if joined:
+        s, width = args[0].shape[2], sum(t.shape[1] * t.shape[3] for t in args[:3])
+        return Known(outline, [(s * width, width, 1)])
     return Known(outline, None if args[6] is not None else _backward_strides(args, needs))
 
 
@@ -206,11 +237,11 @@ def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:
     return [s for s, flag in zip(strides, needs, strict=True) if flag == "1"]
 
 
-def _outline(args: Sequence[Any], allowed: Allowed, needs: Needs) -> Outline:
+def _outline(args: Sequence[Any], allowed: Allowed, needs: Needs, *, joined: bool = False) -> Outline:
     formula, operands, _ = unflatten(args)
     chosen = choose_kernel(formula, operands, needs, allowed)
     # block masks and pages are looked up by value
-    geometry = Geometry() if operands.blocks is None and operands.page_table is None else None
+    geometry = Geometry(joined=joined) if operands.blocks is None and operands.page_table is None else None
     o = operands
     return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed=False, geometry=geometry, learns=False)
 

@@ -32,6 +32,7 @@ _GIVEN: Final = "Tensor grad_out, Tensor? grad_lse, Tensor? grad_columns, Tensor
 _SCHEMAS: Final = {
     "attention": f"({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention_backward": f"({_GIVEN}, {_OPERANDS}) -> Tensor[]",
+    "attention_backward_rows": f"({_GIVEN}, {_OPERANDS}) -> Tensor",
 }
 
 
@@ -90,6 +91,11 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     made = [t.new_empty_strided(t.shape, s) for flag, t, s in zip(needs, tensors, strides, strict=False) if flag == "1"]
     made += [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(needs[3:], captures, strict=True) if flag == "1"]
     return made
+
+
+def _rows_fake(*args: Any) -> Tensor:
+    query, key, value = args[7:10]
+    return query.new_empty((query.shape[0], query.shape[2], sum(t.shape[1] * t.shape[3] for t in (query, key, value))))  # type: ignore[no-any-return]
 
 
 def _heads_lie_in_rows(tensor: Tensor) -> bool:
@@ -239,3 +245,8 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], deri
 
 _register("attention", dispatched.results, _attention_fake, (_backward, _setup), _attention_vmap)
 _register("attention_backward", dispatched.gradients, _backward_fake, (_double_backward, _setup_double), _backward_vmap)
+
+# graphs hold it where autograd has had its turn
+_library.define("attention_backward_rows" + _SCHEMAS["attention_backward_rows"], tags=_TAGS)  # type: ignore[no-untyped-call]
+_library.impl("attention_backward_rows", dispatched.gradient_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("foci::attention_backward_rows", _rows_fake, lib=_library)

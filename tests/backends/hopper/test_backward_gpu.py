@@ -1,5 +1,7 @@
 """The Hopper backward on a GPU: one kernel and several give the gradients of float64, the same bits each time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from posed import exact, kernel_of, posed
@@ -7,7 +9,7 @@ from posed import exact, kernel_of, posed
 import foci
 from foci import masks, scores
 from foci.backends.hopper import backward_schedules
-from foci.problem import Cotangents
+from foci.problem import Cotangents, Geometry
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -213,3 +215,19 @@ def test_a_cotangent_of_one_number_spread_over_a_tensor():
     dout = torch.ones((), device="cuda", dtype=results.out.dtype).expand(results.out.shape)
     found, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
     assert (found.value.double() - right.value).norm() <= 8e-3 * right.value.norm()
+
+
+@pytest.mark.parametrize("name", ["plain", "causal, D 64", "grouped heads, causal", "D 192", "dropout, D 64", "D 64, Dv 128"])
+def test_gradients_side_by_side_have_the_bits_of_those_apart(name):
+    case = {"causal, D 64": {"mask": masks.causal(), "dim": 64}, "dropout, D 64": {"dropout": 0.2, "dim": 64}, **CASES}[name]
+    asked, operands = posed(grads=ALL, **{**case, "rows": 700, "keys": 700})
+    kernel = kernel_of("hopper", asked)
+    results = kernel.forward(operands)
+    dout = torch.randn_like(results.out)
+    apart = kernel.backward(operands, results, Cotangents(dout))
+    for _ in range(2):
+        joined = kernel.backward(replace(operands, geometry=Geometry(joined=True)), results, Cotangents(dout))
+        step = sum(t.shape[1] * t.shape[3] for t in (joined.query, joined.key, joined.value))
+        for part in ("query", "key", "value"):
+            assert torch.equal(getattr(apart, part), getattr(joined, part)), part
+            assert getattr(joined, part).stride(2) == step

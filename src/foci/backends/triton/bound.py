@@ -219,12 +219,16 @@ def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
 
 
 def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
-    """A known dense pass for tensors that lie on the device of `like` as those it is known for; None where it takes more than addresses,
-    or makes tensors of other strides."""
+    """A known dense pass for tensors that lie on the device of `like` as those it is known for, with what it makes side by side as the
+    rows [B, S, E] that this is in; None where it takes more than addresses, or makes tensors of other strides."""
     device = like.get_device() if like.is_cuda else -1
-    sized = found.sized
-    stream, news = free_stream_on(device), sized.news
-    if stream is None or sized.joint is not None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
+    stream, sized = free_stream_on(device), found.sized
+    news, starts = sized.news, [0]
+    if sized.joint is not None:
+        parts, dtype, _ = sized.joint
+        (b, _, s, _), (_, _, width, _), _ = parts[0]
+        news, starts = [((b, s, width), (s * width, width, 1), dtype), *news], [at * dtype.itemsize for *_, at in parts]
+    if stream is None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
         return None
     empty, (size, offsets) = _allocator(like.device), found.scratch
 
@@ -239,7 +243,8 @@ def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
         if bits & 15:
             return None
         made = [empty(*new) for new in news]
-        addresses += [t.data_ptr() for t in made]
+        addresses += [made[0].data_ptr() + start for start in starts]
+        addresses += [t.data_ptr() for t in made[1:]]
         if size:
             scratch = empty((size,), (1,), torch.uint8)  # lives until all is launched
             start = scratch.data_ptr()

@@ -175,7 +175,8 @@ class KnownPasses:
         how = _lie if operands.cu_q is None else _lie_packed
         return (
             self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
-            operands.ints, operands.floats, operands.max_q, operands.max_kv, *map(how, packed), *map(_lie, others),
+            operands.ints, operands.floats, operands.max_q, operands.max_kv, operands.geometry is not None and operands.geometry.joined,
+            *map(how, packed), *map(_lie, others),
         )  # fmt: skip
 
 

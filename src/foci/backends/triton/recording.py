@@ -121,7 +121,7 @@ class Recorder:
         return made
 
     def parts(self, sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> list[Tensor]:
-        """Uninitialised tensors [1, H, T, D] of these strides, whose rows lie side by side in one allocation; made before any other."""
+        """Uninitialised tensors [B, H, S, D] of these strides, whose rows lie side by side in one allocation; made before any other."""
         assert not self._made, "parts are made first"
         starts = itertools.accumulate((int(heads) * int(width) for _, heads, _, width in sizes), initial=0)
         self._made += [

@@ -34,12 +34,18 @@ def like_tensor(recorder: Recorder, tensor: Tensor) -> Tensor:
 
 def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
     """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
-    so that what comes before takes them as they are. All three of packed tensors whose rows may be parts of one tensor's are that too."""
+    so that what comes before takes them as they are. All three of packed tensors whose rows may be parts of one tensor's are that too,
+    and those of dense ones where that is asked for."""
     rows, columns = tokens_of(operands)
     of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
-    if operands.cu_q is not None and all(wanted):
+    if all(wanted):
         width = sum(t.shape[1] * t.shape[3] for t, _ in of.values())
-        if all(t.stride()[1:] == (t.shape[3], width, 1) for t, _ in of.values()):
+        if operands.cu_q is not None:
+            is_joined = all(t.stride()[1:] == (t.shape[3], width, 1) for t, _ in of.values())
+        else:  # each begins at a multiple of 16 bytes, as kernels are compiled for
+            is_asked = operands.geometry is not None and operands.geometry.joined and rows == columns
+            is_joined = is_asked and all(t.shape[1] * t.shape[3] % 8 == 0 for t, _ in of.values())
+        if is_joined:
             sizes = [(*t.shape[:2], s, t.shape[3]) for t, s in of.values()]
             steps = [(s * width, width_of, width, 1) for _, _, s, width_of in sizes]
             return dict(zip(of, recorder.parts(sizes, steps, operands.query.dtype, operands.query), strict=True))

@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.graph.padding import lowering
 from foci.graph.padding.growing import grow_dims
+from foci.graph.padding.joined import join_gradients
 from foci.graph.padding.model import Machine
 from foci.graph.padding.passes import default_machine, note_outputs, pad, visible_outputs
 from foci.graph.padding.report import tell
@@ -45,7 +46,7 @@ class SizesPass(CustomGraphPass):
 
 @dataclass(frozen=True)
 class StridesPass(CustomGraphPass):
-    """On the forward and on the backward graph: padded strides.
+    """On the forward and on the backward graph: padded strides, and gradients made side by side where they are read so.
 
     Attributes:
         machine: to decide for; by default the graph's own device.
@@ -57,6 +58,7 @@ class StridesPass(CustomGraphPass):
         module = graph.owning_module
         if module is not None:
             lowering.register()
+            join_gradients(graph)
             tell(pad(module, (), self.machine, visible=visible_outputs(graph)).paddings)
 
     def uuid(self) -> Any:

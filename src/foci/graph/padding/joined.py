@@ -1,0 +1,93 @@
+"""Gradients of query, key and value that are put side by side: made there.
+
+Where one product makes query, key and value, as GPT-2's does, autograd puts their gradients side by side for that product's backward: a
+copy of all three. Kernels can write them where they are read.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from foci.graph.padding.reading import value_of
+
+__all__ = ["join_gradients"]
+
+aten = torch.ops.aten
+
+_DEVICES: Final = frozenset({"cuda"})
+"""Whose kernels write rows with others between."""
+_WHOLE: Final = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_COPIES: Final = frozenset({aten.clone.default})
+_ROWS: Final = ((aten.permute.default, [0, 2, 1, 3]), (aten.transpose.int, 1, 2))
+"""What lays the heads of a row side by side."""
+_PARTS: Final = frozenset({operator.getitem})
+
+
+def join_gradients(graph: fx.Graph) -> int:
+    """Replaces, in a backward graph, the gradients of an attention's query, key and value [B, H, S, D] that nobody reads but their
+    concatenation [B, S, E] by one call that makes this.
+
+    Returns:
+        How many there were.
+    """
+    found = [(node, read) for node in graph.nodes if node.target is aten.cat.default and (read := _read(node)) is not None]
+    for node, read in found:
+        maker = read[-1]
+        with graph.inserting_before(node):
+            made = graph.call_function(torch.ops.foci.attention_backward_rows.default, maker.args)
+        made.meta = {**maker.meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(made)
+        for each in (node, *read):
+            graph.erase_node(each)
+    return len(found)
+
+
+def _read(cat: fx.Node) -> list[fx.Node] | None:
+    """What a concatenation alone has read, back to the call that made all of it; None if that is not query's, key's and value's gradient
+    of one attention in this order, heads within rows."""
+    parts: Any = cat.args[0]
+    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    value, chains = value_of(cat), [_chain(part) for part in parts]
+    if value is None or value.dim() != 3 or value.device.type not in _DEVICES or dim not in (2, -1) or not value.is_contiguous():
+        return None
+    getitems = [chain[-1] for chain in chains if chain]
+    makers = {getitem.args[0] for getitem in getitems}
+    if len(chains) != 3 or [getitem.args[1] for getitem in getitems] != [0, 1, 2] or len(makers) != 1:
+        return None
+    (maker,) = makers
+    if not isinstance(maker, fx.Node) or maker.target is not torch.ops.foci.attention_backward.default or len(maker.users) != 3:
+        return None
+    needs, shapes = maker.args[6], [value_of(getitem).shape for getitem in getitems]  # type: ignore[union-attr]
+    is_dense = maker.args[_CU_Q] is None and maker.args[_PAGES] is None
+    if needs != "111" + "0" * len(maker.args[_CAPTURES]) or not is_dense:  # type: ignore[arg-type]
+        return None
+    # sizes that are numbers: each part has the rows of its gradient
+    rows = [[b, s, h * d] for b, h, s, d in shapes]
+    if not all(type(n) is int for row in rows for n in row) or [list(value_of(part).shape) for part in parts] != rows:  # type: ignore[union-attr]
+        return None
+    return [*(node for chain in chains for node in chain), maker]
+
+
+_CAPTURES: Final = 10
+_CU_Q: Final = 13
+_PAGES: Final = 17
+"""Among the arguments of the operator."""
+
+
+def _chain(part: fx.Node) -> list[fx.Node]:
+    """A part, and what it alone is made of: of a gradient [B, H, S, D] its rows [B, S, H * D], perhaps copied; empty if it is anything
+    else."""
+    nodes: list[Any] = [part]
+    for kinds in (_WHOLE, _COPIES, _ROWS, _PARTS):
+        node = nodes[-1]
+        if not isinstance(node, fx.Node) or len(node.users) != 1:
+            return []
+        if node.target in kinds or (kinds is _ROWS and (node.target, *node.args[1:]) in _ROWS):
+            nodes.append(node.args[0])
+        elif kinds is not _COPIES:
+            return []
+    return nodes[:-1]
