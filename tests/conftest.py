@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 # GCC optimises less: a third of its time, which is most of theirs.
 FLAGS = build._FLAGS
 QUICK = tuple("-Og" if flag == "-O2" else flag for flag in FLAGS)
-OF_KERNELS = ("backends", "conformance", "literature")
+OF_KERNELS = ("backends", "conformance")
 
 
 def pytest_runtest_setup(item):
