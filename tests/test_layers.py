@@ -33,6 +33,7 @@ LAYERS = (
     ("foci.core", "foci.transposed"),
     ("foci.capture",),
     ("foci.dispatch",),
+    ("foci.nested",),
     ("foci.nested_node",),
     ("foci.jagged",),
     ("foci.arguments",),
