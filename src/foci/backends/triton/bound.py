@@ -6,7 +6,6 @@ need of, are left out: where query, key and value lie side by side in rows of on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
 from foci.backends.triton.sparsity import sequences_at
-from foci.backends.triton.surroundings import free_stream_on
+from foci.backends.triton.surroundings import allocator_on, free_stream_on
 from foci.backends.triton.templates import Recording, Sized
 
 __all__ = ["bind_backward", "bind_forward", "fix"]
@@ -75,32 +74,32 @@ def _parts_of(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
 
 
 class _Results(NamedTuple):
-    """What the forward makes: sizes of out and lse without gaps, and dtypes."""
+    """What the forward makes: sizes, strides and dtypes of out and lse without gaps."""
 
-    out: tuple[int, int]
-    out_dtype: torch.dtype
-    lse: tuple[int, int]
+    out: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+    lse: tuple[tuple[int, int], tuple[int, int], torch.dtype]
 
 
 class _Forward:
     """A forward pass for rows of one kind, in its surroundings. `kept`: what all write lse to, where nobody reads it."""
 
-    __slots__ = ("_around", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
+    __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
 
     def __init__(
         self, found: Recording, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
     ) -> None:
         self._found, self._kind, self._around, self._parts, self._kept, self._whole = found, kind, around, parts, kept, whole
         self._results: _Results = found.sized.makes_rows
+        self._empty = allocator_on(kind.device)
         self._launch = (found.of_whole() if whole else None) or found.launch
 
     def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
         start, kind, kept = rows.data_ptr(), self._kind, self._kept
         if start & 15 or not kind.has(rows) or not self._around.are_same():
             return None
-        (q, k, v), (out_size, out_dtype, lse_size) = self._parts, self._results
-        out = torch.empty(out_size, dtype=out_dtype, device=kind.device)
-        lse = torch.empty(lse_size, dtype=torch.float32, device=kind.device) if kept is None else kept
+        (q, k, v), (of_out, of_lse), empty = self._parts, self._results, self._empty
+        out = empty(*of_out)
+        lse = empty(*of_lse) if kept is None else kept
         self._launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
         return out, lse
 
@@ -122,7 +121,7 @@ def bind_forward(
     if kind is None or around is None or parts is None or not _knows_results(found):
         return None
     results: _Results = found.sized.makes_rows
-    kept = torch.empty(results.lse, dtype=torch.float32, device=kind.device) if out_alone else None
+    kept = allocator_on(kind.device)(*results.lse) if out_alone else None
     return _Forward(found, kind, around, parts, kept, whole=whole)
 
 
@@ -148,19 +147,22 @@ def _results_of(found: Sized) -> _Results | None:
     (size, stride, dtype), (lse, lse_stride, lse_dtype) = made
     if len(size) != 3 or stride != (size[1] * size[2], size[2], 1) or lse_stride != (lse[1], 1) or lse_dtype != torch.float32:
         return None
-    return _Results((size[0], size[1] * size[2]), dtype, (lse[0], lse[1]))
+    width = size[1] * size[2]
+    return _Results(((size[0], width), (width, 1), dtype), ((lse[0], lse[1]), (lse[1], 1), lse_dtype))
 
 
 class _Backward:
     """Likewise a backward pass; `kinds` are those of the rows, out, lse and the gradient of out."""
 
-    __slots__ = ("_around", "_found", "_kinds", "_parts", "_steps")
+    __slots__ = ("_around", "_empty", "_found", "_kinds", "_of_made", "_parts", "_steps")
 
     def __init__(
         self, found: Recording, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
     ) -> None:
         self._found, self._kinds, self._around, self._parts = found, kinds, around, parts
         self._steps: tuple[int, ...] = found.sized.makes_rows
+        of_rows = kinds[0]
+        self._empty, self._of_made = allocator_on(of_rows.device), ((*of_rows.shape,), (of_rows.shape[1], 1), of_rows.dtype)
 
     def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor, /) -> Tensor | None:
         start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
@@ -170,7 +172,7 @@ class _Backward:
         # autograd may hand back what it saved, and gradients, as other tensors of the same values
         if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
             return None
-        made = torch.empty_like(rows)
+        made = self._empty(*self._of_made)
         to, (q, k, v), (dq, dk, dv) = made.data_ptr(), self._parts, self._steps
         self._found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
         return made
@@ -230,7 +232,7 @@ def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
         news, starts = [((b, s, width), (s * width, width, 1), dtype), *news], [at * dtype.itemsize for *_, at in parts]
     if stream is None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
         return None
-    empty, (size, offsets) = _allocator(like.device), found.scratch
+    empty, (size, offsets) = allocator_on(like.device), found.scratch
 
     def run(tensors: Inputs) -> list[Tensor] | None:
         if free_stream_on(device) != stream:
@@ -253,10 +255,3 @@ def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
         return made
 
     return run
-
-
-def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """Of size, strides and dtype, on that device, which is the current one: as Inductor's code allocates, where torch has that."""
-    own: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None
-    own = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    return own or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))

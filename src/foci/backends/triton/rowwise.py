@@ -21,7 +21,7 @@ from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.backends.triton import rows as kernels
 from foci.backends.triton.compiling import Waiting, launch_ahead, launch_waiting, side_by_side
 from foci.backends.triton.recording import direct
-from foci.backends.triton.surroundings import is_watched
+from foci.backends.triton.surroundings import allocator_on, is_watched
 from foci.backends.triton.templates import Arguments
 
 __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
@@ -250,7 +250,7 @@ class Rows(NamedTuple):
         )
         if not lies or (self.is_captured and not kernel.is_known(self.device)):
             return None
-        out = x if adds and not keeps else torch.empty_like(x)
+        out = x if adds and not keeps else allocator_on(x.device)((rows, width), (width, 1), x.dtype)
         places += (out.data_ptr(), at if stats is None else stats.data_ptr())
         numbers, programs = (rows, which, float(eps)), -(-rows // tile)
         if not kernel.launch_known(self.device, self.stream, programs, places, numbers):
@@ -262,13 +262,14 @@ class Rows(NamedTuple):
 class Sums:
     """A layer's backward between its products, and what it sums over the rows. Tensors are [T, ...]."""
 
-    __slots__ = ("_backward", "_given", "_partial", "_place", "_programs", "_rows")
+    __slots__ = ("_backward", "_empty", "_given", "_partial", "_place", "_programs", "_rows")
 
     def __init__(self, backward: Backward, place: Rows, given: Tensor) -> None:
         self._backward, self._place, self._given = backward, place, given
         self._rows = given.shape[0]
         self._programs = [0, min(_LINES[1], -(-self._rows // _PART[0]))]
-        self._partial = torch.empty((max(1, backward.size),), dtype=torch.float32, device=given.device)
+        self._empty = allocator_on(given.device)
+        self._partial = self._empty((max(1, backward.size),), (1,), torch.float32)
 
     def is_left(self, name: Name, /) -> bool:
         """Whether sums of that name are left by `columns`."""
@@ -277,7 +278,7 @@ class Sums:
     def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
         """The gradient of a norm's x, see `foci.backends.row_kernels.Sums`."""
         kernel, tile, first = self._backward.norms[name]
-        dx = torch.empty_like(x) if dy is self._given else dy
+        dx = self._empty((self._rows, x.shape[1]), (x.shape[1], 1), x.dtype) if dy is self._given else dy
         dy, added = _even(dy), None if added is None else _even(added)
         programs = self._programs[0] = min(_LINES[0], -(-self._rows // tile))
         tensors = (dy, x, x if scale is None else scale, stats, dy if added is None else added, dx, self._partial)
@@ -301,7 +302,7 @@ class Sums:
         if not backward.sizes:
             return []
         (ones, others), (programs, parts) = backward.slots, self._programs
-        out = self._given.new_empty(((ones + others) * _SLOT,))
+        out = self._empty(((ones + others) * _SLOT,), (1,), self._given.dtype)
         blocks = (ones + others) * (_SLOT // 32)
         numbers = (ones, programs, backward.start, others, parts)
         _finish(backward.dtype).launch(self._place.device, self._place.stream, blocks, (self._partial, out), numbers)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import triton
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from foci.backends.contract import Inputs
 
-__all__ = ["free_stream", "free_stream_on", "is_for_graphs", "is_watched", "places_of", "stream_of"]
+__all__ = ["Allocator", "allocator_on", "free_stream", "free_stream_on", "is_for_graphs", "is_watched", "places_of", "stream_of"]
 
 
 def places_of(tensors: Inputs) -> list[int | None]:
@@ -64,3 +67,14 @@ def _is_of_graphs(device: int, stream: int) -> bool:
     trees = sys.modules.get("torch._inductor.cudagraph_trees") if stream else None  # the default stream is not its own
     manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
     return manager is not None and manager.stream.cuda_stream == stream
+
+
+Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""An uninitialised tensor of size and strides, plain tuples, and dtype."""
+
+
+@functools.cache
+def allocator_on(device: torch.device) -> Allocator:
+    """What allocates on a device, which is the current one: as Inductor's code does, where torch has that."""
+    own: Allocator | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return own or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
