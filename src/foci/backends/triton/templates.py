@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foci.backends.contract import Inputs
 from foci.backends.triton.counts import Count, Tokens, row_of
-from foci.backends.triton.surroundings import places_of
+from foci.backends.triton.surroundings import allocator_on, places_of
 
 __all__ = [
     "Arguments",
@@ -200,12 +200,12 @@ class New(NamedTuple):
 
     def maker(self) -> Callable[[Tokens], functools.partial[Tensor]]:
         """What allocates it, by how many tokens there are."""
-        allocate = functools.partial(torch.empty_strided, dtype=self.dtype, device=self.device)
+        allocate, dtype = allocator_on(self.device), self.dtype
         if not any(isinstance(n, Count) for n in (*self.size, *self.stride)):
-            known = functools.partial(allocate, self.size, self.stride)
+            known = functools.partial(allocate, self.size, self.stride, dtype)
             return lambda tokens: known
         size, stride = row_of(self.size), row_of(self.stride)
-        return lambda tokens: functools.partial(allocate, size(tokens), stride(tokens))
+        return lambda tokens: functools.partial(allocate, size(tokens), stride(tokens), dtype)
 
     @property
     def lines(self) -> int:
@@ -388,7 +388,7 @@ class _Scratch(NamedTuple):
     def at(self, tokens: Tokens) -> tuple[functools.partial[Tensor], list[int]]:
         """What allocates it, and where in it each tensor lies."""
         ends = [_LINE * lines for lines in self.lines(tokens)]
-        return functools.partial(torch.empty, (ends[-1],), dtype=torch.uint8, device=self.device), [0, *ends[:-1]]
+        return functools.partial(allocator_on(self.device), (ends[-1],), (1,), torch.uint8), [0, *ends[:-1]]
 
 
 _LINE: Final = 512
@@ -428,7 +428,7 @@ class Sized:
     @property
     def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
         """Sizes, strides and dtypes of what a run allocates and returns, but for what is `joint`."""
-        return [(*make.args, make.keywords["dtype"]) for make in self.makes]
+        return [make.args for make in self.makes]
 
     @property
     def takes_places(self) -> bool:
