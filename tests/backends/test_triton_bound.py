@@ -199,10 +199,11 @@ def test_offsets_without_versions_and_dropout_are_not_bound(launched):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launched, heads):
+@pytest.mark.parametrize("tokens", [LENGTHS[-1], 180, 300])
+def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launched, heads, tokens):
     heads, log = HEADS[heads], launched[1]
     call, *_ = known(heads)
-    others, rows = torch.tensor([0, 100, LENGTHS[-1]]), rows_of(heads, 1)
+    others, rows = torch.tensor([0, 100, tokens]), rows_of(heads, 1).repeat(2, 1)[:tokens].contiguous()
 
     def run(call):
         del log[:]
@@ -222,15 +223,16 @@ def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launc
     assert run(moved) == [launch for launch in found if launch[0] not in ("place_sequences", "assign_tasks")]
 
 
-@pytest.mark.parametrize("other", ["fewer tokens", "fewer sequences", "of another dtype"])
+@pytest.mark.parametrize("other", ["a token", "a gap", "fewer sequences", "of another dtype"])
 def test_a_pass_is_not_moved_to_what_differs_in_more(launched, other):
     heads = HEADS["as many"]
     call, rows, found, gradient = known(heads)
     forward, backward = call.passes.forward, call.passes.backward
     offsets = torch.tensor(LENGTHS)
-    if other == "fewer tokens":
-        assert forward.moved(rows[:-1], offsets) is None
-        assert backward.moved(rows[:-1], offsets) is None
+    if other in ("a token", "a gap"):
+        given = rows[:1] if other == "a token" else OTHERS["a gap"](rows)
+        assert forward.moved(given, offsets) is None
+        assert backward.moved(given, offsets) is None
     elif other == "fewer sequences":
         assert forward.moved(rows, offsets[1:].clone()) is None
         assert backward.moved(rows, offsets[1:].clone()) is None

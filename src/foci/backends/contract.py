@@ -111,7 +111,8 @@ class ForwardOfRows(Protocol):
         ...
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> ForwardOfRows | None:
-        """The same for such rows of other sequences, as many, with one set of offsets; None where it must be bound anew."""
+        """The same for rows of other sequences, as many, with one set of offsets, whatever number of rows; None where it must be bound
+        anew."""
         ...
 
 

@@ -31,6 +31,13 @@ class _Kind(NamedTuple):
         """None of a tensor with gaps, or that does not begin at a multiple of 16 bytes."""
         return _Kind(tensor.shape, tensor.dtype, tensor.device) if tensor.is_contiguous() and not tensor.data_ptr() & 15 else None
 
+    def of_rows(self, rows: Tensor) -> _Kind | None:
+        """That of rows that differ in nothing but how many there are."""
+        if rows.shape == self.shape:
+            return self if self.has(rows) else None
+        kind = self._replace(shape=torch.Size((rows.shape[0], *self.shape[1:])))
+        return kind if kind.has(rows) else None
+
     def has(self, tensor: Tensor) -> bool:
         """Whether it is that, but for where it begins."""
         shape, dtype, device = self
@@ -105,11 +112,14 @@ class _Forward:
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> _Forward | None:
         """See `foci.backends.contract.ForwardOfRows`."""
-        around = self._around.moved(offsets) if self._kind.has(rows) else None
-        found = None if around is None else _moved(self._found, around, offsets)
-        if around is None or found is None or not _knows_results(found):
+        kind, around = self._kind.of_rows(rows), self._around.moved(offsets)
+        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
+        if kind is None or around is None or found is None or not _knows_results(found):
             return None
-        return _Forward(found, self._kind, around, self._parts, self._kept, whole=self._whole)
+        kept = self._kept
+        if kept is not None and kind is not self._kind:
+            kept = self._empty(*found.sized.makes_rows.lse)
+        return _Forward(found, kind, around, self._parts, kept, whole=self._whole)
 
 
 def bind_forward(
@@ -125,12 +135,12 @@ def bind_forward(
     return _Forward(found, kind, around, parts, kept, whole=whole)
 
 
-def _moved(found: Recording, around: _Surroundings, offsets: Tensor) -> Recording | None:
-    """A pass that captures nothing for as many tokens of other sequences; None where it is of those alone that it was recorded with."""
-    template = found.template.anywhere() if min(found.tokens) > 1 else None  # strides of a single token say nothing
-    return (
-        None if template is None else template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), found.tokens, ())
-    )
+def _moved(found: Recording, around: _Surroundings, offsets: Tensor, tokens: int) -> Recording | None:
+    """A pass that captures nothing for other sequences of so many tokens; None where it is of those alone that it was recorded with."""
+    template = found.template.anywhere() if min(tokens, *found.tokens) > 1 else None  # strides of a single token say nothing
+    if template is None:
+        return None
+    return template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), (tokens, tokens), ())
 
 
 def _knows_results(found: Recording) -> bool:
@@ -179,11 +189,16 @@ class _Backward:
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> _Backward | None:
         """See `foci.backends.contract.BackwardOfRows`."""
-        around = self._around.moved(offsets) if self._kinds[0].has(rows) else None
-        found = None if around is None else _moved(self._found, around, offsets)
-        if around is None or found is None or not _knows_steps(found, rows):
+        of_rows, of_out, of_lse, of_dout = self._kinds
+        kind, around = of_rows.of_rows(rows), self._around.moved(offsets)
+        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
+        if kind is None or around is None or found is None or not _knows_steps(found, rows):
             return None
-        return _Backward(found, self._kinds, around, self._parts)
+        if kind is of_rows:
+            return _Backward(found, self._kinds, around, self._parts)
+        out, lse = torch.Size((rows.shape[0], of_out.shape[1])), torch.Size((of_lse.shape[0], rows.shape[0]))
+        kinds = (kind, of_out._replace(shape=out), of_lse._replace(shape=lse), of_dout._replace(shape=out))
+        return _Backward(found, kinds, around, self._parts)
 
 
 def bind_backward(
