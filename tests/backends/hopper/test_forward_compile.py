@@ -32,13 +32,14 @@ LAUNCHED = {
 }
 DOCUMENTS = torch.arange(2048) // 100
 LONG = torch.arange(8192) // 900
+LONGER = {"dim": 64, "length": 4096}
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
     "causal": {"mask": masks.causal(), "stack": 64},
     "long causal": {"mask": masks.causal(), "length": 8192, "stack": 32},
     "causal D 64": {"mask": masks.causal(), "dim": 64},
-    "D 16": {"dim": 16},
+    "D 16": {"dim": 16, "length": 4096},
     "D 80": {"dim": 80, "stack": 48},
     "D 96": {"dim": 96, "stack": 48},
     "D 96, row_max": {"dim": 96, "row_max": True, "stack": 48},
@@ -69,7 +70,7 @@ CASES = {
     "float16 window": {"mask": masks.window(100), "dtype": torch.float16, "stack": 32},
     "persistent": {"mask": masks.window(100), "dim": 64},
     "jagged": {"jagged": True, "stack": 64},
-    "D 64, jagged": {"jagged": True, "dim": 64},
+    "D 64, jagged": {"jagged": True, "dim": 64, "length": 4096},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
     "blocks": {"mask": masks.causal(), "blocks": True},
 }
@@ -93,8 +94,32 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
         assert forward.sass.count("HGMMA") >= 12
 
 
+# FLEX-12
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [{"dim": 64}, {"dim": 64, "row_max": True}, {"dim": 96}, {"dim": 256, "mask": masks.causal()}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({"dim": 64}, {"dim": 64, "row_max": True, "dtype": torch.float16}, {"dim": 32}, {"dim": 16, "value_dim": 64}),
+        *({"dim": 64, "jagged": True}, {"dim": 64, "jagged": True, "row_max": True}),
+    ],
+)
+def test_two_programs_of_short_problems_fit_a_multiprocessor(case, stand_in):
+    found = stand_in(LAUNCHED, 90)
+    launch(case)
+    forward = next(one for one in found if one.name == "attention_forward")
+    # 228 KB, of which 1 is taken for each program
+    assert 2 * (forward.shared + 1024) <= 228 * 1024
+    assert int(re.search(r"\.maxnreg (\d+)", forward.ptx).group(1)) * 3 * 128 * 2 <= 65536
+    # each consumer has its registers, those of the program's own warps what is left, and none is spilled
+    assert {int(n) for n in re.findall(r"setmaxnreg\S+\s+(\d+)", forward.ptx)} == {192, 112, 104, 24}
+    if forward.stack is not None:
+        assert forward.stack == 0
+        assert forward.registers <= 80
+        assert "STL" not in forward.sass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [LONGER, LONGER | {"row_max": True}, {"dim": 96}, {"dim": 256, "mask": masks.causal()}])
 def test_warps_ask_whether_a_row_is_to_be_raised_by_three_scores_at_a_time(case, stand_in):
     found = stand_in(LAUNCHED, 90)
     launch(case)

@@ -66,6 +66,7 @@ def check_repeats(kernel, operands, first, times):
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
         *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("EVEN", 64), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("TWIN", 64), ("MIXED", 64)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -106,10 +107,10 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
     check_repeats(kernel, operands, first, 20)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("EVEN", 64), ("SHORT", 64)])
+@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("EVEN", 64), ("TWIN", 64), ("SHORT", 64)])
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
-    """15 programs leave 2 or 3 tasks of 700 rows for a last round, each then for two programs."""
+    """15 programs, or 14 by twos, leave 2, 3 or 6 tasks of 700 rows for a last round, each then for two programs."""
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
 
@@ -117,7 +118,8 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
     asked, operands = posed(rows=rows, dim=dim)
     found = []
     for programs in (15, 1000):
-        monkeypatch.setattr(host, "_processors", lambda device, n=programs: n)
+        processors = programs // getattr(schedules, schedule).programs
+        monkeypatch.setattr(host, "_processors", lambda device, n=processors: n)
         found.append(kernel_of("hopper", asked).forward(operands))
     halved, alone = found
     check(halved, exact(asked, operands))
@@ -143,7 +145,14 @@ def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
 
 
 FOLLOWED = [
-    *(("HELD", 64, None), ("N3", 64, masks.causal()), ("SHORT", 64, masks.window(200)), ("HELD", 32, None), ("PIECED", 96, None)),
+    *(
+        ("TWIN", 64, None),
+        ("HELD", 64, None),
+        ("N3", 64, masks.causal()),
+        ("SHORT", 64, masks.window(200)),
+        ("HELD", 32, None),
+        ("PIECED", 96, None),
+    ),
     *(("ALIKE", 128, None), ("RUNS", 128, masks.window(200)), ("WIDE", 256, None), ("WIDE", 256, masks.causal())),
 ]
 
@@ -176,7 +185,7 @@ def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, ste
 
 
 @pytest.mark.parametrize("steepness", [0.0, 30.0])
-@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
+@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
 def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, steepness, monkeypatch):
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
@@ -192,7 +201,7 @@ def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, 
     assert torch.equal(moved.lse, first.lse[:, :, order])
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
+@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
 def test_a_key_that_is_not_a_number_makes_all_results_none(schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
     from foci.backends.hopper import schedules
@@ -259,11 +268,10 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
     assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
 
 
-@pytest.mark.parametrize("lengths", [None, [100, 1, 700, 0, 128, 333]])
+@pytest.mark.parametrize("given", [{}, {"lengths": [100, 1, 700, 0, 128, 333]}, {"rows": 500}, {"lengths": [100, 1, 300, 0, 128] * 5}])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_what_the_kernel_before_wrote_is_read(dim, lengths):
+def test_what_the_kernel_before_wrote_is_read(dim, given):
     """Though the forward begins while that one ends."""
-    given = {} if lengths is None else {"lengths": lengths}
     asked, operands = posed(dim=dim, **given)
     kernel = kernel_of("hopper", asked)
     values = [operands.value.clone(), torch.randn_like(operands.value)]
@@ -279,6 +287,29 @@ def test_what_the_kernel_before_wrote_is_read(dim, lengths):
         operands.value.copy_(values[turn % 2])
         graph.replay()
         assert ((captured.double() - wanted[turn % 2].out).norm() / wanted[turn % 2].out.norm()).item() < 6e-3
+
+
+SHORT = {
+    "rows of every kind": {"rows": 450, "keys": 512},
+    "one row": {"rows": 1, "keys": 300},
+    "one key": {"rows": 200, "keys": 1},
+    "many tasks, grouped": {"batch": 40, "heads": 16, "kv_heads": 4, "rows": 300},
+    "halves of tasks": {"batch": 1, "heads": 71, "rows": 512},
+    "many queries": {"rows": 3000, "keys": 130},
+    "packed": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8},
+    "packed alike": {"lengths": [256] * 64, "heads": 16},
+}
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "dtype"), [(64, 64, torch.bfloat16), (32, 64, torch.float16), (8, 24, torch.bfloat16)])
+@pytest.mark.parametrize("name", SHORT)
+def test_short_problems_of_narrow_heads(name, dim, value_dim, dtype):
+    """Two programs on each multiprocessor, as many as the device has."""
+    asked, operands = posed(**SHORT[name], dim=dim, value_dim=value_dim, dtype=dtype)
+    kernel = kernel_of("hopper", asked)
+    first = kernel.forward(operands)
+    check(first, exact(asked, operands))
+    check_repeats(kernel, operands, first, 20)
 
 
 def test_gaps_between_sequences_are_zero():

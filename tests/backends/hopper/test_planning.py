@@ -83,6 +83,7 @@ def test_what_it_cannot_take_is_declined_in_words(given, target, said):
         ({"mask": masks.window(1023)}, "C2"),
         ({"mask": masks.window(1023), "head_dim": 64, "value_dim": 64}, "N3"),
         ({"head_dim": 256, "value_dim": 256}, "C2"),
+        ({"batch": 64, "q_len": 512, "kv_len": 512, "head_dim": 64, "value_dim": 64}, "N2"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,  # a set's text differs between processes
 )
@@ -217,12 +218,16 @@ JAGGED = {"layout": Layout.JAGGED}
         (KINDS["full"], schedules.ALIKE, schedules.HELD),
         (KINDS["causal"], schedules.N3, schedules.HELD),
         (KINDS["window"], schedules.RUNS, schedules.HELD),
-        (KINDS["full"] | {"q_len": 512, "kv_len": 512}, schedules.ALIKE, schedules.EVEN),
+        (KINDS["full"] | {"q_len": 512, "kv_len": 512}, schedules.ALIKE, schedules.TWIN),
+        (KINDS["full"] | {"q_len": 512, "kv_len": 1024}, schedules.ALIKE, schedules.EVEN),
+        (KINDS["causal"] | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.HELD),
         (KINDS["document"], schedules.RUNS, schedules.LISTED),
         (KINDS["added"], schedules.N3, schedules.N3),
         (KINDS["score"], schedules.N3, schedules.N3),
         (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
         (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.HELD),
+        (KINDS["full"] | JAGGED | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.MIXED),
+        (KINDS["full"] | JAGGED | {"q_len": 1024, "kv_len": 1024}, schedules.BRIEF, schedules.HELD),
         (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.HELD),
         (KINDS["window"] | JAGGED, schedules.RUNS, schedules.HELD),
         (KINDS["document"] | JAGGED, schedules.RUNS, schedules.LISTED),
@@ -246,6 +251,13 @@ def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     assert forward_schedule(problem(**KINDS["causal"], **JAGGED, head_dim=dim, value_dim=dim)) == schedules.BRIEF
 
 
+def test_two_programs_share_the_registers_of_a_multiprocessor():
+    for one in (schedules.TWIN, schedules.MIXED):
+        assert one.programs * one.most_registers * 128 * (one.consumers + 1) <= 65536
+        # the consumers' and 24 of the producer's, which the program's own registers pay for
+        assert one.registers * one.consumers + 24 <= one.most_registers * (one.consumers + 1)
+
+
 class Launches:
     """What a forward would allocate and launch."""
 
@@ -267,6 +279,9 @@ class Launches:
         ({}, 132 * 3 + 66, (132, 66)),
         ({}, 132 * 3 + 67, (132, 0)),  # more than one for each processor
         ({}, 132 * 3, (132, 0)),
+        ({"kv_len": 1024, **NARROW}, 132 * 3 + 20, (132, 20)),
+        ({"kv_len": 512, **NARROW}, 264 * 3 + 20, (264, 20)),  # two on each
+        ({"kv_len": 512, **NARROW}, 200, (200, 0)),
         ({"mask": masks.causal(), **NARROW}, 132 * 3 + 20, (132, 0)),  # tasks differ, and the last are the shortest
         ({"mask": masks.causal()}, 1000, (1000, 0)),
         ({"head_dim": 256, "value_dim": 256}, 1000, (1000, 0)),
@@ -282,8 +297,9 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expec
     )
     assert (programs, halved) == expected
     # tickets are counted from zero, where there are any to be taken
-    assert launches.names == (["clear_turns"] if programs < tasks else [])
-    assert (tickets is None) == (not forward_schedule(asked).persistent)
+    schedule = forward_schedule(asked)
+    assert launches.names == (["clear_turns"] if programs < tasks and not schedule.strided else [])
+    assert (tickets is None) == (not schedule.persistent or schedule.strided)
 
 
 def test_explain_says_what_was_measured_and_where_the_backward_is_from():

@@ -23,7 +23,7 @@ class Config(NamedTuple):
     consumers free stages (`foci.backends.hopper.signals`). EXACT: a row's weights are
     measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
     wait for values. TOGETHER: heads whose tasks come in turn. STARTS: lists say at which keys tiles begin, not which tiles they are.
-    AT_ONCE: queries whose random numbers the backward makes at a time.
+    AT_ONCE: queries whose random numbers the backward makes at a time. REGISTERS: of a thread of the forward's consumers.
     """
 
     CONSUMERS: Any
@@ -55,6 +55,7 @@ class Config(NamedTuple):
     TOGETHER: Any = None
     STARTS: Any = None
     AT_ONCE: Any = None
+    REGISTERS: Any = None
 
 
 class Marked(NamedTuple):

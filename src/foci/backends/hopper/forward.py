@@ -5,7 +5,8 @@ Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024). Each
 "filled" and one for "free" (`foci.backends.hopper.signals`).
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
-the others do one thing after the other and leave the overlap to the third warpgroup (N3, 160 registers a thread).
+the others do one thing after the other and leave the overlap to a third warpgroup (N3, 160 registers a thread), or to another program
+on the multiprocessor (N2, two of them, 104 registers a thread).
 
 A program has one task, a tile of queries of a head. Persistent programs take one after another, the next that none has taken
 or every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys,
@@ -417,18 +418,17 @@ def attention_forward(
     if c.PERSISTENT:
         posted = (posts_of(), barriers(POSTS, 1), barriers(POSTS, c.CONSUMERS))
     fence_async_shared()
-    REGISTERS: gl.constexpr = 240 if c.CONSUMERS == 2 else 160
     if c.PERSISTENT:
         specialize(
             c.CONSUMERS, consume_all, ((), (), ()),
             (q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
              pre, score, mask, bounds),
-            produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds), REGISTERS,
+            produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds), c.REGISTERS,
         )  # fmt: skip
     else:
         specialize(
             c.CONSUMERS, consume, ((cuts[0],), (cuts[1],), (cuts[2],)),
             (0, 0, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers, env, c,
              pre, score, mask, bounds),
-            produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c), REGISTERS,
+            produce, (0, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c), c.REGISTERS,
         )  # fmt: skip

@@ -96,6 +96,7 @@ class HopperKernel(host.TritonKernel):
             *sources, lse, row_max, size, visits.spans, marked, call.numbers._replace(scale=operands.scale), call.environment,
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, partial=partial, is_line=is_line),
             functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4, launch_pdl=schedule.persistent,
+            maxnreg=schedule.most_registers,
         )  # fmt: skip
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
@@ -112,7 +113,7 @@ class HopperKernel(host.TritonKernel):
         """
         if not schedule.persistent:
             return tasks, None, 0
-        programs = min(tasks, _processors(operands.query.device))
+        programs = min(tasks, schedule.programs * _processors(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.strided else visits.spans.tasks, 0
         tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
@@ -187,6 +188,7 @@ class HopperKernel(host.TritonKernel):
             ),
             LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, EXACT=p.formula.outputs.row_max, HELD=schedule.held,
             EARLY=schedule.early and not p.formula.dropout, STARTS=partial.starts is not None, TOGETHER=schedule.together,
+            REGISTERS=schedule.registers,
         )  # fmt: skip
 
 
@@ -203,5 +205,5 @@ def _config(values: tuple[Any, ...], **others: int) -> Config:
 
 @functools.lru_cache(maxsize=64)
 def _processors(device: torch.device) -> int:
-    """Programs that a device runs at a time, one to a multiprocessor; as an H200 has them where none is asked."""
+    """Multiprocessors of a device; as an H200 has them where none is asked."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

@@ -19,11 +19,13 @@ __all__ = [
     "EVEN",
     "HELD",
     "LISTED",
+    "MIXED",
     "N3",
     "PIECED",
     "RUNS",
     "SHORT",
     "STEADY",
+    "TWIN",
     "WIDE",
     "WIDER",
     "Schedule",
@@ -36,13 +38,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3, three that do not; `why` is
-    what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for whole and
-    partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `held`: queries
+    """How a forward is cut up. `name` is C2, two consumers that overlap products with softmax, or N3 and N2, three and two that do not;
+    `why` is what `explain` says of it. `persistent` programs take task after task, `strided` ones every so-manieth. `joined`: one loop for
+    whole and partial tiles, half the instructions, which caches hold. `numbered`: warps free tiles of keys each by itself. `held`: queries
     stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for.
     `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: without
     a mask, where a head's tasks are alike but for the last, which is shorter, those of all heads come last; packed tasks come by their
-    work."""
+    work. `registers`: of a consumer's thread. `programs`: how many run on a multiprocessor at a time."""
 
     name: str
     consumers: int
@@ -59,24 +61,37 @@ class Schedule:
     together: int = 16
     ordered: bool = False
     late: bool = False
+    registers: int = 240
+    programs: int = 1
 
     @property
     def tile_q(self) -> int:
         """Rows of a program: 64 to a consumer."""
         return 64 * self.consumers
 
+    @property
+    def most_registers(self) -> int | None:
+        """With how many a thread begins where programs share a multiprocessor: its 65536 over their threads, in steps of 8. The producer
+        counts as a warpgroup. None: as many as the compiler finds for one program."""
+        return None if self.programs == 1 else 65536 // (self.programs * 128 * (self.consumers + 1)) // 8 * 8
+
 
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
 RUNS: Final = replace(STEADY, joined=True, numbered=True, early=False)
-N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn")
+N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn", registers=160)
 SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
 HELD: Final = replace(BRIEF, held=True, late=True, stages=3)
 EVEN: Final = replace(HELD, strided=True, together=64)
+TWIN: Final = replace(
+    EVEN, name="N2", consumers=2, tile_kv=64, held=False, registers=104, programs=2,
+    why="two warpgroups in turn, 64 keys at a time, two programs to a multiprocessor" + _NEXT,
+)  # fmt: skip
+MIXED: Final = replace(TWIN, strided=False, together=16)
 LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
@@ -85,6 +100,9 @@ WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
 FEW_KEYS: Final = 4096
 """Up to which a causal mask's tasks are short."""
+FEWEST_KEYS: Final = 512
+"""Up to which two programs of heads of 64 share a multiprocessor: one begins and ends tasks beside the other's products. Over 1024 keys
+that is no more than what smaller tiles cost."""
 FEWER_KEYS: Final = 1024
 """Up to which tasks without a mask are so short that it pays to place each: to ask for one costs a launch, and the last round is long."""
 
@@ -117,6 +135,14 @@ def _steady(problem: Problem, *, is_full: bool) -> Schedule:
     return STEADY if has_keys and kind_of(problem) in ("full", "causal", "score") else C2
 
 
+def _even(problem: Problem) -> Schedule:
+    """Of narrow heads without a mask or score. The longest packed sequence counts, as far as the host knows it."""
+    is_dense = problem.formula.layout is Layout.DENSE
+    if problem.kv_len <= FEWEST_KEYS:
+        return TWIN if is_dense else MIXED
+    return EVEN if is_dense and problem.kv_len <= FEWER_KEYS else HELD
+
+
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
@@ -138,7 +164,7 @@ def forward_schedule(problem: Problem) -> Schedule:
         if is_plain and bounds is None:
             return LISTED
         if is_plain:
-            return EVEN if is_full and is_dense and problem.kv_len <= FEWER_KEYS else HELD
+            return _even(problem) if is_full else HELD
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2
