@@ -48,11 +48,11 @@ def test_there_are_at_least_forty_spellings_and_each_has_its_own_name():
     assert len({spelling.name for spelling in SPELLINGS}) == len(SPELLINGS)
 
 
-# FUSE-01, FUSE-02, FUSE-03, FUSE-05
 def called(found):
     return getattr(found, "name", str(found))
 
 
+# FUSE-01, FUSE-02, FUSE-03, FUSE-05
 @pytest.mark.parametrize(("spelling", "dtype"), TRAINED, ids=called)
 def test_trains_like_eager_at_any_length(spelling, dtype):
     function = prepared(spelling, dtype)
