@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Backend, Binding, Given, Inputs, Kernel, Offsets, Repeating
+from foci.backends.contract import Backend, Binding, Given, Inputs, Kernel, Keyed, Offsets, Repeating
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
@@ -48,7 +49,7 @@ _CAPACITY: Final = 1024
 _Decided: TypeAlias = tuple[Decision, Kernel, Repeating | None, Binding | None]
 """The kernel twice more, where it is that."""
 _decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
-_kernels: OrderedDict[str, tuple[Backend, Kernel]] = OrderedDict()
+_kernels: OrderedDict[Hashable, tuple[Backend, Kernel]] = OrderedDict()
 
 
 def _problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
@@ -112,9 +113,10 @@ def _compiled(decision: Decision) -> Kernel:
     plan = decision.plan
     assert plan is not None
     backend = backends.load(plan.backend)
-    found = _kernels.get(plan.text)
+    key = backend.key_of(plan) if isinstance(backend, Keyed) else plan.text
+    found = _kernels.get(key)
     if found is None or found[0] is not backend:  # names may be given away again
-        found = _kernels[plan.text] = backend, backend.compile(plan)
+        found = _kernels[key] = backend, backend.compile(plan)
         _trim(_kernels)
     return found[1]
 

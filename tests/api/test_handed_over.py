@@ -5,7 +5,7 @@ import torch
 from packed import nested
 
 import foci
-from foci.problem import Gradients, Results, empty_out
+from foci.problem import Gradients, Results, bucket, empty_out
 
 
 class Noting:
@@ -32,6 +32,29 @@ class Noting:
 
     def backward(self, operands, results, cotangents):
         self.backwards.append((operands, cotangents))
+        return self.kernel.backward(operands, results, cotangents)
+
+
+class Cut(Noting):
+    """One that cuts work up by what its plan says of lengths and heads."""
+
+    def key_of(self, plan):
+        return plan
+
+    def compile(self, plan):
+        return CutKernel(plan, self)
+
+
+class CutKernel:
+    def __init__(self, plan, backend):
+        self.problem, self.backend, self.kernel = plan.problem, backend, foci.backends.load("reference").compile(plan)
+
+    def forward(self, operands):
+        self.backend.forwards.append((operands, self.problem))
+        return self.kernel.forward(operands)
+
+    def backward(self, operands, results, cotangents):
+        self.backend.backwards.append((operands, self.problem))
         return self.kernel.backward(operands, results, cotangents)
 
 
@@ -67,6 +90,17 @@ def registered(request):
 
 def same_memory(one, other):
     return one.data_ptr() == other.data_ptr() and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("registered", [Cut], indirect=True)
+def test_each_kernel_is_of_the_lengths_and_heads_it_is_given(registered):
+    for q_heads, kv_heads, length in ((4, 4, 200), (4, 4, 30), (4, 2, 30), (2, 2, 30), (4, 4, 190)):
+        q, k = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (q_heads, kv_heads))
+        foci.attention(q, k, k).sum().backward()
+    assert len(registered.forwards) == len(registered.backwards) == 5
+    for operands, problem in (*registered.forwards, *registered.backwards):
+        assert (problem.q_heads, problem.kv_heads) == (operands.query.shape[1], operands.key.shape[1])
+        assert problem.kv_len == bucket(operands.key.shape[2])
 
 
 # SDPA-11, SDPA-12

@@ -303,6 +303,12 @@ class _Aten:
         seconds = op.overhead + flops / forward
         return seconds + (2 * op.overhead + 2.5 * flops / backward if problem.needs_backward else 0.0)
 
+    def key_of(self, plan: Plan, /) -> tuple[str, str]:
+        """The text and the operator, which not every number of heads finds."""
+        op = _op_for(plan.problem, plan.target)
+        assert isinstance(op, _Op)
+        return plan.text, op.name
+
     def compile(self, plan: Plan, /) -> _Kernel:
         op = _op_for(plan.problem, plan.target)
         assert isinstance(op, _Op)

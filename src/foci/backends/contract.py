@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -20,6 +20,7 @@ __all__ = [
     "Informed",
     "Inputs",
     "Kernel",
+    "Keyed",
     "Noted",
     "Offsets",
     "Plan",
@@ -38,7 +39,7 @@ Strides: TypeAlias = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem given to a backend. `text` is canonical: the key of every kernel cache, in memory and on disk."""
+    """A problem given to a backend. `text` is canonical: the key of kernel caches, in memory (but see `Keyed`) and on disk."""
 
     backend: str
     problem: Problem
@@ -180,7 +181,16 @@ class Backend(Protocol):
         ...
 
     def compile(self, plan: Plan, /) -> Kernel:
-        """A kernel for every problem with this plan's text."""
+        """A kernel for every problem with this plan's text; of a `Keyed` backend, with its key."""
+        ...
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A backend whose kernels follow lengths or heads as well, which a plan's text leaves out, such as by how work is cut up."""
+
+    def key_of(self, plan: Plan, /) -> Hashable:
+        """What a kernel is kept by in memory."""
         ...
 
 

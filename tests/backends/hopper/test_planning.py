@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import foci
-from foci import masks, scores
+from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.backward_schedules import FUSED
@@ -326,6 +326,23 @@ def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
         asked = problem(**given, **TRAINED)
         training.TrainingKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
     assert came == ["hopper"] * 4 + ["triton", "hopper", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"kv_len": 8192}, {"kv_len": 512}),
+        ({"q_heads": 8}, {"kv_heads": 4}),
+        ({"kv_heads": 4}, {"q_heads": 8, "kv_heads": 8}),
+    ],
+)
+def test_kernels_are_of_the_lengths_and_heads_they_are_given(first, then):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    narrow = {"head_dim": 64, "value_dim": 64, "query_grad": True, "key_grad": True, "value_grad": True}
+    for given in (first, then):
+        decision = choose(problem(**KINDS["causal"], **narrow, **given), H200, ("hopper",))
+        assert execution._compiled(decision).problem == decision.plan.problem
+        assert execution._compiled(decision) is execution._compiled(decision)
 
 
 def test_kernels_of_the_backward_are_left_unread_without_gradients():

@@ -111,6 +111,10 @@ class HopperBackend:
 
         return HopperKernel(plan)
 
+    def key_of(self, plan: Plan, /) -> Plan:
+        """The plan: schedules follow lengths, and how heads share keys is compiled in."""
+        return plan
+
     def row_kernels(self, target: Target, /) -> RowKernels | None:
         """Those of the backend triton: memory is what they wait for."""
         return TRITON.row_kernels(target)
