@@ -6,14 +6,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from foci.backends.triton.mathematics import INTERPRETED
 from foci.backends.triton.tiles import clear_gaps, fill_gaps, number, widest_gap
+
+
+@triton.jit
+def follow_kernel_before():
+    """Waits until the kernel before on the stream has ended and what it wrote can be read, and lets the next begin up to where it waits."""
+    if not INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def clear_turns(turns, count):
     """Zeros."""
-    gdc_wait()
-    gdc_launch_dependents()
+    follow_kernel_before()
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < number(count))
 
@@ -27,8 +35,7 @@ def fill_between(out, lse, row_max, strides, size, spans, c):
     for first in range(0, count + 1, 128):
         widest = tl.maximum(widest, widest_gap(spans.q_start, spans.q_length, count, first, rows, 128))
     # where sequences lie is known since before the kernel that this one follows
-    gdc_wait()
-    gdc_launch_dependents()
+    follow_kernel_before()
     if widest > 0:
         clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
         fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
