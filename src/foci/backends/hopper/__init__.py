@@ -11,7 +11,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, fused_schedule, kept_schedule, widths_of
+from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, kept_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
@@ -29,9 +29,6 @@ _TRITON: Final = 4.5e14
 _LAUNCH: Final = 2e-5
 _BACKWARD: Final = 5e-5
 """What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
-_SUMS: Final = 3.2e-12
-"""Seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys: float32 sums
-of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64, in sequences of 256 and of 1024."""
 _PROCESSORS: Final = 132
 
 
@@ -76,14 +73,14 @@ class HopperBackend:
         """Which kernels, and why."""
         schedule, rates = forward_schedule(problem), rates_of(problem)
         widths = width_of(problem.head_dim), width_of(problem.value_dim)
-        said = f"{schedule.name}, {schedule.why}{_taken(problem, widths)}; {_compared('forward', rates.forward)}"
+        said = f"{schedule.name}, {schedule.why}{_taken(problem, widths)}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
         is_own = rates.backward.is_ahead
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
         kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
-        return f"{said}; {_compared('backward', rates.backward)}{taken}{_taken(problem, widths)}{kept}"
+        return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
@@ -96,9 +93,7 @@ class HopperBackend:
         forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
         if not problem.needs_backward:
             return forward
-        is_whole = rates.backward.is_ahead and fused_schedule(problem) is not None
-        sums = _SUMS * problem.batch * problem.q_heads * problem.q_len * problem.head_dim if is_whole else 0.0
-        return forward + _BACKWARD + sums + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
+        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
@@ -125,10 +120,8 @@ def _taken(problem: Problem, widths: tuple[int, int]) -> str:
     return "".join(f", {words}" for words in (in_words(*one) for one in dims) if words)
 
 
-def _compared(which: str, pair: Pair) -> str:
-    if not pair.hopper:
-        return f"{which} not measured"
-    return f"{which} measured at {pair.hopper / pair.triton:.2f} of triton's rate"
+def _compared(how: str, pair: Pair) -> str:
+    return f"{how} at {pair.hopper / pair.triton:.2f} of triton's rate" if pair.hopper else "not measured"
 
 
 BACKEND = HopperBackend()
