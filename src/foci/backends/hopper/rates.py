@@ -83,8 +83,11 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
 """What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
 
 
-DROPPED: Final = Measured(Pair(354, 289), Backward(455, 0, 240))
-"""With dropout, whatever the kind, as measured for heads of 128. Where several kernels take the backward pass, `triton`'s do it."""
+DROPPED: Final[dict[int, Measured]] = {
+    64: Measured(Pair(205, 210), Backward(331, 0, 173)),
+    128: Measured(Pair(355, 271), Backward(462, 0, 246)),
+}
+"""With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 
 _SUMS: Final = 3.7e-12
@@ -97,7 +100,8 @@ def rates_of(problem: Problem) -> Rates:
     """As measured for the kind and the padded width nearest to a problem's, with the backward that takes it, by what its sums cost."""
     kind, dim = kind_of(problem), max(problem.head_dim, problem.value_dim)
     width = next(width for width in (64, 128, 192, 256) if width >= dim)
-    found = DROPPED if problem.formula.dropout else MEASURED.get((width, kind)) or MEASURED[128, kind]
+    dropped, measured = DROPPED.get(width, DROPPED[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
+    found = dropped if problem.formula.dropout else measured
     backward = found.backward
     is_whole = fused_schedule(problem) is not None
     own = _summed(problem, backward.fused) if is_whole else backward.apart
