@@ -232,6 +232,11 @@ def rotary(encoder):
     encoder.layers[0].self_attn.rotary = foci.nn.RotaryEmbedding(E // H)
 
 
+def key_of_its_own(encoder):
+    attention = encoder.layers[0].self_attn
+    attention.bias_k, attention.bias_v = (torch.nn.Parameter(torch.ones(1, 1, E)) for _ in range(2))
+
+
 CHANGES = {
     **{f"{way} {name}": hang(way, name) for name in PARTS for way in ("forward_hook", "forward_pre_hook", "full_backward_hook")},
     **{f"{way} {name}": hang(way, name) for name in PARTS for way in ("full_backward_pre_hook", "forward", "_compiled_call_impl")},
@@ -250,6 +255,11 @@ CHANGES = {
     "a parametrization of a bias": parametrized_bias,
     "a pruned weight": pruned,
     "rotary positions": rotary,
+    "a bias taken away": replace("linear1", bias=None),
+    "biases taken away": lambda encoder: [
+        replace(name, bias=None)(encoder) for name in ("linear1", "linear2", "norm1", "self_attn.out_proj")
+    ],
+    "a key of its own": key_of_its_own,
 }
 
 
@@ -266,8 +276,8 @@ def test_layers_that_are_called_as_modules(taken, monkeypatch, change, later):
     taken.clear()
     x = source()
     found = outcome(encoder, x)
-    assert taken in ([False, False, True], [False, True], [True]), (
-        "the stack, then its layers; the first of them, or both, perhaps not even asked"
+    assert taken in ([False, False, True], [False, True], [True], [False, True, True]), (
+        "the stack, then its layers; the first of them, or both, perhaps not even asked; or each by itself"
     )
     torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
 

@@ -34,7 +34,7 @@ _SELF, _FIRST, _SECOND, _NORM1, _NORM2, _WITHIN, _BEHIND, _LAST, _OUT = range(9)
 _PARTS: Final = ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
 _parts_in: Final = operator.itemgetter(*_PARTS)
 _SET: Final = (
-    (_SELF, ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "add_zero_attn", "rotary", "dropout", "training")),
+    (_SELF, ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "add_zero_attn", "rotary", "bias_k", "bias_v", "dropout", "training")),
     *[(n, ("normalized_shape", "eps")) for n in (_NORM1, _NORM2)],
     *[(n, ("p", "training", "inplace")) for n in (_BEHIND, _WITHIN, _LAST)],
 )
@@ -158,8 +158,10 @@ class Stack:
         if self._lacks_some and [t is None for t in given] != self._lacks:
             return None
         tensors = [t for t in given if t is not None] if self._lacks_some else given
+        if not _PLAIN.issuperset(map(type, tensors)):  # or taken away since
+            return None
         facts = {*map(_facts_of, tensors)}  # a few
-        if not _PLAIN.issuperset(map(type, tensors)) or {(dtype, layout) for dtype, layout, _ in facts} - {(x.dtype, torch.strided)}:
+        if {(dtype, layout) for dtype, layout, _ in facts} - {(x.dtype, torch.strided)}:
             return None
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [learns for *_, learns in facts])
         casts = torch._C._is_any_autocast_enabled()
