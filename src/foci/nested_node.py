@@ -36,10 +36,10 @@ def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Func
     where = Extras(
         _OUT, scale=e.scale, dropout_p=e.dropout_p, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1], honour_sdp_flags=e.honour_sdp_flags
     )
+    if torch.is_grad_enabled() and not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
+        return None
     if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
         return _nested(run_packed(_rows(tensors), score, mask, where).out, query)
-    if not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
-        return None
     with torch.no_grad():
         call = PackedCall.of(_rows(tensors), score, mask, where, learns=True)
     out: Tensor | None = None if call is None else _apply(call, *tensors)

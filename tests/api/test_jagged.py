@@ -114,6 +114,24 @@ def test_gradients_of_captured_tensors(backend):
 
 
 # JAG-04
+@pytest.mark.parametrize("options", [{"score": "table"}, {"bias": "table"}, {"score": "unseen"}], ids=str)
+def test_gradients_of_captured_tensors_alone(options):
+    q, k, v = (t.detach() for t in (nested((3, 5), 2, 8)[1], *(nested((3, 5), 2, 8, seed=n)[1] for n in (1, 2))))
+    k, v = (torch.nested.nested_tensor_from_jagged(t.transpose(1, 2).values(), offsets=q.offsets()).transpose(1, 2) for t in (k, v))
+    found = []
+    for learn in (False, True):
+        table, holder = rand(2, 5, 5).requires_grad_(), [1.0]
+        by_name = {
+            "table": table if "bias" in options else lambda s, b, h, i, j: s + table[h, i, j],
+            "unseen": lambda s, b, h, i, j: s * holder[0] + table[h, i, j],
+        }
+        given = [t.detach().requires_grad_(learn) for t in (q, k, v)]
+        out = foci.attention(*given, **{name: by_name[way] for name, way in options.items()})
+        found.append(torch.autograd.grad(unpacked(out).square().sum(), table)[0])
+    torch.testing.assert_close(*found)
+
+
+# JAG-04
 def test_gradcheck():
     offsets = torch.tensor([0, 2, 2, 5])
 
