@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.lift import lift_constants
-from foci.ir.memo import NOTHING, Fingerprint, fingerprint
+from foci.ir.memo import NOTHING, Fingerprint, fingerprint, shared
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.ir.simplify import lift_mask, simplify
@@ -81,7 +81,8 @@ def _remembered(
         _drop_oldest(_traces, _STRUCTURES)
     found = traces.get(numbers)
     if found is not None:
-        traces.move_to_end(numbers)
+        traces.pop(numbers, None)  # not `move_to_end`: another thread may have dropped it
+        traces[numbers] = found
         b = found.bound
         return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
     bound, varies = _traced(score, mask, device)
@@ -93,7 +94,7 @@ def _remembered(
 
 
 def _key(prints: tuple[Fingerprint, Fingerprint], device: torch.device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return (prints[0].structure, prints[1].structure, device), (*prints[0].numbers, None, *prints[1].numbers)
+    return (prints[0].structure, prints[1].structure, shared(*prints), device), (*prints[0].numbers, None, *prints[1].numbers)
 
 
 def is_kept(score: Fingerprint, mask: Fingerprint, device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from foci import backends
 from foci.binding import is_kept
 from foci.context import is_tuning
 from foci.execution import Allowed, choose_kernel
-from foci.ir.memo import Fingerprint, fingerprint
+from foci.ir.memo import Fingerprint, fingerprint, shared
 from foci.operator import NOTHING, Optional, Outline, is_plain_eager, needs_of, optional_of, outline_of
 from foci.prepare import Extras, draw_seed
 from foci.problem import Formula, Geometry, Operands
@@ -113,7 +113,7 @@ def find_site(
     signature = (
         shapes, query.stride(), dtype, device, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device, address & 15,
         query is key, key is value, query is value,
-        wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), strides,
+        wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), shared(scored, masked), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, pages, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip

@@ -185,6 +185,35 @@ def test_the_same_tensor_twice_is_not_taken_for_two():
             torch.testing.assert_close(foci.attention(*args), reference(*args))
 
 
+# FLEX-09
+def test_one_captured_tensor_in_two_places_is_not_taken_for_two():
+    def within(one, other):
+        return {"score": lambda s, b, h, i, j: s + one[h] * j - other[h] * i * j}
+
+    def between(one, other):
+        return {"score": lambda s, b, h, i, j: s + one[h] * j, "mask": lambda b, h, i, j: (j < i) | (other[h] < 0.5)}
+
+    q, k, v = tensors(grad=True)
+    one, other = (torch.rand(4, requires_grad=True) for _ in range(2))
+    for make in (within, between):
+        for pair in ((one, one), (one, other), (other, one), (one, one)):
+            for _ in range(2):
+                got, want = foci.attention(q, k, v, **make(*pair)), by_formula(q, k, v, make(*pair))
+                torch.testing.assert_close(got, want)
+                inputs = [q, k, v, *({one} & {*pair}), *({other} & {*pair})]
+                found, sought = (torch.autograd.grad(out.sum(), inputs, materialize_grads=True) for out in (got, want))
+                torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+
+
+def by_formula(q, k, v, functions):
+    """Of the tensors [B, H, S, D], without foci."""
+    rows, columns, heads = torch.arange(24)[:, None], torch.arange(24)[None], torch.arange(4)[:, None, None]
+    scores = functions["score"](q @ k.transpose(2, 3) / q.shape[3] ** 0.5, None, heads, rows, columns)
+    if "mask" in functions:
+        scores = scores.masked_fill(~functions["mask"](None, heads, rows, columns), -torch.inf)
+    return scores.softmax(3).nan_to_num() @ v
+
+
 def test_gradients_wanted_by_turns():
     q, k, v = tensors()
     for wanted in ((True, False, False), (False, True, True), (True, True, True), (False, False, True)):

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -281,11 +283,32 @@ def test_the_line_is_that_of_the_innermost_user_code():
         bind(outer, None, CPU)
 
 
+def test_functions_traced_by_two_threads_at_once():
+    """Each waits for the other in the middle of its own."""
+    both = threading.Barrier(2, timeout=20)
+
+    def make(table):
+        def score(s, b, h, q, kv):
+            both.wait()
+            s = table[foci.q_len() - 1] + s
+            both.wait()
+            return s
+
+        return score
+
+    tables = [torch.arange(4.0), torch.arange(6)]
+    with ThreadPoolExecutor(2) as pool:
+        bounds = list(pool.map(lambda table: bind(make(table), None, CPU), tables))
+    for bound, table in zip(bounds, tables, strict=True):
+        assert [t is table for t in bound.captures] == [True]
+        assert bound.variant.captures[0].dtype == table.dtype
+
+
 def test_tracing_leaves_nothing_behind():
     with pytest.raises(foci.TraceError):
         bind(lambda s, b, h, q, kv: s.sort(), None, CPU)
     from foci.ir import trace
 
-    assert not trace._active
+    assert not trace._local.active
     with pytest.raises(RuntimeError):
         foci.q_len()

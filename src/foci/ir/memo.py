@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Fingerprint", "fingerprint"]
+__all__ = ["NOTHING", "Fingerprint", "fingerprint", "shared"]
 
 _CONSTANT: Final = (bool, str, type(None), torch.dtype)
 _IMPORT: Final = dis.opmap["IMPORT_NAME"]
@@ -32,7 +32,7 @@ class Fingerprint:
     Attributes:
         structure: its code, and the code, types, shapes and dtypes of what it closes over.
         numbers: the integers and floats it closes over.
-        tensors: the tensors it closes over, in an order the structure fixes.
+        tensors: the tensors it closes over, each once, in an order the structure fixes.
     """
 
     structure: tuple[Any, ...] = ()
@@ -56,6 +56,13 @@ def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     return found
 
 
+def shared(one: Fingerprint, other: Fingerprint) -> tuple[tuple[int, int], ...]:
+    """Which tensors both close over: what is traced of two functions has one capture for each."""
+    if not (one.tensors and other.tensors):
+        return ()
+    return tuple([(n, m) for n, t in enumerate(one.tensors) for m, own in enumerate(other.tensors) if t is own])
+
+
 def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
     kind = type(value)
     if kind in _CONSTANT:
@@ -66,6 +73,9 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
     if kind is Tensor or kind is torch.nn.Parameter:
         if value.dim() == 0:
             return None  # may be read as a number
+        for n, other in enumerate(into.tensors):
+            if other is value:
+                return (Tensor, n)  # one tensor is one capture
         into.tensors.append(value)
         return (Tensor, value.dtype, value.shape, value.device)
     if kind is types.FunctionType:

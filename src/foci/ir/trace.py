@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,8 +254,9 @@ class _Record(TorchFunctionMode):
         if any(isinstance(leaf, Symbol) for leaf in leaves):
             return _dispatch(func, args, kwargs)
         result = func(*args, **kwargs)
-        if _active and not _is_the_same_each_time(func, result, leaves):
-            _active[-1].reads_values = True
+        active = _local.active
+        if active and not _is_the_same_each_time(func, result, leaves):
+            active[-1].reads_values = True
         return result
 
 
@@ -270,7 +272,14 @@ def _is_the_same_each_time(func: Callable[..., Any], result: Any, leaves: list[A
     return name in _CONSTRUCTORS and not any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
-_active: list[Tracer] = []
+class _Local(threading.local):
+    """The tracers at work in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.active: list[Tracer] = []
+
+
+_local = _Local()
 
 
 def length_symbol(name: str) -> Any:
@@ -279,8 +288,9 @@ def length_symbol(name: str) -> Any:
     Raises:
         RuntimeError: outside a score or mask function.
     """
-    if _active:
-        return Symbol(_active[-1], ir.variable(name))
+    active = _local.active
+    if active:
+        return Symbol(active[-1], ir.variable(name))
     if torch._guards.detect_fake_mode() is not None:
         return torch.zeros((), dtype=torch.int32)  # torch.compile only looks at the shape
     raise RuntimeError(f"{name}() has a value only inside a score or mask function that foci runs")
@@ -309,7 +319,7 @@ class Tracer:
         Raises:
             TraceError: for an operation outside the language, with the operation and the user's file and line.
         """
-        _active.append(self)
+        _local.active.append(self)
         try:
             # whoever calls may have turned off what symbols stand on
             with torch._C._EnableTorchFunction(), _Record():
@@ -323,7 +333,7 @@ class Tracer:
             kind = "score" if variables[0] == "score" else "mask"
             raise TraceError(f"a {kind} function takes ({', '.join(variables)}); {_name(function)} does not: {error}") from error
         finally:
-            _active.pop()
+            _local.active.pop()
         if symbol.axes:
             raise TraceError(
                 f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions"
