@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor
 
 __all__ = ["KINDS", "LearnedNested", "nested_like"]
@@ -25,6 +26,8 @@ class LearnedNested(NestedTensor):
         if torch.compiler.is_compiling():
             return super().values()  # type: ignore[no-any-return, no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and self.requires_grad and self._ragged_idx == 1 and _is_eager():
+                return _values_of(self)  # type: ignore[no-any-return]
             return torch._nested_get_values(self)
 
     @classmethod
@@ -46,6 +49,38 @@ class LearnedNested(NestedTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, (function, _, *rest) = super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return build, (function, NestedTensor, *rest)
+
+
+class _Values(torch.autograd.Function):
+    """The view that `values()` is; its gradient is nested at once, where torch puts nine questions to the NestedTensor first."""
+
+    @staticmethod
+    def forward(ctx: Any, nested: Any) -> Tensor:
+        ctx.save_for_backward(nested)
+        return torch._nested_get_values(nested)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (nested,) = ctx.saved_tensors
+        if type(grad) is Tensor and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad):
+            return nested_like(grad, nested, LearnedNested)
+        shortest, longest = map(nested._metadata_cache.get, ("min_seqlen", "max_seqlen"))
+        return torch._nested_view_from_jagged(grad, nested._offsets, nested, None, 1, shortest, longest)
+
+
+_values_of: Final[Any] = super(torch.autograd.Function, _Values).apply
+"""`_Values.apply` less what serves torch.func alone."""
+
+
+def _is_eager() -> bool:
+    """Whether nobody but autograd looks on."""
+    c = torch._C
+    return (
+        c._len_torch_dispatch_stack() == 0
+        and c._functorch.peek_interpreter_stack() is None
+        and c._get_tracing_state() is None
+        and forward_ad._current_level < 0
+    )
 
 
 KINDS: Final = frozenset((NestedTensor, LearnedNested))

@@ -82,6 +82,33 @@ def test_values_are_a_view(encoder, batch):
     assert values._base is out
 
 
+def test_gradients_of_values_ask_the_output_for_its_size_and_layout_alone(monkeypatch, encoder, batch):
+    values = encoder(batch).values()
+    asked, answer = [], kinds.LearnedNested.__torch_dispatch__.__func__
+    monkeypatch.setattr(kinds.LearnedNested, "__torch_dispatch__", classmethod(lambda *given: asked.append(given[1]) or answer(*given)))
+    values.sum().backward()
+    assert {str(function) for function in asked} <= {"aten.sym_size.default", "prim.layout.default"}
+
+
+def test_values_are_not_written_to_where_they_learn(encoder, batch):
+    values = encoder(batch).values()
+    with pytest.raises(RuntimeError, match="view"):  # torch's own fail in backward
+        values.mul_(2)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_values_learn_through_saved_tensors_hooks_and_twice(encoder, batch, keeps):
+    want = gradients(encoder, batch, CONSUMERS["values"])
+    encoder.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = CONSUMERS["values"](encoder(batch))
+    loss.backward(retain_graph=keeps)
+    if keeps:
+        encoder.zero_grad()
+        loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(encoder.parameters(), want, strict=True))
+
+
 def test_the_gradient_of_the_output_itself(monkeypatch, encoder, batch):
     def run():
         out = encoder(batch)
