@@ -58,19 +58,28 @@ class Attention:
     """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
     `whole`: each row is a token of a sequence."""
 
-    __slots__ = ("_calls", "_extras", "_learning", "_mask", "_score", "_whole")
+    __slots__ = ("_calls", "_given", "_learning", "_mask", "_offsets", "_score", "_whole")
 
     def __init__(self, score: Function, mask: Function, extras: Extras, *, whole: bool = False) -> None:
-        self._score, self._mask, self._extras, self._whole = score, mask, extras, whole
+        self._score, self._mask, self._given, self._whole = score, mask, extras, whole
+        self._offsets: Tensor | None = None
         self._calls: dict[bool, PackedCall] = {}
         self._learning: PackedCall | None = None
 
     def moved(self, offsets: Tensor) -> Attention:
         """The same of other sequences, as many of the same bound, where there is neither score nor mask."""
-        made = Attention(None, None, replace(self._extras, cu_q=offsets, cu_kv=offsets), whole=self._whole)
+        made = Attention(None, None, self._given, whole=self._whole)
+        made._offsets = offsets
         made._calls = {learns: call.moved(offsets) for learns, call in self._calls.items()}
         made._learning = None if self._learning is None else self._learning.moved(offsets)
         return made
+
+    @property
+    def _extras(self) -> Extras:
+        """Those that it was made with, of the sequences that it was moved to, if it was."""
+        if self._offsets is not None:
+            self._given, self._offsets = replace(self._given, cu_q=self._offsets, cu_kv=self._offsets), None
+        return self._given
 
     @property
     def captures_nothing(self) -> bool:
@@ -92,7 +101,7 @@ class Attention:
         if call is None:
             call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, learns=True, whole=self._whole)
             assert call is not None, "a plain call is known by functions like these"
-            if not self._extras.dropout_p:
+            if not self._given.dropout_p:
                 self._learning = call
         return call
 
@@ -105,7 +114,7 @@ class Attention:
             call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False, whole=self._whole)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
-            if not (call.captures or self._extras.dropout_p):  # each layer draws a seed of its own
+            if not (call.captures or self._given.dropout_p):  # each layer draws a seed of its own
                 self._calls[learns] = call
         if call.outline.learns:
             return call.differentiable(heads.split(projected)).flatten(1)

@@ -77,7 +77,7 @@ class _Keeping(Unseen):
             return None
         stats = self._stats
         if stats is None:
-            stats = self._stats = torch.empty((2, 2, x.shape[0]), dtype=torch.float32, device=x.device)
+            stats = self._stats = x.new_empty((2, 2, x.shape[0]), dtype=torch.float32)
         out = self._rows.norm(x, added, scale, shift, eps, stats, self._norms, keeps=True)
         if out is None:
             self._rows = None  # nor will the other be

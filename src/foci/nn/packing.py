@@ -186,7 +186,7 @@ class Packing:
             raise ValueError(f"tokens to pad must be {rows} rows, of {self.batch} sequences; got {list(tokens.shape)}")
         if self.indices is not None:
             tokens = _scattered(tokens, self.indices, self.shape[0] * self.shape[1])
-        return torch.unflatten(tokens, 0, self.shape if self.batch_first else self.shape[::-1])
+        return tokens.view(*(self.shape if self.batch_first else self.shape[::-1]), *tokens.shape[1:])
 
     def places(self, tokens: int) -> Tensor:
         """int64 [T], row of each token in [B * S] padded ones, whatever batch_first; B * S for those behind the last sequence."""

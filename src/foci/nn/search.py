@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -42,7 +43,7 @@ def search(padding: Tensor, *, batch_first: bool) -> Found | None:
 
 def _ordinary() -> AbstractContextManager[None]:
     """Where tensors are made of which backends may keep what they find, layer for layer."""
-    return torch.inference_mode(mode=False)
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def _of_bytes(padding: Tensor, *, batch_first: bool) -> Found | None:
@@ -78,8 +79,8 @@ class _Known(NamedTuple):
 
     @staticmethod
     def of(found: Found | None) -> _Known:
-        tensors = tuple(t for t in found or () if isinstance(t, Tensor))
-        return _Known(found, tensors, tuple(t._version for t in tensors))
+        tensors = tuple([t for t in found or () if isinstance(t, Tensor)])
+        return _Known(found, tensors, tuple([t._version for t in tensors]))
 
     def is_unchanged(self) -> bool:
         return tuple([t._version for t in self.tensors]) == self.versions

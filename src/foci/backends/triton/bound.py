@@ -47,22 +47,25 @@ class _Kind(NamedTuple):
 class _Surroundings:
     """Stream and sequences that a pass is bound to."""
 
-    __slots__ = ("_device", "_ends", "_versions", "stream")
+    __slots__ = ("_device", "_ends", "stream")
 
     def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
-        self._device, self.stream, self._ends = device, stream, ends
-        self._versions = [t._version for t in ends]
+        self._device, self.stream = device, stream
+        self._ends = [(t, t._version) for t in ends]
 
     def moved(self, offsets: Tensor) -> _Surroundings | None:
         """The same around as many other sequences, with one set of offsets; None where launches may not go there, or there were two."""
-        of, *others = self._ends
+        (of, _), *others = self._ends
         if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
             return None
         return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
 
     def are_same(self) -> bool:
         """Whether launches may go there still, around Triton, and sequences lie where they did."""
-        return free_stream_on(self._device) == self.stream and [t._version for t in self._ends] == self._versions
+        for t, version in self._ends:
+            if t._version != version:
+                return False
+        return free_stream_on(self._device) == self.stream
 
 
 def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | None:

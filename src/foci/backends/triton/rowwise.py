@@ -72,16 +72,20 @@ class _Kernel:
 
     def launch(self, device: int, stream: int, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> None:
         """Of contiguous tensors whose addresses are multiples of 16."""
-        if not self.launch_known(device, stream, programs, [t.data_ptr() for t in tensors], numbers):
+        known = self._known.get(device)
+        if known is None:
             self.launch_first(device, programs, (*tensors, *numbers))
+            return
+        run, head = known
+        run(programs, 1, 1, stream, *head, *[t.data_ptr() for t in tensors], *numbers, *self._constants)
 
-    def launch_known(self, device: int, stream: int, programs: int, addresses: Sequence[int], numbers: tuple[float, ...]) -> bool:
-        """Of such tensors, by their addresses; False, with nothing done, where it has not been launched."""
+    def launch_known(self, device: int, stream: int, programs: int, *given: float) -> bool:
+        """Of such tensors, by their addresses, and numbers; False, with nothing done, where it has not been launched."""
         known = self._known.get(device)
         if known is None:
             return False
         run, head = known
-        run(programs, 1, 1, stream, *head, *addresses, *numbers, *self._constants)
+        run(programs, 1, 1, stream, *head, *given, *self._constants)
         return True
 
     def launch_first(self, device: int, programs: int, given: tuple[Any, ...]) -> None:
@@ -240,9 +244,11 @@ class Rows(NamedTuple):
         (rows, width), adds = x.shape, added is not None
         kernel, tile = _norm_sum(x.dtype, width, adds, keeps and adds, stats is not None, scale is not None, shift is not None)
         at = x.data_ptr()
-        places = [at, *[at if t is None else t.data_ptr() for t in (added, scale, shift)]]
+        of_added = at if added is None else added.data_ptr()
+        of_scale = at if scale is None else scale.data_ptr()
+        of_shift = at if shift is None else shift.data_ptr()
         lies = (
-            not (places[0] | places[1] | places[2] | places[3]) & 15
+            not (at | of_added | of_scale | of_shift) & 15
             and x.is_contiguous()
             and (added is None or added.is_contiguous())
             and (scale is None or scale.is_contiguous())
@@ -251,11 +257,11 @@ class Rows(NamedTuple):
         if not lies or (self.is_captured and not kernel.is_known(self.device)):
             return None
         out = x if adds and not keeps else allocator_on(x.device)((rows, width), (width, 1), x.dtype)
-        places += (out.data_ptr(), at if stats is None else stats.data_ptr())
-        numbers, programs = (rows, which, float(eps)), -(-rows // tile)
-        if not kernel.launch_known(self.device, self.stream, programs, places, numbers):
+        programs, of_stats = -(-rows // tile), at if stats is None else stats.data_ptr()
+        places = (at, of_added, of_scale, of_shift, out.data_ptr(), of_stats)
+        if not kernel.launch_known(self.device, self.stream, programs, *places, rows, which, float(eps)):
             given = x, x if added is None else added, x if scale is None else scale, x if shift is None else shift
-            kernel.launch_first(self.device, programs, (*given, out, out if stats is None else stats, *numbers))
+            kernel.launch_first(self.device, programs, (*given, out, out if stats is None else stats, rows, which, float(eps)))
         return out
 
 
