@@ -194,6 +194,44 @@ def test_heads_whose_gradients_of_scores_are_kept_come_in_chunks(name, monkeypat
         assert torch.equal(getattr(found, part), getattr(first, part)), part
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
+def test_calls_of_one_formula_with_other_heads_and_lengths(mask, dim):
+    torch.manual_seed(0)
+    for length in (700, 300):
+        for heads, kv_heads in ((8, 8), (8, 2), (4, 4)):
+            q = torch.randn(2, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            k, v = (torch.randn(2, kv_heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+            weights = torch.randn_like(q)
+            with foci.use("hopper"):
+                out = foci.attention(q, k, v, mask=mask)
+                found = torch.autograd.grad(out, (q, k, v), weights)
+            wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+            with foci.use("reference"):
+                right = torch.autograd.grad(foci.attention(*wide, mask=mask), wide, weights.double())
+            for part, a, b in zip(("query", "key", "value"), found, right, strict=True):
+                assert (a.double() - b).norm() <= 8e-3 * b.norm() + 1e-6, (part, length, heads, kv_heads)
+
+
+@pytest.mark.parametrize("first", [0.0, 0.5])
+def test_dropout_and_none_by_turns_under_one_mask(first):
+    """Their calls share the table of tiles, over which those without dropout move tiles."""
+    torch.manual_seed(0)
+    owners = (torch.arange(4096, device="cuda") % 7 == 0).cumsum(0) // 40
+    mask = foci.Mask(lambda b, h, q, k: owners[q] == owners[k])
+    q, k, v = (torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    weights = torch.randn_like(q)
+    for dropout_p in (first, 0.5 - first) * 2:
+        made = []
+        for backend in ("hopper", "triton"):  # which drop the same
+            torch.manual_seed(1)
+            with foci.use(backend):
+                out = foci.attention(q, k, v, mask=mask, dropout_p=dropout_p)
+                made.append((out, *torch.autograd.grad(out, (q, k, v), weights)))
+        for part, a, b in zip(("out", "query", "key", "value"), *made, strict=True):
+            assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm(), (part, dropout_p)
+
+
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])
 def test_only_what_requires_grad_is_computed(grads):
     asked, operands = posed(rows=300, grads=grads)

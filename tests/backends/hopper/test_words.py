@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,17 +30,18 @@ CASES = {
 }
 
 
-def listed(mask, blocks=None, lengths=None, dim=64):
+def listed(mask, blocks=None, lengths=None, dim=64, dropout=0.0):
     """(table of the launch, its configuration, entry by entry what a mask keeps)."""
     query = torch.zeros(1 if lengths else 2, 2, 500, dim, dtype=torch.float16, device=DEVICE)
     bound, packed = bind(None, foci.Mask(mask), DEVICE), {}
     if lengths:
         cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=DEVICE)
         packed = {"cu_q": cu, "cu_kv": cu, "max_q": max(lengths), "max_kv": max(lengths)}
-    operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.1, 0.0, None, blocks, **packed)
-    formula = Formula(
-        bound.variant, Layout.JAGGED if lengths else Layout.DENSE, Outputs(lse=True), False, (128, 128) if blocks is not None else None
-    )
+    operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.1, dropout, None, blocks, **packed)
+    if dropout:
+        operands = replace(operands, seed=torch.tensor([7], device=DEVICE))
+    layout, block_size = Layout.JAGGED if lengths else Layout.DENSE, (128, 128) if blocks is not None else None
+    formula = Formula(bound.variant, layout, Outputs(lse=True), dropout > 0, block_size)
     grads = (False,) * len(bound.captures)
     asked = Problem(formula, torch.float16, dim, dim, 2, 2, len(lengths or (0, 0)), 500, 500, capture_grads=grads)
     return kernel.HopperKernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))), operands
@@ -124,6 +126,48 @@ def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
             those = [i for i, some in enumerate(tiles) if some]
             assert limits == ([part - min(those), max(those) + 1] if those else [0, 0])
     assert seen > 3
+
+
+def launched_with(**case):
+    """(what the tables of a launch are, whether tiles begin anywhere)."""
+    compiled, operands = listed(**case)
+    with pytest.raises(Caught) as caught:
+        compiled.forward(operands)
+    (args,) = caught.value.args
+    table, config = (next(arg for arg in args if hasattr(arg, name)) for name in ("words", "STARTS"))
+    return table, config.STARTS.value
+
+
+def test_tiles_stay_for_dropout_where_they_were_moved_without(monkeypatch):
+    """Random numbers come for four keys at a time from the first of a tile, and the backward's tiles are never moved."""
+    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    monkeypatch.setattr(kernel, "FEW", 0)
+    case = {"mask": lambda b, h, q, k: OWNERS[q] + 1 == OWNERS[k] + 1, "dim": 128}
+    tables = []
+    for dropout in (0.0, 0.5, 0.0, 0.5):
+        table, moves = launched_with(**case, dropout=dropout)
+        assert moves == (dropout == 0)
+        tables.append(table)
+    assert tables[0].lists is tables[2].lists and tables[1].lists is tables[3].lists  # found once each
+    assert tables[0].words is tables[2].words and tables[1].words is tables[3].words
+
+
+class Failing:
+    def __getitem__(self, grid):
+        raise RuntimeError("no room")
+
+
+def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
+    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    case = {"mask": lambda b, h, q, k: OWNERS[q] + 2 == OWNERS[k] + 2, "dim": 128}
+    launched_with(**case)
+    monkeypatch.setattr(kernel, "_partial", weakref.WeakKeyDictionary())  # lists stay, words are found anew
+    with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="no room"):
+        failing.setattr(kernel, "pack_masks", Failing())
+        listed(**case)[0].forward(listed(**case)[1])
+    assert not kernel._partial
+    table, _ = launched_with(**case)
+    assert table.words.any() and len(kernel._partial) == 1
 
 
 def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):

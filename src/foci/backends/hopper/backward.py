@@ -53,6 +53,7 @@ from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
+from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -323,13 +324,14 @@ class HopperGradients(host.TritonKernel):
         ranks = _ranks.get(found)
         if ranks is None:
             rows, width = counts.shape[0], found.table.width >> 2
-            ranks = _ranks[found] = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
+            ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
             recorder = Recorder((), None)  # by itself: a pass reads what it made
             if lists is not None:
                 recorder.launch(clear_turns, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
             config = self._cut_config(call, cut, found.mode)
             recorder.launch(mark_tiles, (rows,), ranks, found.table, config, 128, num_warps=1)
             recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, found.table, encode(tasks), 128, num_warps=4)
+            after_launches(functools.partial(_ranks.__setitem__, found, ranks))
         call.recorder.keep((ranks,))
         return ranks
 
@@ -342,13 +344,14 @@ class HopperGradients(host.TritonKernel):
         if words is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
             return None
         if words is None:
-            words = _words[found] = torch.empty(shape, dtype=dtype, device=counts.device)
+            words = torch.empty(shape, dtype=dtype, device=counts.device)
             heads = 1 if found.table.h_stride == encode(0) else call.operands.query.shape[1]
             Recorder((), None).launch(
                 pack_queries, (shape[0] * (cut.tile_kv // 64), 8),
                 words, found.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
                 self._cut_config(call, cut, found.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
+            after_launches(functools.partial(_words.__setitem__, found, words))
         call.recorder.keep((words,))
         return words
 

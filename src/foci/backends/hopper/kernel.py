@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from foci.backends.hopper.words import cover_keys, mark_keys, order_tasks, pack_
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
+from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.functions import lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -46,8 +47,10 @@ class Partial(NamedTuple):
     order: Tensor | None = None
 
 
-_partial: Final[weakref.WeakKeyDictionary[Visits, Partial]] = weakref.WeakKeyDictionary()
-"""Kept as long as the visits are that they belong to."""
+_Ways: TypeAlias = tuple[bool, bool]
+"""Whether tiles are moved to the keys that are attended to, and whether tasks are ordered."""
+_partial: Final[weakref.WeakKeyDictionary[Visits, dict[_Ways, Partial]]] = weakref.WeakKeyDictionary()
+"""Kept as long as the visits are that they belong to, which calls with dropout and without share."""
 
 FEW: Final = 1 << 13
 """Tiles of all tasks, visited or not, up to which a forward is too short for tiles to be moved."""
@@ -139,15 +142,23 @@ class HopperKernel(host.TritonKernel):
         lists = visits.table.lists
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
             return Partial()
-        found = _partial.get(visits)
+        query, formula = call.operands.query, self.problem.formula
+        is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > FEW
+        # with blocks and dropout tiles are where the caller's classes, and random numbers, are
+        ways = (
+            is_long and formula.block_size is None and not formula.dropout,
+            is_long and schedule.ordered and call.operands.cu_q is None,
+        )
+        found = _partial.get(visits, {}).get(ways)
         if found is None:
-            found = _partial[visits] = self._marked(call, schedule, tiles, visits, lists)
+            found = self._marked(call, ways, tiles, visits, lists)
+            after_launches(functools.partial(_keep, visits, ways, found))
         call.recorder.keep(found)
         return found
 
-    def _marked(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: Visits, lists: Tensor) -> Partial:
+    def _marked(self, call: host.Pass, ways: _Ways, tiles: Tiles, visits: Visits, lists: Tensor) -> Partial:
         """Words of the partial tiles, and in a long forward where tiles are best to begin, and the order of tasks."""
-        query, table, formula = call.operands.query, visits.table, self.problem.formula
+        query, table, (moves, ordered) = call.operands.query, visits.table, ways
         heads = 1 if table.h_stride == encode(0) else query.shape[1]
         size, mask = self.size(call, heads, visits.tasks), call.functions.mask
         places = (visits.spans, call.environment, encode(heads), self.config(call, tiles, visits))
@@ -158,16 +169,14 @@ class HopperKernel(host.TritonKernel):
             torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
         )
         assert table.counts is not None
-        is_long = query.shape[0] * query.shape[1] * visits.tasks * width > FEW
-        # with blocks and dropout tiles are where the caller's classes, and random numbers, are
-        if is_long and formula.block_size is None and not formula.dropout:
+        if moves:
             new = new._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
             keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
             alone.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
             found, across = (new.starts, new.counts, keys), triton.next_power_of_2(width)
             alone.launch(cover_keys, (rows,), *found, table, size, visits.spans, places[-1], across, 1024, num_warps=4)
             table = table._replace(counts=new.counts, lists=new.starts)
-        if is_long and schedule.ordered and call.operands.cu_q is None:
+        if ordered:
             new = new._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
             alone.launch(order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), new.order, table.counts, size, 64, num_warps=4)
         alone.launch(
@@ -190,6 +199,10 @@ class HopperKernel(host.TritonKernel):
             EARLY=schedule.early and not p.formula.dropout, STARTS=partial.starts is not None, TOGETHER=schedule.together,
             REGISTERS=schedule.registers,
         )  # fmt: skip
+
+
+def _keep(visits: Visits, ways: _Ways, found: Partial) -> None:
+    _partial.setdefault(visits, {})[ways] = found
 
 
 def _without_mask(plan: Plan) -> Plan:
