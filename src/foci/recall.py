@@ -88,14 +88,14 @@ def find_site(
     if scored is None or masked is None:
         return None
     closed = scored.tensors + masked.tensors if masked.tensors else scored.tensors
-    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     strides = None
     if closed:
         strides = tuple([t.stride() for t in closed])
         for t in closed:
             if t.is_neg():
                 return None
-            address |= t.data_ptr()
+            others |= t.data_ptr()
     shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     lengths = None
     if e.cu_q is not None:
@@ -105,14 +105,14 @@ def find_site(
     pages = None
     if e.page_table is not None and e.kv_lengths is not None:
         pages = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (e.page_table, e.kv_lengths)])
-        address |= e.page_table.data_ptr() | e.kv_lengths.data_ptr()
+        others |= e.page_table.data_ptr() | e.kv_lengths.data_ptr()
     o = e.outputs
     wanted = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     if learns:
         wanted = (True, True, True, *[False for _ in closed])
     signature = (
         shapes, query.stride(), dtype, device, key.stride(), key.dtype, key.device, value.stride(), value.dtype, value.device, address & 15,
-        query is key, key is value, query is value,
+        others & 15, query is key, key is value, query is value,
         wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), shared(scored, masked), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, pages, e.max_q, e.max_kv, e.exact_lengths, allowed,
         backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,

@@ -5,7 +5,12 @@ import torch
 from packed import nested
 
 import foci
-from foci.problem import Gradients, Results, bucket, empty_out
+from foci import execution
+from foci.operator import dispatched
+from foci.operator.arguments import flatten
+from foci.operator.direct import Forward
+from foci.prepare import Extras, prepare
+from foci.problem import Gradients, Outputs, Results, bucket, empty_out, is_aligned
 
 
 class Noting:
@@ -101,6 +106,45 @@ def test_each_kernel_is_of_the_lengths_and_heads_it_is_given(registered):
     for operands, problem in (*registered.forwards, *registered.backwards):
         assert (problem.q_heads, problem.kv_heads) == (operands.query.shape[1], operands.key.shape[1])
         assert problem.kv_len == bucket(operands.key.shape[2])
+
+
+def moved(tensor, *, by):
+    """A copy that begins so many elements behind a multiple of 16 bytes."""
+    whole = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)
+    start = -whole.data_ptr() // whole.itemsize % 4 + by
+    made = whole[start : start + tensor.numel()].view(tensor.shape)
+    assert made.data_ptr() % 16 == by * tensor.itemsize
+    return made.copy_(tensor)
+
+
+def by_eager(q, k, v, table):
+    foci.attention(q, k, v, score=lambda s, b, h, i, j: s + table[h])
+
+
+def by_operator(q, k, v, table):
+    dispatched.results(*flat_arguments(q, k, v, table))
+
+
+def by_place():
+    place = Forward(fixed=True)
+    return lambda q, k, v, table: place(*flat_arguments(q, k, v, table))
+
+
+def flat_arguments(q, k, v, table):
+    formula, operands = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], None, Extras(Outputs()))
+    return flatten(formula, operands, None)
+
+
+@pytest.mark.parametrize("registered", [Cut], indirect=True)
+@pytest.mark.parametrize("way", [by_eager, by_operator, by_place()], ids=["eager", "operator", "place"])
+def test_a_captured_tensor_that_lies_oddly_is_not_taken_for_a_query_that_does(registered, way, monkeypatch):
+    monkeypatch.setattr(execution, "_is_aligned", lambda *tensors: all(map(is_aligned, tensors)))  # as on a GPU
+    q, k, v, table = *(moved(torch.randn(1, 4, 12, 8), by=0) for _ in range(3)), moved(torch.randn(4), by=0)
+    odd_q, odd_table = moved(q, by=1), moved(table, by=1)
+    for given in ((q, odd_table), (odd_q, table), (q, table), (odd_q, odd_table), (q, odd_table)):
+        for _ in range(2):
+            way(given[0], k, v, given[1])
+            assert registered.forwards[-1][1].aligned == (given[0] is q)
 
 
 # SDPA-11, SDPA-12

@@ -27,10 +27,11 @@ _TRIES: Final = 4
 
 
 class _Last(NamedTuple):
-    """What a place remembers: surroundings and alignment, the call, its pass where the kernel has one, and how often it was asked for."""
+    """What a place remembers: surroundings, whether query, key and value are aligned and whether captured tensors are, the call, its pass
+    where the kernel has one, and how often it was asked for."""
 
     around: tuple[object, ...]
-    aligned: bool
+    aligned: tuple[bool, bool]
     known: Known
     run: Fixed | None = None
     tries: int = 0
@@ -54,11 +55,11 @@ class _Place:
         if not self._fixed:
             return find(args)
         query, key, value, captures = operands
-        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
         for tensor in captures:
-            address |= tensor.data_ptr()
-        aligned, last = not address & 15, self._last
-        if last is None or last.around != around or last.aligned is not aligned:
+            others |= tensor.data_ptr()
+        aligned, last = (not address & 15, not others & 15), self._last
+        if last is None or last.around != around or last.aligned != aligned:
             last = self._last = _Last(around, aligned, find(args))  # at once: backward passes run in threads of their own
         return last.known
 

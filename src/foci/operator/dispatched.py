@@ -169,12 +169,12 @@ def _names(allowed: str) -> tuple[str, ...]:
 def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
     """All that a pass is determined by, but for what tensors hold and the surroundings that recordings know of."""
     query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
-    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     captured = None
     if captures:
         captured = tuple([(t.shape, t.stride(), t.dtype) for t in captures])
         for t in captures:
-            address |= t.data_ptr()
+            others |= t.data_ptr()
     shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
     strides, spans = (query.stride(), key.stride(), value.stride()), None
     if lengths[0] is not None:  # [1, H, T, D]: however many tokens, but for one, whose strides say nothing
@@ -185,10 +185,10 @@ def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
     pages = None
     if page_table is not None:
         pages = tuple([(t.shape, t.stride(), t.dtype) for t in (lengths[3], page_table)])
-        address |= lengths[3].data_ptr() | page_table.data_ptr()
+        others |= lengths[3].data_ptr() | page_table.data_ptr()
     return (
-        line, allowed, shapes, strides, query.dtype, query.device, key.dtype, value.dtype, address & 15, query is key, key is value,
-        query is value, captured, seed is None, blocks is None, spans, pages, (*ints,), (*floats,), scale, dropout_p, max_q,
+        line, allowed, shapes, strides, query.dtype, query.device, key.dtype, value.dtype, address & 15, others & 15, query is key,
+        key is value, query is value, captured, seed is None, blocks is None, spans, pages, (*ints,), (*floats,), scale, dropout_p, max_q,
         max_kv, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
     )  # fmt: skip
 
