@@ -293,6 +293,25 @@ def test_offsets_without_versions_are_read_at_each_call(logs, calls):
             assert [name for name, *_ in logs[1]].count("place_sequences") == looked
 
 
+def oddly(values):
+    """A tensor that begins 8 bytes behind a multiple of 16."""
+    whole = torch.zeros(len(values) + 3, dtype=torch.int64)
+    made = whole[1 + whole.data_ptr() // 8 % 2 :][: len(values)]
+    return made.copy_(torch.tensor(values))
+
+
+def test_what_finds_sequences_is_compiled_for_how_each_tensor_lies(logs, calls):
+    """A kernel for one tensor at a multiple of 16 bytes reads it in pieces of 16."""
+    worked_out, _ = logs
+    query = torch.zeros(1, 4, 256, 64)
+    for ends, used in ((oddly, torch.tensor), (torch.tensor, oddly), (oddly, oddly), (torch.tensor, torch.tensor)):
+        for is_known in (False, True):
+            worked_out.clear()
+            offsets, lengths = ends([0, 56, 256]), used([50, 190])
+            sparsity.sequences_at(query, (offsets, offsets, lengths, lengths))
+            assert (not worked_out) == is_known
+
+
 PAGED = {
     "plain": {},
     "mask by lengths": {"mask": masks.causal_lower_right()},

@@ -72,7 +72,7 @@ def test_captured_tensors_are_those_of_the_call(logs):
 
 
 @pytest.mark.parametrize(
-    "change", ["version", "new tensor", "length", "strides", "number", "alignment", "same tensor", "inference", "offsets"]
+    "change", ["version", "memory", "new tensor", "length", "strides", "number", "alignment", "same tensor", "inference", "offsets"]
 )
 def test_what_changes_the_launch_is_worked_out_anew(logs, change):
     worked_out, launched = logs
@@ -89,6 +89,8 @@ def test_what_changes_the_launch_is_worked_out_anew(logs, change):
     before = len(worked_out)
     if change == "version":
         ids.add_(1)
+    elif change == "memory":
+        ids.data = ids + 1
     elif change == "new tensor":
         operands = operands_of(bound_of(ids.clone(), 9))
     elif change == "length":

@@ -12,7 +12,7 @@ from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Given, 
 from foci.backends.triton.bound import bind_backward, bind_forward, fix
 from foci.backends.triton.counts import Tokens
 from foci.backends.triton.keeping import Kept
-from foci.backends.triton.sparsity import Sequences, sequences_at
+from foci.backends.triton.sparsity import Sequences, sequences_at, state_of
 from foci.backends.triton.streams import laid_out
 from foci.backends.triton.surroundings import free_stream, places_of, stream_of
 from foci.backends.triton.templates import Recording, Template
@@ -154,9 +154,9 @@ class KnownPasses:
         return tuple(t for t in read if t is not None)
 
     def _versions(self, captures: Inputs) -> Key | None:
-        """Identities and versions of these; None where one has no version."""
+        """`state_of` these; None where one has no version."""
         read = self._read(captures)
-        return None if any(t.is_inference() for t in read) else tuple((id(t), t._version) for t in read)
+        return None if any(t.is_inference() for t in read) else tuple(map(state_of, read))
 
     def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
         """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where

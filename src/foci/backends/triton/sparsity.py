@@ -31,7 +31,7 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "visits_of"]
+__all__ = ["ALL", "DENSE", "Sequences", "Visits", "sequences_at", "sequences_of", "state_of", "visits_of"]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -148,7 +148,7 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
     first = inputs[0]
     assert first is not None
     stream, places = free_stream(first), places_of(inputs)
-    key = (*what, first.device, stream, any((place or 0) & 15 for place in places))
+    key = (*what, first.device, stream, *[(place or 0) & 15 == 0 for place in places])  # compiled for each one's
     known = None if stream is None else _runs.find((key, tokens))
     if known is None and stream is not None and (template := _ways.find(key)) is not None:
         known = template.as_recorded(tokens)
@@ -176,6 +176,11 @@ _runs: Final[Kept[Recording]] = Kept(256)
 """The same for so many tokens."""
 
 
+def state_of(tensor: Tensor) -> tuple[int, int, int]:
+    """By what a tensor that lives is known to hold what it held: its memory may be another's, without a new version (`.data = `)."""
+    return id(tensor), tensor._version, tensor.data_ptr()
+
+
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:
     """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
@@ -189,7 +194,7 @@ def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -
     query, key = operands.query, operands.key
     what = (
         kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
-        operands.floats, query.device, stream_of(query), *((id(t), t._version) for t in read), int(call.rows), int(call.columns),
+        operands.floats, query.device, stream_of(query), *map(state_of, read), int(call.rows), int(call.columns),
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     found = call.sequences.visits.find(known)
