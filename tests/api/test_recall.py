@@ -164,6 +164,42 @@ def test_a_bias_of_one_number_may_be_learned_or_not():
 
 
 # FLEX-09
+def test_functions_that_ask_what_may_change_are_asked_again():
+    q, k, v = tensors()
+
+    def helper():
+        """Has an attribute."""
+
+    def by_attribute(score, b, h, i, j):
+        return score * helper.factor
+
+    def by_state(score, b, h, i, j):
+        return score * (2.0 if torch.is_grad_enabled() else 3.0)
+
+    table = torch.ones(4)
+
+    def by_version(score, b, h, i, j):
+        return score * (1.0 + table._version)
+
+    for factor in (2.0, 3.0):
+        helper.factor = factor
+        for _ in range(2):
+            torch.testing.assert_close(foci.attention(q, k, v, score=by_attribute), reference(q, k, v, scale=factor / 8**0.5))
+        with torch.set_grad_enabled(factor == 2.0):
+            torch.testing.assert_close(foci.attention(q, k, v, score=by_state), reference(q, k, v, scale=factor / 8**0.5))
+        table.add_(1)
+        torch.testing.assert_close(foci.attention(q, k, v, score=by_version), reference(q, k, v, scale=factor / 8**0.5))
+
+
+# FLEX-09
+def test_zeros_of_either_sign_are_two_numbers():
+    q, k, v = tensors()
+    for zero in (0.0, -0.0, 0.0):
+        out = foci.attention(q, k, v, mask=lambda b, h, i, j, zero=zero: 1 / ((i + 1) * zero) > 0)
+        assert out.any() == (str(zero) == "0.0")
+
+
+# FLEX-09
 def test_equal_code_with_other_globals_is_another_function():
     q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
     k, v = torch.cat((k, k), 2), torch.cat((v, v), 2)

@@ -1,6 +1,7 @@
 """Canonical text reads back exactly; infix text is for people."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from expressions import BATCH, COLUMN, HEAD, LOADS, ROW, SCORE, anything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foci.ir import expr as expr_module
 from foci.ir.expr import DType, axis, const, load, node, param, reduce, size, variable
 from foci.ir.ops import apply, cast, round_to
 from foci.ir.text import from_text, to_infix, to_text
@@ -125,6 +127,23 @@ def test_infix_of_much_sharing_stays_short():
 def test_unknown_variables_are_refused():
     with pytest.raises(ValueError, match="no variable 'row'; the variables are score, b, h"):
         variable("row")
+
+
+def test_two_threads_that_make_one_node_have_one(monkeypatch):
+    """The other makes it while this one does."""
+    new, others = expr_module._new, []
+
+    def slow(*args):
+        if not others:
+            others.append(None)
+            with ThreadPoolExecutor(1) as pool:
+                others[0] = pool.submit(node, "add", parts, DType.FLOAT).result()
+        return new(*args)
+
+    parts = SCORE, apply("mul", SCORE, 0.8125)
+    monkeypatch.setattr(expr_module, "_new", slow)
+    assert node("add", parts, DType.FLOAT) is others[0]
+    assert node("add", parts, DType.FLOAT) is others[0]
 
 
 def test_nodes_are_immutable_and_shared():

@@ -134,7 +134,12 @@ def node(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload = None) -
         found = _new(op, args, dtype, value)
         held = _Held(found, _forget)
         held.key = key
-        _table[key] = held
+        other = _table.setdefault(key, held)
+        if other is not held:
+            first = other()
+            if first is not None:
+                return first  # of another thread, meanwhile
+            _table[key] = held
     return found
 
 

@@ -69,7 +69,7 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
         return (kind, value)
     if kind is int or kind is float:
         into.numbers.append(value)
-        return (kind,)
+        return (kind,) if value or kind is int else (kind, str(value))  # 0.0 == -0.0
     if kind is Tensor or kind is torch.nn.Parameter:
         if value.dim() == 0:
             return None  # may be read as a number
@@ -97,6 +97,9 @@ def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any,
     except ValueError:  # a cell that is not filled yet
         return None
     parts = [_key(item, into) for item in (*(function.__defaults__ or ()), *cells)]
+    if function.__dict__:  # whoever has the function may read its attributes
+        for name, value in function.__dict__.items():
+            parts += [(str, name), _key(value, into)]
     return None if None in parts else (code, *parts)
 
 
@@ -105,8 +108,8 @@ class _Code:
 
 
 class _Known(NamedTuple):
-    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports;
-    and foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
+    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports or may
+    ask what can change; and foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
 
     code: types.CodeType
     token: _Code
@@ -115,6 +118,12 @@ class _Known(NamedTuple):
 
 
 _CODES: Final = 4096
+_ASKING: Final = ("is_", "are_", "get_")
+"""How names begin of what tells torch's state, such as `torch.is_grad_enabled`, or a tensor's."""
+_STATE: Final = frozenset((
+    "_C", "_version", "backends", "compiler", "cuda", "distributed", "grad", "grad_fn", "initial_seed", "random", "seed",
+))  # fmt: skip
+"""Other names of such."""
 _tokens: dict[types.CodeType, _Code] = {}
 _known: dict[int, _Known] = {}
 
@@ -134,8 +143,10 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
     if len(_known) >= _CODES:
         _known.clear()
         _tokens.clear()
-    names = _names_of(code)
-    is_own = scope.get("__name__", "").startswith("foci.") and names is not None and all(_is_constant_global(n, scope) for n in names)
+    names, is_of_foci = _names_of(code), scope.get("__name__", "").startswith("foci.")
+    if names is not None and not is_of_foci and any(name in _STATE or name.startswith(_ASKING) for name in names):
+        names = None
+    is_own = is_of_foci and names is not None and all(_is_constant_global(n, scope) for n in names)
     known = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
     return known
 
