@@ -290,18 +290,23 @@ def main() -> None:
     parser.add_argument("--mode", choices=("training", "inference"), action="append")
     parser.add_argument("--threads", type=int, help="on the CPU; torch's own number if not given")
     parser.add_argument("--rounds", type=int, help="20 on a GPU, 3 on the CPU, if not given")
+    parser.add_argument("--calling-thread", action="store_true", help="all backward passes in the thread that calls them, not in the GPU's")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     batch, rounds = (32, 20) if on_gpu else (32, 1) if options.full else (6, 3)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    rows = [
-        row
-        for mode in options.mode or ("training", "inference")
-        for row in compare(mode, batch, options.device, dtype, rounds=options.rounds or rounds, with_graphs=on_gpu and not options.eager)
-    ]
+    with torch.autograd.set_multithreading_enabled(not options.calling_thread):
+        rows = [
+            row
+            for mode in options.mode or ("training", "inference")
+            for row in compare(
+                mode, batch, options.device, dtype, rounds=options.rounds or rounds, with_graphs=on_gpu and not options.eager
+            )
+        ]
     kind = "" if on_gpu else "-full" * options.full + "-one-thread" * (options.threads == 1)
+    kind += "-calling-thread" * options.calling_thread
     measure.write(f"modules-{options.device}{kind}", rows)
 
 

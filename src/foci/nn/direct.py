@@ -66,7 +66,7 @@ def forgets_gradients(module: torch.nn.Module) -> bool:
         modules += [child for child in part._modules.values() if child is not None]
         kinds.add(type(part))
     is_plain = all(getattr(kind, name) is written for kind in kinds for name, written in _LISTING.items())
-    if not is_plain or torch.compiler.is_compiling() or any("_is_replica" in part.__dict__ for part in modules):
+    if not is_plain or torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
         return False
     for part in modules:
         for p in part._parameters.values():
