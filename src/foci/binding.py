@@ -79,10 +79,9 @@ def _remembered(
     if traces is None:
         traces = _traces[structure] = OrderedDict()
         _drop_oldest(_traces, _STRUCTURES)
-    found = traces.get(numbers)
+    found = traces.pop(numbers, None)
     if found is not None:
-        traces.pop(numbers, None)  # not `move_to_end`: another thread may have dropped it
-        traces[numbers] = found
+        traces[numbers] = found  # the newest; another thread may have dropped it meanwhile
         b = found.bound
         return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
     bound, varies = _traced(score, mask, device)

@@ -127,11 +127,12 @@ class PackedCall(NamedTuple):
         """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv], and lse is to be read only where the call learns."""
         passes = self.passes
         if not observers():
-            if passes.forward is None and self.outline.chosen.binding is not None:
-                passes.forward = passes.moved_forward(rows, self.optional[2]) or bind_forward(
+            bound = passes.forward  # once: other threads may take it away
+            if bound is None and self.outline.chosen.binding is not None:
+                bound = passes.forward = passes.moved_forward(rows, self.optional[2]) or bind_forward(
                     self.outline, rows, lay.split(rows), self.optional, whole=passes.whole
                 )
-            made = None if passes.forward is None else passes.forward(rows)
+            made = None if bound is None else bound(rows)
             if made is not None:
                 return made
             passes.forward = None  # bound anew by the next
@@ -142,11 +143,12 @@ class PackedCall(NamedTuple):
         """The gradient [T, E] of these rows, by what `forward_rows` found and the gradient of out."""
         passes, (out, lse) = self.passes, found
         if not (observers() or torch.is_grad_enabled()):
-            if passes.backward is None and self.outline.chosen.binding is not None:
-                passes.backward = passes.moved_backward(rows, self.optional[2]) or bind_backward(
+            bound = passes.backward
+            if bound is None and self.outline.chosen.binding is not None:
+                bound = passes.backward = passes.moved_backward(rows, self.optional[2]) or bind_backward(
                     self.outline, rows, lay.split(rows), self.optional, (lay.of_queries(out), lse), lay.of_queries(gradient)
                 )
-            made = None if passes.backward is None else passes.backward(rows, out, lse, gradient)
+            made = None if bound is None else bound(rows, out, lse, gradient)
             if made is not None:
                 return made
             passes.backward = None

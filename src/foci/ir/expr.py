@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Final, TypeAlias
+from weakref import _remove_dead_weakref  # type: ignore[attr-defined]  # what the standard library's own tables of weak values do
 
 __all__ = ["COORDINATES", "LENGTHS", "DType", "Expr", "Payload", "axis", "const", "load", "node", "param", "reduce", "size", "variable"]
 
@@ -119,8 +120,7 @@ _table: dict[tuple[object, ...], _Held] = {}
 
 
 def _forget(gone: _Held) -> None:
-    if _table.get(gone.key) is gone:  # not another node made since
-        del _table[gone.key]
+    _remove_dead_weakref(_table, gone.key)  # in one step, and not another node that a thread made since
 
 
 def node(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload = None) -> Expr:
@@ -131,15 +131,11 @@ def node(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload = None) -
     held = _table.get(key)
     found = None if held is None else held()
     if found is None:
-        found = _new(op, args, dtype, value)
-        held = _Held(found, _forget)
-        held.key = key
-        other = _table.setdefault(key, held)
-        if other is not held:
-            first = other()
-            if first is not None:
-                return first  # of another thread, meanwhile
-            _table[key] = held
+        made = _new(op, args, dtype, value)
+        mine = _Held(made, _forget)
+        mine.key = key
+        while (found := _table.setdefault(key, mine)()) is None:  # another thread's may come first
+            _remove_dead_weakref(_table, key)
     return found
 
 
