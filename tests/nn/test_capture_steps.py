@@ -104,6 +104,27 @@ def test_modes_have_captures_of_their_own(engine):
     with foci.use("reference"):
         assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
     assert captured.forward.count == 4
+    foci.register_backend(Last())
+    try:
+        assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+        assert captured.forward.count == 5
+    finally:
+        foci.unregister_backend("last")
+
+
+class Last:
+    """The reference, only taken where nobody else is."""
+
+    name = "last"
+
+    def reject(self, problem, target):
+        return None
+
+    def cost(self, problem, target):
+        return 1e9
+
+    def compile(self, plan):
+        return foci.backends.load("reference").compile(plan)
 
 
 def graded_of_all(model, x, **kwargs):
@@ -113,24 +134,39 @@ def graded_of_all(model, x, **kwargs):
     return [out, *(p.grad for p in model.parameters())]
 
 
-def test_changes_are_captured_anew():
+def test_changes_are_captured_anew(engine):
     model, captured = twins(encoder())
     x, given = rand(3, 40, E), {"src_key_padding_mask": padding([40, 3, 20], 40)}
 
-    def same():
+    def same(*, anew=True):
+        before = engine.recordings
         assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
         assert captured.forward.count == 1
+        assert (engine.recordings > before) == anew
 
     same()
     state = {name: t + 0.1 for name, t in model.state_dict().items()}
     for m in (model, captured):
         m.load_state_dict(state)
-    same()
+    same(anew=False)
     for m in (model, captured):
         m.load_state_dict({name: t.clone() for name, t in state.items()}, assign=True)
     same()
     for m in (model, captured):
         m.layers[1].self_attn.mask = foci.masks.causal()
+    same()
+    for m in (model, captured):
+        m.layers[0].self_attn.rotary = foci.nn.RotaryEmbedding(H)
+    same()
+    for m in (model, captured):
+        m.layers[0].self_attn.rotary.base = 100.0
+    same()
+    for m in (model, captured):
+        m.layers[0].self_attn.add_zero_attn = True
+    same()
+    for m in (model, captured):
+        m.layers[0].self_attn.add_zero_attn = False
+        m.layers[0].self_attn.rotary = None
     same()
     for m in (model, captured):
         m.norm = torch.nn.Identity()

@@ -1,6 +1,7 @@
 """Linear layers on padded memory are linear layers."""
 
 import copy
+import ctypes
 import io
 
 import pytest
@@ -162,6 +163,18 @@ def test_memory_that_is_not_its_own_is_not_read():
 
 
 @pytest.mark.usefixtures("padded")
+def test_memory_that_was_freed_and_given_away_again_is_not_read():
+    """There, others' tensors of the parameter's own size have its strides too: columns are of a good size, rows are not."""
+    layer, x = foci.nn.PaddedLinear(64, 1023), torch.randn(9, 64)
+    whole = layer.weight.untyped_storage()
+    assert whole.nbytes() == 4 * 64 * 1024
+    again = (ctypes.c_char * (4 * 64 * 1023)).from_address(whole.data_ptr())
+    layer.weight.data = torch.frombuffer(again, dtype=torch.float32).view(1023, 64)
+    assert layer.weight.data_ptr() == whole.data_ptr()
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    layer(x).sum().backward()
+
+
 def test_state_dicts_are_those_of_torch():
     mine, theirs = pair(33, 127)
     assert {name: value.shape for name, value in mine.state_dict().items()} == {name: v.shape for name, v in theirs.state_dict().items()}

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from foci import backends
 from foci.context import allowed_backends
 from foci.nn import decoder, encoder
 from foci.nn.buckets import Seat, check_sizes, room_for
@@ -272,7 +273,7 @@ class Captured:
         key = (
             seats, call.settings, tuple((t.dtype, t.shape[1:], learns and t.requires_grad) for t in tensors),
             tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), autocast, learns,
-            allowed_backends(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         )  # fmt: skip
 
         def compute(tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor]) -> Tensor:

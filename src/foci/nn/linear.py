@@ -95,7 +95,7 @@ def pad_storage(layer: torch.nn.Linear) -> None:
             with torch.no_grad():
                 within.copy_(parameter)
             parameter.data = within
-            parameter._foci_storage = whole.data_ptr()  # type: ignore[attr-defined]
+            parameter._foci_storage = _memory(parameter)  # type: ignore[attr-defined]
             if not parameter.is_contiguous():
                 _watch_optimizers()
 
@@ -122,7 +122,13 @@ def _good_sizes(parameter: Tensor) -> tuple[int, ...]:
 
 def _has_storage(parameter: Tensor) -> bool:
     """Whether the padding is still behind a parameter: memory that somebody else gave it may hold anything."""
-    return getattr(parameter, "_foci_storage", None) == parameter.data_ptr() and parameter.stride() == _strides(parameter)
+    padded = getattr(parameter, "_foci_storage", None)
+    return padded is not None and padded == _memory(parameter) and parameter.stride() == _strides(parameter)
+
+
+def _memory(parameter: Tensor) -> tuple[int, int]:
+    """Where a parameter lies, and bytes of the storage: what was freed may be given away again, in other pieces."""
+    return parameter.data_ptr(), parameter.untyped_storage().nbytes()
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

@@ -16,7 +16,10 @@ from foci.nn.replay import Place
 
 __all__ = ["Watch"]
 
-_SETTINGS: Final = ("p", "dropout", "mask", "score", "norm_first", "activation", "eps", "inplace")
+_SETTINGS: Final = (
+    "p", "dropout", "mask", "score", "norm_first", "activation", "eps", "inplace", "rotary", "add_zero_attn", "num_heads", "num_kv_heads",
+    "head_dim", "normalized_shape", "dim", "base", "interleaved",
+)  # fmt: skip
 """Attributes that computation depends on."""
 
 
