@@ -1,6 +1,7 @@
 """Calls known from before: the same launches as new ones, with nothing prepared anew."""
 
 import contextlib
+import sys
 import weakref
 from collections import OrderedDict
 
@@ -197,6 +198,24 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         moved_call(other, MOVED[name], separate=separate)
     # by name and numbers: tables are made at other times, as they are needed
     assert sorted(map(storages.masked, worked_out + launched), key=str) == sorted(map(storages.masked, found), key=str)
+
+
+@pytest.mark.parametrize("tokens", [(256, 1100), (1100, 256)])
+def test_programs_are_as_many_as_the_tokens_at_hand_ask_for(logs, calls, tokens, monkeypatch):
+    """Persistent ones, as many as there are tasks, or as the card has room for."""
+    hopper_functions(monkeypatch, *logs)
+    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "_processors", lambda device: 20)
+    programs = []
+    with foci.use("hopper"):
+        for count in tokens:
+            for log in logs:
+                log.clear()
+            offsets = torch.arange(7) * (count // 6)
+            q, k, v = (torch.zeros(count, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+            foci.varlen_attn(q, k, v, offsets, offsets, 220, 220)
+            programs += [grid[0] for log in logs for name, grid, _ in log if name == "attention_forward"]
+    assert calls == [("forward_again", False), ("forward_again", True)]
+    assert programs == [{256: 32, 1100: 40}[count] for count in tokens]
 
 
 class Storages:

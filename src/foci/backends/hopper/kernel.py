@@ -25,6 +25,7 @@ from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.compiling import after_launches
+from foci.backends.triton.counts import at_most
 from foci.backends.triton.functions import lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -116,7 +117,7 @@ class HopperKernel(host.TritonKernel):
         """
         if not schedule.persistent:
             return tasks, None, 0
-        programs = min(tasks, schedule.programs * _processors(operands.query.device))
+        programs = at_most(tasks, schedule.programs * _processors(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.strided else visits.spans.tasks, 0
         tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
