@@ -69,6 +69,8 @@ class Drawn:
     scale: float | None
     apart: bool
     backend: str
+    learns: frozenset[str]
+    again: bool
 
 
 @st.composite
@@ -97,6 +99,8 @@ def drawn(draw):
         scale=draw(st.sampled_from([None, 0.3, -0.5])),
         apart=draw(st.booleans()),
         backend=draw(st.sampled_from(["blocked", "reference", "cpu"])),
+        learns=frozenset(draw(st.sets(st.sampled_from(["query", "key", "value", "captured", "sink"]), min_size=1))),
+        again=draw(st.booleans()),
     )
 
 
@@ -222,25 +226,46 @@ def test_combined_features_are_the_formula(case):
     if case.backend == "cpu" and (case.dtype == torch.float64 or "weights" in case.aux):
         return
 
-    def found_by(function, cast):
-        leaves = [
-            cast(t).clone().requires_grad_() for t in (*tensors, *(captured[name] for name in names), *([] if sink is None else [sink]))
-        ]
+    labels = ["query", "key", "value", *names, *([] if sink is None else ["sink"])]
+    drawn_tensors = [*tensors, *(captured[name] for name in names), *([] if sink is None else [sink])]
+    learns = ["captured" if name in names else name for name in labels]
+
+    def functions(cast):
+        """Leaves, and what reads them: query, key and value, the score function, the sink."""
+        leaves = [cast(t).clone().requires_grad_(name in case.learns) for t, name in zip(drawn_tensors, learns, strict=True)]
         score = None if make is None else make(dict(zip(names, leaves[3:], strict=False)))
+        return leaves, score, None if sink is None else leaves[-1]
+
+    ours, exact = functions(lambda t: t), functions(torch.Tensor.double)
+    for turn in range(1 + case.again):
+        if turn:  # the same tensors and functions, of other values
+            with torch.no_grad():
+                for mine, wide_one in zip(ours[0], exact[0], strict=True):
+                    wide_one.copy_(mine.copy_(mine.flip(0) * 0.75))
+        agrees(case, labels, ours, exact)
+
+
+def agrees(case, labels, ours, exact):
+    """Whether a call finds what the formula does, gradients included."""
+
+    def found_by(function, leaves, score, sink):
         given_tensors = [t[..., None].expand(*t.shape, 2)[..., 0] for t in leaves[:3]] if case.apart else leaves[:3]
         torch.manual_seed(case.seed)
-        return function(given_tensors, score, None if sink is None else leaves[-1]), leaves
+        return function(given_tensors, score, sink)
 
     with foci.use(case.backend):
-        found, leaves = found_by(lambda *call: attended(case, *call), lambda t: t)
+        found = found_by(lambda *call: attended(case, *call), *ours)
         torch.manual_seed(case.seed)
         seed = torch.randint(0, 2**63 - 1, (1,))
-        wanted, exact_leaves = found_by(lambda *call: expected(case, *call, seed), torch.Tensor.double)
+        wanted = found_by(lambda *call: expected(case, *call, seed), *exact)
         found = {name: found[name] for name in wanted}
-        grads = gradients(found, leaves, wanted)
-    for name, value in wanted.items():
-        close(name, found[name], value, case.dtype)
-    labels = ["query", "key", "value", *names, "sink"]
-    for name, grad, exact in zip(labels, grads, gradients(wanted, exact_leaves, wanted), strict=False):
-        if case.layout != "paged" or name not in ("key", "value"):  # pages take no gradient
-            close(f"gradient of {name}", grad, exact, case.dtype)
+        for name, value in wanted.items():
+            close(name, found[name], value, case.dtype)
+        named = [(name, mine, wide) for name, mine, wide in zip(labels, ours[0], exact[0], strict=True) if mine.requires_grad]
+        if case.layout == "paged":  # pages take no gradient
+            named = [row for row in named if row[0] not in ("key", "value")]
+        if not named:
+            return
+        grads = gradients(found, [mine for _, mine, _ in named], wanted)
+        for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted), strict=True):
+            close(f"gradient of {name}", grad, other, case.dtype)

@@ -77,8 +77,9 @@ class Attention:
     @property
     def _extras(self) -> Extras:
         """Those that it was made with, of the sequences that it was moved to, if it was."""
-        if self._offsets is not None:
-            self._given, self._offsets = replace(self._given, cu_q=self._offsets, cu_kv=self._offsets), None
+        offsets = self._offsets  # once: other threads may find it first
+        if offsets is not None:
+            self._given, self._offsets = replace(self._given, cu_q=offsets, cu_kv=offsets), None
         return self._given
 
     @property
