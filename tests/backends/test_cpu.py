@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -270,6 +271,22 @@ def test_runs_in_a_forked_child():
         same = attention(*tensors).numpy().tobytes() == expected  # torch's own operations may hang in here
         os.write(writer, b"1" if same else b"0")
         os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"1"
+    os.waitpid(child, 0)
+
+
+def test_a_child_loads_kernels_though_a_thread_did_when_it_was_forked():
+    source = forward_source(problem())
+    build.load(source)
+    reader, writer = os.pipe()
+    with build._loading:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            build.load(source)
+            os.write(writer, b"1")
+            os._exit(0)
     os.close(writer)
     assert os.read(reader, 1) == b"1"
     os.waitpid(child, 0)

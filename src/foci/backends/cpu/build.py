@@ -181,6 +181,15 @@ _loaded: dict[str, ctypes.CDLL] = {}
 _loading = threading.Lock()
 
 
+def _after_fork() -> None:
+    # the thread that had the lock is not in the child
+    global _loading
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def load(source: str) -> ctypes.CDLL:
     """The library of a translation unit, compiled if nobody did before. Calls through it release the GIL.
 
