@@ -6,7 +6,8 @@ counts: with that mask torch takes slower kernels, for BERT none at all ("induct
 GPT-2 small and BERT base of transformers, no dropout, from random parameters: bfloat16 on a GPU; on the CPU two layers in
 float32. Every variant has its own model with the same parameters. A training step is forward with the loss, and backward.
 The first step includes all compilation, from an empty cache of Inductor, but not what a process does once: imports, starting
-workers, Dynamo's first look at transformers; a model of one layer, eager attention under Inductor, goes before it all. Times on
+workers, Dynamo's first look at transformers; a small model of one layer on a GPU, on the CPU one of the row's sizes, eager attention under
+Inductor, goes before it all. Times on
 the CPU are seconds of processors, of this thread for a step, of this process and its compilers for the first one, so that they are
 those of a machine that does nothing else.
 
@@ -227,16 +228,20 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
     return Compiled(step, found)
 
 
-def once(name: str, mode: str, device: str) -> None:
-    """What a process does once, of which the first variant would take six seconds of a step of twenty."""
+def once(name: str, mode: str, batch: int, length: int, layers: int, vocabulary: int | None, device: str) -> None:
+    """What a process does once, of which the first variant would take six seconds of a step of twenty; of given sizes, as torch
+    remembers what it found out of operations with those: two seconds for the first variant."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = model_of(name, 64, 1, 512, "eager", device, dtype).train(mode == "training")
+    model = model_of(name, length, layers, vocabulary, "eager", device, dtype).train(mode == "training")
     with fresh_cache():
         torch._dynamo.reset()
-        (training if mode == "training" else inference)(torch.compile(model), torch.zeros(1, 64, dtype=torch.int64, device=device))()
+        (training if mode == "training" else inference)(
+            torch.compile(model), torch.zeros(batch, length, dtype=torch.int64, device=device)
+        )()
 
 
 TURNS: Final = 3
+_SMALL: Final = (1, 64, 1, 512)
 
 
 def rows_of(made: Sequence[Compiled], device: str, reps: int, *, profile: bool) -> list[dict[str, object]]:
@@ -279,7 +284,7 @@ def main() -> None:
     torch.compile(lambda x: x.relu() + 1)(torch.ones(8, device=options.device))
     for (batch, length), name, mode in itertools.product(sizes, models, modes):
         with held(options.lock, fcntl.LOCK_SH):
-            once(name, mode, options.device)
+            once(name, mode, *((batch, length, layers, options.vocabulary) if not on_gpu else _SMALL), options.device)
             made = [first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device) for variant in variants]
         with held(options.lock, fcntl.LOCK_EX):
             rows += rows_of(made, options.device, 10 if on_gpu else 1, profile=options.profile and on_gpu)

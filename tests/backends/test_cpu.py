@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.binding import bind
 from foci.planner import choose, target_of
-from foci.problem import Formula, Operands, Outputs, Problem, Target
+from foci.problem import Cotangents, Formula, Geometry, Operands, Outputs, Problem, Target
 
 CPU = target_of(torch.device("cpu"))
 
@@ -299,6 +300,34 @@ def test_odd_strides():
     k = base.transpose(1, 2)[..., 40:]
     v = base[:1, :, :1, 40:].transpose(1, 2).expand(3, 2, 130, 40)
     torch.testing.assert_close(attention(q, k, v), exact(q, k, v).float(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("heads_in_rows", [True, False])
+def test_gradients_lie_as_the_tensors_do(heads_in_rows):
+    rows = torch.randn(2, 3, 70, 48, requires_grad=True)
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if heads_in_rows else t for t in rows.split(16, 3))
+    found = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    expected = torch.autograd.grad(exact(q, k, v).sum(), (q, k, v))
+    for gradient, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, right.float(), atol=2e-6, rtol=1e-5)
+        assert gradient.transpose(1, 2).is_contiguous() is heads_in_rows
+        assert gradient.is_contiguous() is not heads_in_rows
+
+
+def test_gradients_side_by_side_have_the_bits_of_those_apart():
+    asked = problem(q_heads=4, query_grad=True, key_grad=True, value_grad=True)
+    kernel = BACKEND.compile(Plan("cpu", asked, CPU))
+    q, k, v = torch.randn(2, 4, 70, 16), *qkv(2, 2, 70)[:2]
+    operands = Operands(q, k, v, scale=0.25)
+    results = kernel.forward(operands)
+    given = results, Cotangents(torch.randn_like(results.out))
+    apart = kernel.backward(operands, *given)
+    together = kernel.backward(replace(operands, geometry=Geometry(joined=True)), *given)
+    for name in ("query", "key", "value"):
+        gradient = getattr(together, name)
+        assert torch.equal(gradient, getattr(apart, name))
+        assert gradient.stride()[1:] == (16, 128, 1)
+    assert together.query.untyped_storage().data_ptr() == together.value.untyped_storage().data_ptr()
 
 
 # SDPA-10

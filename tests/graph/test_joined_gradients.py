@@ -7,7 +7,6 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import foci
-from foci.graph.padding import joined
 from foci.operator import dispatched
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and not torch.cuda.is_available(), reason="Inductor needs a C++ compiler")
@@ -17,8 +16,7 @@ DIM = 16
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(joined, "_DEVICES", frozenset({"cpu", "cuda"}))
+def _fresh():
     torch._dynamo.reset()
     torch.manual_seed(0)
     with fresh_cache():
@@ -26,11 +24,11 @@ def _fresh(monkeypatch):
 
 
 class Attention(torch.nn.Module):
-    """`order`: of query, key and value in the rows of one product."""
+    """`order`: of query, key and value in the rows of one product; `flat`: batch and heads are one dimension of the products."""
 
-    def __init__(self, heads=(4, 4, 4), order=(0, 1, 2), watched=False):
+    def __init__(self, heads=(4, 4, 4), order=(0, 1, 2), watched=False, flat=False):
         super().__init__()
-        self.heads, self.order, self.watched = heads, order, watched
+        self.heads, self.order, self.watched, self.flat = heads, order, watched, flat
         self.together = torch.nn.Linear(DIM, DIM * sum(heads))
 
     def forward(self, x):
@@ -38,23 +36,28 @@ class Attention(torch.nn.Module):
         q, k, v = (parts[self.order.index(n)].unflatten(-1, (-1, DIM)).transpose(1, 2) for n in range(3))
         groups = self.heads[0] // self.heads[1]
         keys, values = (t.repeat_interleave(groups, 1) for t in (k, v)) if groups > 1 else (k, v)
+        if self.flat:
+            scores = torch.bmm(q.reshape(-1, *q.shape[2:]), k.mT.reshape(-1, DIM, x.shape[1])) / DIM**0.5
+            return (torch.softmax(scores.view(*q.shape[:3], -1), dim=-1) @ v,)
         out = torch.softmax(q @ keys.mT / DIM**0.5, dim=-1) @ values
         return (out, k) if self.watched else (out,)
 
 
 CASES = {
     "side by side": ({}, True),
+    "side by side, keys turned and flattened": ({"flat": True}, True),
     "grouped heads": ({"heads": (4, 2, 2)}, True),
     "keys first": ({"order": (1, 0, 2)}, False),
     "a gradient besides": ({"watched": True}, False),
 }
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_who_reads_gradients_side_by_side(name):
+def test_who_reads_gradients_side_by_side(name, batch):
     arguments, is_joined = CASES[name]
     model = Attention(**arguments).to(DEVICE)
-    x = torch.randn(2, 64, DIM, device=DEVICE, requires_grad=True)
+    x = torch.randn(batch, 64, DIM, device=DEVICE, requires_grad=True)
     leaves = (x, *model.parameters())
     wanted = torch.autograd.grad(sum(t.square().sum() for t in model(x)), leaves)
 

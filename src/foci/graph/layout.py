@@ -11,7 +11,7 @@ from torch import fx
 
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, is_atom, size_of
 from foci.graph.match import Atoms, Place
-from foci.graph.reading import Size, call_of, is_half, is_written, same_size, tensor_of
+from foci.graph.reading import Size, call_of, hint_of, is_half, is_written, same_size, tensor_of
 from foci.graph.views import step
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
@@ -62,15 +62,28 @@ class Layout:
 
 
 def arrange(atoms: Atoms, key: Place, value: Place) -> Layout:
-    """Batch and heads of the shared dimensions: heads are those that key and value lack, and the last that they have."""
+    """Batch and heads of the shared dimensions: heads are those that key and value lack, and the last that they have; a single one is
+    that of heads where it lies within rows of the values, as of one sequence: results lie so, too."""
     used = {d.expr for place in (key, value) for digits in place.index for d in digits}
     with_keys = [d for d in atoms.shared if d.expr in used]
     without = [d for d in atoms.shared if d.expr not in used]
-    split = len(with_keys) - 1 if len(with_keys) > 1 else len(with_keys)
+    is_heads = len(with_keys) > 1 or (len(with_keys) == 1 and _lies_within(value, with_keys[0], atoms.keys))
+    split = len(with_keys) - is_heads
     batch, heads = with_keys[:split], with_keys[split:]
     if not with_keys and len(without) > 1:
         batch, without = without[:1], without[1:]
     return Layout(tuple(batch), (*heads, *without), len(heads), atoms.queries, atoms.keys, atoms.depth, atoms.width)
+
+
+def _lies_within(place: Place, digit: Digit, rows: Digits) -> bool:
+    """Whether a dimension's steps in memory are smaller than those of others."""
+    tensor, steps = tensor_of(place.node), dict[Expr, int]()
+    for digits, stride in zip(place.index, () if tensor is None else tensor.stride(), strict=tensor is not None):
+        step = hint_of(stride)
+        for each in reversed(digits):
+            steps[each.expr] = step
+            step *= hint_of(each.size)
+    return digit.expr in steps and all(d.expr in steps and steps[digit.expr] < steps[d.expr] for d in rows)
 
 
 _WIDENING: Final = frozenset(("to", "float", "type", "convert_element_type", "double"))

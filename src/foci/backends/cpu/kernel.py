@@ -151,11 +151,10 @@ class CpuKernel:
             return self._zeros(operands)
         arguments = Arguments(operands)
         wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
-        fresh = [torch.zeros_like if arguments.has_gaps(of_keys=keys) else torch.empty_like for keys in (False, True, True)]
-        grads = tuple(
-            make(t, memory_format=torch.contiguous_format) if want else None
-            for make, t, want in zip(fresh, (operands.query, operands.key, operands.value), wanted, strict=True)
-        )
+        grads = _gradient_tensors(operands, wanted)
+        for tensor, of_keys in zip(grads, (False, True, True), strict=True):
+            if tensor is not None and arguments.has_gaps(of_keys=of_keys):
+                tensor.zero_()
         splits = self._splits(arguments)
         sites = sites_of(problem.variant.score, problem.capture_grads)
         sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
@@ -194,6 +193,22 @@ class CpuKernel:
         batch, _, kv_heads, _, kv_len, _, _ = arguments.sizes
         heads = batch * kv_heads
         return max(1, min(-(-64 // heads), kv_len // 512, _MOST_SPLITS))
+
+
+def _gradient_tensors(operands: Operands, wanted: tuple[bool, bool, bool]) -> Tensors:
+    """Those of query, key and value that are wanted, not filled: without gaps, and heads within rows, or rows within heads, as in the
+    tensor they are of; where that is asked for, parts of one tensor's rows."""
+    tensors = (operands.query, operands.key, operands.value)
+    widths = [t.shape[1] * t.shape[3] for t in tensors]
+    if operands.geometry is not None and operands.geometry.joined and all(wanted):
+        rows = operands.query.new_empty((operands.query.shape[0], operands.query.shape[2], sum(widths)))
+        parts = zip(torch.split(rows, widths, 2), tensors, strict=True)
+        return tuple(part.view(*part.shape[:2], t.shape[1], t.shape[3]).transpose(1, 2) for part, t in parts)
+    return tuple(
+        (t.new_empty((b, s, h, d)).transpose(1, 2) if t.stride(1) < t.stride(2) else t.new_empty((b, h, s, d))) if want else None
+        for t, want in zip(tensors, wanted, strict=True)
+        for b, h, s, d in (t.shape,)
+    )
 
 
 class CaptureSums:

@@ -18,13 +18,9 @@ __all__ = ["join_gradients"]
 
 aten = torch.ops.aten
 
-_DEVICES: Final = frozenset({"cuda"})
-"""Whose kernels write rows with others between."""
 _WHOLE: Final = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_TURNS: Final = frozenset({aten.permute.default, aten.transpose.int})
 _COPIES: Final = frozenset({aten.clone.default})
-_ROWS: Final = ((aten.permute.default, [0, 2, 1, 3]), (aten.transpose.int, 1, 2))
-"""What lays the heads of a row side by side."""
-_PARTS: Final = frozenset({operator.getitem})
 
 
 def join_gradients(graph: fx.Graph) -> int:
@@ -52,7 +48,7 @@ def _read(cat: fx.Node) -> list[fx.Node] | None:
     parts: Any = cat.args[0]
     dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     value, chains = value_of(cat), [_chain(part) for part in parts]
-    if value is None or value.dim() != 3 or value.device.type not in _DEVICES or dim not in (2, -1) or not value.is_contiguous():
+    if value is None or value.dim() != 3 or dim not in (2, -1) or not value.is_contiguous():
         return None
     getitems = [chain[-1] for chain in chains if chain]
     makers = {getitem.args[0] for getitem in getitems}
@@ -69,6 +65,8 @@ def _read(cat: fx.Node) -> list[fx.Node] | None:
     rows = [[b, s, h * d] for b, h, s, d in shapes]
     if not all(type(n) is int for row in rows for n in row) or [list(value_of(part).shape) for part in parts] != rows:  # type: ignore[union-attr]
         return None
+    if not all(_are_rows(chain, shape) for chain, shape in zip(chains, shapes, strict=True)):
+        return None
     return [*(node for chain in chains for node in chain), maker]
 
 
@@ -78,16 +76,31 @@ _PAGES: Final = 17
 """Among the arguments of the operator."""
 
 
-def _chain(part: fx.Node) -> list[fx.Node]:
-    """A part, and what it alone is made of: of a gradient [B, H, S, D] its rows [B, S, H * D], perhaps copied; empty if it is anything
-    else."""
-    nodes: list[Any] = [part]
-    for kinds in (_WHOLE, _COPIES, _ROWS, _PARTS):
-        node = nodes[-1]
-        if not isinstance(node, fx.Node) or len(node.users) != 1:
-            return []
-        if node.target in kinds or (kinds is _ROWS and (node.target, *node.args[1:]) in _ROWS):
-            nodes.append(node.args[0])
-        elif kinds is not _COPIES:
-            return []
-    return nodes[:-1]
+def _chain(part: Any) -> list[fx.Node]:
+    """A part, and what it alone is made of by moves and copies, back to a gradient; empty if it is made of anything else."""
+    nodes: list[fx.Node] = []
+    node = part
+    while isinstance(node, fx.Node) and len(node.users) == 1:
+        nodes.append(node)
+        if node.target is operator.getitem:
+            return nodes
+        if node.target not in _WHOLE | _TURNS | _COPIES:
+            break
+        node = node.args[0]
+    return []
+
+
+def _are_rows(chain: list[fx.Node], shape: torch.Size) -> bool:
+    """Whether a chain makes of a gradient [B, H, S, D] its rows [B, S, H * D]: of one that lies so, without a copy."""
+    b, h, s, d = shape
+    memory = torch.empty((b, s, h, d), device="meta")
+    moved = memory.transpose(1, 2)
+    for node in reversed(chain[:-1]):
+        numbers: Any = node.args[1:]
+        if node.target in _TURNS:
+            moved = node.target(moved, *numbers)
+        elif node.target in _WHOLE:
+            if not all(type(n) is int for n in numbers[0]):
+                return False
+            moved = moved.reshape(numbers[0])
+    return moved._base is memory and moved.is_contiguous()
