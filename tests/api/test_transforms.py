@@ -83,6 +83,20 @@ def scaled_by(number):
     return foci.attention(q, k, v, score=lambda s, b, h, i, j: s * number, mask=lambda b, h, i, j: i - j < number + 1)
 
 
+@pytest.mark.parametrize("name", ["grad", "jacrev", "vmap of grad", "grad of grad of grad"])
+def test_transforms_of_what_torch_has_kernels_for(name):
+    """These have no gradient of the logsumexp, which nobody wants."""
+
+    def plain(q, k, v, _):
+        with foci.use("aten"):
+            return foci.attention(q, k, v)
+
+    def by_hand(q, k, v, _):
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    same(TRANSFORMS[name](plain), TRANSFORMS[name](by_hand), atol=1e-8, rtol=1e-8)
+
+
 def test_transforms_of_a_captured_number():
     number, tangent = torch.tensor(0.8, dtype=torch.float64), torch.tensor(1.5, dtype=torch.float64)
     slope = jacrev(scaled_by)(number)

@@ -72,7 +72,7 @@ class _TransformedBackward(torch.autograd.Function):
     def forward(call: TransformedCall, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         grad_out, grad_lse, grad_columns, grad_weights, out, lse, *inputs = tensors
         asked = call.formula.outputs
-        others = (grad_lse, grad_columns if asked.column_sums else None, grad_weights if asked.weights else None)
+        others = (grad_lse if asked.lse else None, grad_columns if asked.column_sums else None, grad_weights if asked.weights else None)
         flat = flatten(call.formula, call.with_tensors(inputs), call.allowed)
         return tuple(torch.ops.foci.attention_backward(grad_out, *others, out, lse, needs, *flat))
 
