@@ -32,7 +32,7 @@ SCORES = {
     "slopes": (("slope",), lambda t: lambda s, b, h, i, j: s - t["slope"][h] * (i - j).abs()),
     "cap": ((), lambda t: lambda s, b, h, i, j: 5 * torch.tanh(s / 5)),
     "distances": (("relative",), lambda t: lambda s, b, h, i, j: s + t["relative"][h, (i - j).clamp(-6, 6) + 6]),
-    "of the entry": (("batch",), lambda t: lambda s, b, h, i, j: s * t["batch"][b] + 0.1 * h),
+    "of the entry": (("batch",), lambda t: lambda s, b, h, i, j: s * t["batch"][b] + 0.125 * h),
     "curved": (("number",), lambda t: lambda s, b, h, i, j: torch.sin(s) * s.abs() + torch.where(i > j, t["number"][0], -t["number"][0])),
     "row sums": (("rows",), lambda t: lambda s, b, h, i, j: s + t["rows"][b].sum(-1) * 0.1),
     "hiding": (("slope",), lambda t: lambda s, b, h, i, j: torch.where((i * 3 + j * 5) % 4 != 0, s * t["slope"][h], -torch.inf)),
