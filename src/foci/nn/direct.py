@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from foci.nn.products import linear, linear_relu
 from foci.operator import is_plain_eager
 
-__all__ = ["HOOKS", "Call", "activated", "caller", "forgets_gradients", "is_alone", "is_silent", "parameter"]
+__all__ = ["HOOKS", "Call", "activated", "caller", "is_alone", "is_silent", "parameter"]
 
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
@@ -56,26 +56,6 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
     """A module's parameter, also where something else than a parameter stands for it now."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
-
-
-def forgets_gradients(module: torch.nn.Module) -> bool:
-    """Sets the gradients of a module's parameters to None, as `module.zero_grad()` does, which looks for the parameters and asks for each
-    gradient longer than it takes to let it go; False, with nothing done, where a module of it lists its parameters in a way of its own."""
-    modules, kinds = [module], set()
-    for part in modules:  # grows as it is walked
-        modules += [child for child in part._modules.values() if child is not None]
-        kinds.add(type(part))
-    is_plain = all(getattr(kind, name) is written for kind in kinds for name, written in _LISTING.items())
-    if not is_plain or torch.compiler.is_compiling() or "_is_replica" in module.__dict__:
-        return False
-    for part in modules:
-        for p in part._parameters.values():
-            if p is not None:
-                p.grad = None
-    return True
-
-
-_LISTING: Final = {name: getattr(torch.nn.Module, name) for name in ("parameters", "named_parameters", "_named_members", "named_modules")}
 
 
 def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:

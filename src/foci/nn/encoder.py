@@ -15,7 +15,7 @@ from torch.nn.functional import relu
 from foci.nn import scripted
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
-from foci.nn.direct import activated, caller, forgets_gradients, is_alone, is_silent
+from foci.nn.direct import activated, caller, is_alone, is_silent
 from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, entered, is_nested, left
@@ -220,11 +220,6 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             if is_traced(src):
                 return leaf(self, src, mask, src_key_padding_mask, is_causal, cache)  # type: ignore[no-any-return]
             return self._run(src, mask, src_key_padding_mask, is_causal, cache)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any module's."""
-        if not (set_to_none and forgets_gradients(self)):
-            super().zero_grad(set_to_none)
 
     def _scripted(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None) -> Tensor:
         """`forward` as TorchScript runs it."""
