@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeVar, dataclass_transform
@@ -26,6 +27,7 @@ __all__ = [
     "accumulation_dtype",
     "bucket",
     "empty_out",
+    "gradient_strides",
     "is_aligned",
     "record",
 ]
@@ -131,6 +133,13 @@ class Formula:
 def bucket(length: int) -> int:
     """The power of two at or above `length`, so that plans count lengths by their size only."""
     return 1 << max(0, length - 1).bit_length()
+
+
+def gradient_strides(shape: Sequence[int], *, heads_in_rows: bool) -> tuple[int, ...]:
+    """Of the gradient of a [B, H, S, D] tensor: without gaps, heads within rows or rows within heads as in the tensor, so that what
+    comes before takes it as it is."""
+    _, h, s, d = shape
+    return (h * s * d, d, h * d, 1) if heads_in_rows else (h * s * d, s * d, d, 1)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

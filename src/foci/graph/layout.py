@@ -79,10 +79,10 @@ def _lies_within(place: Place, digit: Digit, rows: Digits) -> bool:
     """Whether a dimension's steps in memory are smaller than those of others."""
     tensor, steps = tensor_of(place.node), dict[Expr, int]()
     for digits, stride in zip(place.index, () if tensor is None else tensor.stride(), strict=tensor is not None):
-        step = hint_of(stride)
+        within = hint_of(stride)
         for each in reversed(digits):
-            steps[each.expr] = step
-            step *= hint_of(each.size)
+            steps[each.expr] = within
+            within *= hint_of(each.size)
     return digit.expr in steps and all(d.expr in steps and steps[digit.expr] < steps[d.expr] for d in rows)
 
 

@@ -20,11 +20,11 @@ from foci.context import allowed_backends, is_tuning
 from foci.execution import Allowed, Needs, backward_again, backward_of, choose_kernel
 from foci.operator.arguments import NO_NEEDS, Flat, outputs_of, unflatten
 from foci.operator.eager import Outline, forward_now
-from foci.problem import Cotangents, Geometry, Results
+from foci.problem import Cotangents, Geometry, Results, gradient_strides
 
 __all__ = [
     "Known", "backward", "backward_known", "backward_rows", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_rows",
-    "gradient_strides", "gradients", "result_strides", "results",
+    "gradients", "result_strides", "results",
 ]  # fmt: skip
 
 _CAPACITY: Final = 1024
@@ -197,13 +197,6 @@ def result_strides(shape: Sequence[int], width: int) -> Strides:
     """Of the output of a query [B, H, S, D] whose values have `width` elements: [B, S, H, Dv] in memory."""
     _, h, s, _ = shape
     return (s * h * width, width, h * width, 1)
-
-
-def gradient_strides(shape: Sequence[int], *, heads_in_rows: bool) -> Strides:
-    """Of the gradient of a [B, H, S, D] tensor: without gaps, heads within rows or rows within heads as in the tensor, so that what
-    comes before takes it as it is."""
-    _, h, s, d = shape
-    return (h * s * d, d, h * d, 1) if heads_in_rows else (h * s * d, s * d, d, 1)
 
 
 def _keep(signature: tuple[Any, ...], known: Known) -> Known:

@@ -16,7 +16,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from foci.execution import Allowed, Needs
 from foci.operator import dispatched
 from foci.operator.arguments import OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, unflatten
-from foci.problem import Formula, Layout, Operands, Results, accumulation_dtype
+from foci.problem import Formula, Layout, Operands, Results, accumulation_dtype, gradient_strides
 
 _OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
 """Where the optional tensors are among the arguments of the operator."""
@@ -87,7 +87,7 @@ def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
 
 def _backward_fake(*args: Any) -> list[Tensor]:
     needs, tensors, captures = args[6], args[7:10], args[10]
-    strides = [dispatched.gradient_strides(t.shape, heads_in_rows=_heads_lie_in_rows(t)) for t in tensors]
+    strides = [gradient_strides(t.shape, heads_in_rows=_heads_lie_in_rows(t)) for t in tensors]
     made = [t.new_empty_strided(t.shape, s) for flag, t, s in zip(needs, tensors, strides, strict=False) if flag == "1"]
     made += [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(needs[3:], captures, strict=True) if flag == "1"]
     return made

@@ -18,7 +18,7 @@ from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.sequences import is_empty, without_keys
 from foci.ir.derivative import CaptureDerivative
-from foci.problem import Cotangents, Gradients, Operands, Results, empty_out
+from foci.problem import Cotangents, Gradients, Operands, Results, empty_out, gradient_strides
 
 __all__ = ["CpuKernel"]
 
@@ -205,9 +205,8 @@ def _gradient_tensors(operands: Operands, wanted: tuple[bool, bool, bool]) -> Te
         parts = zip(torch.split(rows, widths, 2), tensors, strict=True)
         return tuple(part.view(*part.shape[:2], t.shape[1], t.shape[3]).transpose(1, 2) for part, t in parts)
     return tuple(
-        (t.new_empty((b, s, h, d)).transpose(1, 2) if t.stride(1) < t.stride(2) else t.new_empty((b, h, s, d))) if want else None
+        t.new_empty_strided(t.shape, gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2))) if want else None
         for t, want in zip(tensors, wanted, strict=True)
-        for b, h, s, d in (t.shape,)
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.recording import Recorder
-from foci.problem import Gradients, Operands, Problem
+from foci.problem import Gradients, Operands, Problem, gradient_strides
 
 __all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]
 
@@ -54,8 +54,8 @@ def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool,
         if on:
             b, h, _, d = tensor.shape
             _, head, row, _ = tensor.stride()
-            strides = (h * s * d, d, h * d, 1) if head < row else (h * s * d, s * d, d, 1)
-            made[name] = recorder.empty((b, h, s, d), strides, tensor.dtype, tensor)
+            shape = b, h, s, d
+            made[name] = recorder.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
     return made
 
 
