@@ -38,7 +38,7 @@ CASES = {
     "plain": {"stack": 48},
     "causal": {"mask": masks.causal(), "stack": 64},
     "long causal": {"mask": masks.causal(), "length": 8192, "stack": 32},
-    "causal D 64": {"mask": masks.causal(), "dim": 64},
+    "causal D 64": {"mask": masks.causal(), "dim": 64, "length": 4096},
     "D 16": {"dim": 16, "length": 4096},
     "D 80": {"dim": 80, "stack": 48},
     "D 96": {"dim": 96, "stack": 48},
@@ -101,6 +101,8 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
     [
         *({"dim": 64}, {"dim": 64, "row_max": True, "dtype": torch.float16}, {"dim": 32}, {"dim": 16, "value_dim": 64}),
         *({"dim": 64, "jagged": True}, {"dim": 64, "jagged": True, "row_max": True}),
+        *({"dim": 64, "mask": masks.causal(), "row_max": True}, {"dim": 32, "mask": masks.causal_lower_right()}),
+        {"dim": 64, "mask": masks.causal(), "jagged": True},
     ],
 )
 def test_two_programs_of_short_problems_fit_a_multiprocessor(case, stand_in):

@@ -66,7 +66,7 @@ def check_repeats(kernel, operands, first, times):
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
         *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("EVEN", 64), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
-        *(("TWIN", 64), ("MIXED", 64)),
+        *(("TWIN", 64), ("MIXED", 64), ("SLOPE", 64)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -127,6 +127,24 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
     assert torch.equal(halved.lse, alone.lse)
 
 
+@pytest.mark.parametrize("rows", [512, 450, 130])
+def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
+    """By 2 programs, 14, and as many as there are tasks: every second round begins with the last program."""
+    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import schedules
+
+    asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
+    assert host.forward_schedule(asked) == schedules.SLOPE
+    found = []
+    for processors in (1, 7, 1000):
+        monkeypatch.setattr(host, "_processors", lambda device, n=processors: n)
+        found.append(kernel_of("hopper", asked).forward(operands))
+    check(found[0], exact(asked, operands))
+    for other in found[1:]:
+        assert torch.equal(found[0].out, other.out)
+        assert torch.equal(found[0].lse, other.lse)
+
+
 # SDPA-14
 @pytest.mark.parametrize("schedule", ["C2", "N3", "RUNS"])
 def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
@@ -147,6 +165,7 @@ def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
 FOLLOWED = [
     *(
         ("TWIN", 64, None),
+        ("SLOPE", 64, masks.causal()),
         ("HELD", 64, None),
         ("N3", 64, masks.causal()),
         ("SHORT", 64, masks.window(200)),
@@ -268,7 +287,13 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
     assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
 
 
-@pytest.mark.parametrize("given", [{}, {"lengths": [100, 1, 700, 0, 128, 333]}, {"rows": 500}, {"lengths": [100, 1, 300, 0, 128] * 5}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({}, {"lengths": [100, 1, 700, 0, 128, 333]}, {"rows": 500}, {"lengths": [100, 1, 300, 0, 128] * 5}),
+        {"rows": 500, "mask": masks.causal()},
+    ],
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_the_kernel_before_wrote_is_read(dim, given):
     """Though the forward begins while that one ends."""
@@ -296,6 +321,10 @@ SHORT = {
     "many tasks, grouped": {"batch": 40, "heads": 16, "kv_heads": 4, "rows": 300},
     "halves of tasks": {"batch": 1, "heads": 71, "rows": 512},
     "many queries": {"rows": 3000, "keys": 130},
+    "causal": {"batch": 16, "heads": 12, "rows": 512, "mask": masks.causal()},
+    "causal, more keys": {"batch": 20, "heads": 16, "kv_heads": 4, "rows": 300, "keys": 450, "mask": masks.causal()},
+    "causal, more queries": {"batch": 20, "rows": 700, "keys": 300, "mask": masks.causal_lower_right()},
+    "packed, causal": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8, "mask": masks.causal()},
     "packed": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8},
     "packed alike": {"lengths": [256] * 64, "heads": 16},
 }

@@ -222,7 +222,10 @@ JAGGED = {"layout": Layout.JAGGED}
         (KINDS["window"], schedules.RUNS, schedules.HELD),
         (KINDS["full"] | {"q_len": 512, "kv_len": 512}, schedules.ALIKE, schedules.TWIN),
         (KINDS["full"] | {"q_len": 512, "kv_len": 1024}, schedules.ALIKE, schedules.EVEN),
-        (KINDS["causal"] | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.HELD),
+        (KINDS["causal"] | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.SLOPE),
+        (KINDS["causal"] | {"q_len": 512, "kv_len": 1024}, schedules.BRIEF, schedules.HELD),
+        ({"mask": masks.causal_lower_right(), "q_len": 256, "kv_len": 512}, schedules.BRIEF, schedules.SLOPE),
+        (KINDS["window"] | {"q_len": 512, "kv_len": 512}, schedules.RUNS, schedules.HELD),
         (KINDS["document"], schedules.RUNS, schedules.LISTED),
         (KINDS["added"], schedules.N3, schedules.N3),
         (KINDS["score"], schedules.N3, schedules.N3),
@@ -231,6 +234,7 @@ JAGGED = {"layout": Layout.JAGGED}
         (KINDS["full"] | JAGGED | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.MIXED),
         (KINDS["full"] | JAGGED | {"q_len": 1024, "kv_len": 1024}, schedules.BRIEF, schedules.HELD),
         (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.HELD),
+        (KINDS["causal"] | JAGGED | {"q_len": 512, "kv_len": 512}, schedules.BRIEF, schedules.MIXED),
         (KINDS["window"] | JAGGED, schedules.RUNS, schedules.HELD),
         (KINDS["document"] | JAGGED, schedules.RUNS, schedules.LISTED),
     ],
@@ -254,7 +258,7 @@ def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
 
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():
-    for one in (schedules.TWIN, schedules.MIXED):
+    for one in (schedules.TWIN, schedules.MIXED, schedules.SLOPE):
         assert one.programs * one.most_registers * 128 * (one.consumers + 1) <= 65536
         # the consumers' and 24 of the producer's, which the program's own registers pay for
         assert one.registers * one.consumers + 24 <= one.most_registers * (one.consumers + 1)
@@ -285,6 +289,7 @@ class Launches:
         ({"kv_len": 512, **NARROW}, 264 * 3 + 20, (264, 20)),  # two on each
         ({"kv_len": 512, **NARROW}, 200, (200, 0)),
         ({"mask": masks.causal(), **NARROW}, 132 * 3 + 20, (132, 0)),  # tasks differ, and the last are the shortest
+        ({"mask": masks.causal(), "kv_len": 512, **NARROW}, 264 * 3 + 20, (264, 0)),
         ({"mask": masks.causal()}, 1000, (1000, 0)),
         ({"head_dim": 256, "value_dim": 256}, 1000, (1000, 0)),
     ],

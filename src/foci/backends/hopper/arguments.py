@@ -24,6 +24,7 @@ class Config(NamedTuple):
     measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
     wait for values. TOGETHER: heads whose tasks come in turn. STARTS: lists say at which keys tiles begin, not which tiles they are.
     AT_ONCE: queries whose random numbers the backward makes at a time. REGISTERS: of a thread of the forward's consumers.
+    TURNING: strided programs take every second round of tasks in reverse.
     """
 
     CONSUMERS: Any
@@ -56,6 +57,7 @@ class Config(NamedTuple):
     STARTS: Any = None
     AT_ONCE: Any = None
     REGISTERS: Any = None
+    TURNING: Any = None
 
 
 class Marked(NamedTuple):

@@ -316,6 +316,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     posts, post_full, post_free = posted
     programs = gl.num_programs(0)
     ticket = gl.program_id(0)
+    ends = 2 * programs
     turn = 0
     base = 0
     n = 0
@@ -341,7 +342,12 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
             turn += gl.minimum(count, 1)
             n += 1
         if table.tickets is None:
-            ticket += programs
+            if c.TURNING:
+                # two rounds that follow each other, counted from both ends
+                ticket = ends - 1 - ticket
+                ends += 2 * programs
+            else:
+                ticket += programs
         elif tickets > programs:
             ticket = programs + answer(asked)
             if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled

@@ -198,7 +198,7 @@ class HopperKernel(host.TritonKernel):
             ),
             LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, EXACT=p.formula.outputs.row_max, HELD=schedule.held,
             EARLY=schedule.early and not p.formula.dropout, STARTS=partial.starts is not None, TOGETHER=schedule.together,
-            REGISTERS=schedule.registers,
+            REGISTERS=schedule.registers, TURNING=schedule.turning,
         )  # fmt: skip
 
 

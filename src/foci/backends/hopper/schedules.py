@@ -24,6 +24,7 @@ __all__ = [
     "PIECED",
     "RUNS",
     "SHORT",
+    "SLOPE",
     "STEADY",
     "TWIN",
     "WIDE",
@@ -44,7 +45,8 @@ class Schedule:
     stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for.
     `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: without
     a mask, where a head's tasks are alike but for the last, which is shorter, those of all heads come last; packed tasks come by their
-    work. `registers`: of a consumer's thread. `programs`: how many run on a multiprocessor at a time."""
+    work. `turning`: every second round of strided programs begins with the last of them, so that one that had a long
+    task has a short one then. `registers`: of a consumer's thread. `programs`: how many run on a multiprocessor at a time."""
 
     name: str
     consumers: int
@@ -61,6 +63,7 @@ class Schedule:
     together: int = 16
     ordered: bool = False
     late: bool = False
+    turning: bool = False
     registers: int = 240
     programs: int = 1
 
@@ -92,6 +95,8 @@ TWIN: Final = replace(
     why="two warpgroups in turn, 64 keys at a time, two programs to a multiprocessor" + _NEXT,
 )  # fmt: skip
 MIXED: Final = replace(TWIN, strided=False, together=16)
+SLOPE: Final = replace(TWIN, late=False, turning=True, together=2 * 132)
+"""Of tasks that differ by a mask: as many heads in turn as programs run, so that the tasks of a round are of one length."""
 LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
@@ -143,6 +148,13 @@ def _even(problem: Problem) -> Schedule:
     return EVEN if is_dense and problem.kv_len <= FEWER_KEYS else HELD
 
 
+def _from_first(problem: Problem) -> Schedule:
+    """Of narrow heads without a score, where a mask lets a row's keys begin at 0."""
+    if problem.kv_len > FEWEST_KEYS:
+        return HELD
+    return SLOPE if problem.formula.layout is Layout.DENSE else MIXED
+
+
 def forward_schedule(problem: Problem) -> Schedule:
     """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
 
@@ -163,8 +175,10 @@ def forward_schedule(problem: Problem) -> Schedule:
     if width <= 64:
         if is_plain and bounds is None:
             return LISTED
+        if is_plain and is_full:
+            return _even(problem)
         if is_plain:
-            return _even(problem) if is_full else HELD
+            return HELD if is_short else _from_first(problem)
         return SHORT if is_short and is_dense else N3
     if is_short or tile_bytes(problem.variant):
         return RUNS if is_plain else C2
