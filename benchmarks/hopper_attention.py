@@ -36,7 +36,6 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.backends.hopper.schedules import FEW_KEYS, FEWER_KEYS
 from foci.binding import Bound, bind
 from foci.planner import choose, target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
@@ -304,7 +303,7 @@ def _but_for_sizes(row: Row) -> tuple[object, ...]:
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:
     """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
     # batches change no kernel, lengths where schedules are chosen by them; nor do gradients, if asked for, change ours of the forward
-    distinct = {(*_but_for_sizes(row), *(row.shape[2] <= keys for keys in (FEWER_KEYS, FEW_KEYS))): row for row in rows}.values()
+    distinct = {(*_but_for_sizes(row), bucket(row.shape[2])): row for row in rows}.values()
     found = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
     waiting = [(*pair, True) for pair in found] + [(*pair, False) for pair in found if pair[1] not in OURS]
     alive = 0

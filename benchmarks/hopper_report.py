@@ -1,4 +1,4 @@
-"""Writes the tables of docs/hopper.md from benchmarks/results/hopper_{forward,backward}.jsonl, between its marks, the rest stays.
+"""Writes the tables of docs/hopper.md from benchmarks/results/{hopper_forward,hopper_backward,dense_sizes}.jsonl, between its marks.
 
 python benchmarks/hopper_report.py
 """
@@ -37,8 +37,27 @@ def _cells(rates: dict[str, Any]) -> list[str]:
     return rated + [f"{own / rates[peer]:.2f}" if peer in rates else "" for peer in RATIOS]
 
 
+def sizes() -> str:
+    """Microseconds of many dense problems, a line for each without a mask and under the causal one, and cuDNN's over the planner's."""
+    found: dict[str, dict[bool, dict[str, Any]]] = {}
+    for line in results("dense_sizes"):
+        found.setdefault(line["shape"], {})[line["causal"]] = line
+    passes = [(mask, name) for mask in ("dense", "causal") for name in ("forward", "backward")]
+    head = ["B,H,S,D", *(f"{mask}, {name}" for mask, name in passes)]
+    return markdown(
+        head, [[shape, *(_beside(lines.get(mask == "causal"), name) for mask, name in passes)] for shape, lines in found.items()]
+    )
+
+
+def _beside(line: dict[str, Any] | None, name: str) -> str:
+    if line is None:
+        return ""
+    own, other = line[f"{name}_foci_us"], line.get(f"{name}_cudnn_us")
+    return f"{own:.0f}" if other is None else f"{own:.0f} / {other:.0f} = {other / own:.2f}"
+
+
 def main() -> None:
-    fill("hopper.md", {name: table(name) for name in ("forward", "backward")})
+    fill("hopper.md", {name: table(name) for name in ("forward", "backward")} | {"sizes": sizes()})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,17 @@ ALL = (True, True, True)
 LENGTHS = [300, 1, 0, 128, 515, 64]
 CASES = {
     "plain": {"rows": 1024},
+    "many heads": {"rows": 512, "batch": 12, "heads": 12, "dim": 64},
+    "many heads, causal": {"mask": masks.causal(), "rows": 400, "keys": 500, "batch": 12, "heads": 12},
+    "many heads, window, D 64": {"mask": masks.window(90), "rows": 500, "batch": 12, "heads": 12, "dim": 64},
+    "many heads, document": {
+        "mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000)),
+        "rows": 500,
+        "batch": 6,
+        "heads": 12,
+    },
+    "many heads, jagged, D 64": {"lengths": [300, 1, 0, 128, 515, 64] * 6, "heads": 12, "dim": 64},
+    "long, causal, D 64": {"mask": masks.causal(), "rows": 2500, "heads": 12, "dim": 64},
     "odd lengths": {"rows": 517, "keys": 389},
     "causal, more keys": {"mask": masks.causal(), "rows": 389, "keys": 517},
     "causal, more rows": {"mask": masks.causal(), "rows": 517, "keys": 130},
@@ -150,7 +161,21 @@ def test_gradients_are_those_of_float64(name, way):
 
 # SDPA-16
 @pytest.mark.parametrize(
-    "name", ["plain", "grouped heads", "jagged", "jagged, causal, D 64", "window", "document", "D 96", "D 192", "D 256"]
+    "name",
+    [
+        "plain",
+        "many heads",
+        "many heads, causal",
+        "many heads, jagged, D 64",
+        "grouped heads",
+        "jagged",
+        "jagged, causal, D 64",
+        "window",
+        "document",
+        "D 96",
+        "D 192",
+        "D 256",
+    ],
 )
 def test_gradients_have_the_same_bits_each_time(name):
     asked, operands = posed(grads=ALL, **{"rows": 2048, "heads": 16, **CASES[name]})

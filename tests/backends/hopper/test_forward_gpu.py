@@ -65,8 +65,8 @@ def check_repeats(kernel, operands, first, times):
     ("schedule", "dim"),
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
-        *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("EVEN", 64), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
-        *(("TWIN", 64), ("MIXED", 64), ("SLOPE", 64)),
+        *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("TWIN", 64), ("MIXED", 64), ("SLOPE", 64), ("QUEUED", 64), ("RANKED", 64), ("FINE", 128), ("PAIR", 128), ("TURNED", 96)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +84,7 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     check_repeats(kernel, operands, first, 40)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RUNS", 128), ("C2", 128), ("WIDER", 192)])
+@pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RANKED", 64), ("RUNS", 128), ("FINE", 128), ("C2", 128), ("WIDER", 192)])
 @pytest.mark.parametrize("name", ["document", "document, alone", "document alibi", "by head", "few keys", "jagged"])
 def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch):
     """As in long forwards, and tasks by their length."""
@@ -107,7 +107,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
     check_repeats(kernel, operands, first, 20)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("ALIKE", 128), ("HELD", 64), ("EVEN", 64), ("TWIN", 64), ("SHORT", 64)])
+@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("PAIR", 128), ("HELD", 64), ("TWIN", 64), ("SHORT", 64)])
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
     """15 programs, or 14 by twos, leave 2, 3 or 6 tasks of 700 rows for a last round, each then for two programs."""
@@ -166,13 +166,20 @@ FOLLOWED = [
     *(
         ("TWIN", 64, None),
         ("SLOPE", 64, masks.causal()),
+        ("QUEUED", 64, masks.window(200)),
         ("HELD", 64, None),
         ("N3", 64, masks.causal()),
         ("SHORT", 64, masks.window(200)),
         ("HELD", 32, None),
         ("PIECED", 96, None),
     ),
-    *(("ALIKE", 128, None), ("RUNS", 128, masks.window(200)), ("WIDE", 256, None), ("WIDE", 256, masks.causal())),
+    *(
+        ("ALIKE", 128, None),
+        ("RUNS", 128, masks.window(200)),
+        ("FINE", 128, masks.causal()),
+        ("WIDE", 256, None),
+        ("WIDE", 256, masks.causal()),
+    ),
 ]
 
 
@@ -327,12 +334,17 @@ SHORT = {
     "packed, causal": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8, "mask": masks.causal()},
     "packed": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8},
     "packed alike": {"lengths": [256] * 64, "heads": 16},
+    "alibi": {"batch": 16, "heads": 12, "rows": 400, "mask": masks.causal(), "score": scores.alibi(12)},
+    "packed softcap": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8, "score": scores.softcap(5.0)},
+    "window": {"batch": 16, "heads": 12, "rows": 700, "mask": masks.window(90)},
+    "packed window": {"lengths": [100, 1, 300, 0, 128, 333, 64, 512] * 12, "heads": 8, "mask": masks.window(90)},
+    "document": {"batch": 16, "heads": 12, "rows": 700, "mask": foci.Mask(lambda b, h, q, k: (q * q // 7000) == (k * k // 7000))},
 }
 
 
 @pytest.mark.parametrize(("dim", "value_dim", "dtype"), [(64, 64, torch.bfloat16), (32, 64, torch.float16), (8, 24, torch.bfloat16)])
 @pytest.mark.parametrize("name", SHORT)
-def test_short_problems_of_narrow_heads(name, dim, value_dim, dtype):
+def test_many_short_tasks_of_narrow_heads(name, dim, value_dim, dtype):
     """Two programs on each multiprocessor, as many as the device has."""
     asked, operands = posed(**SHORT[name], dim=dim, value_dim=value_dim, dtype=dtype)
     kernel = kernel_of("hopper", asked)

@@ -50,7 +50,7 @@ class Fused:
     """How one kernel computes all gradients.
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
-    tiles of keys add in turn: with more of them fewer wait for each other. `defers`: see `arguments.Config`.
+    tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `arguments.Config`.
     """
 
     cut: Cut
@@ -97,7 +97,13 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (128, "added"): Fused(_WIDE),
     (128, "score"): Fused(_WIDE),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`)."""
+"""As measured on an H200 (`foci.backends.hopper.rates`). `together` and `sums` are for heads that share keys; for others see `_added`."""
+_SUMS_BYTES: Final = 132 << 17
+"""Of the sums of heads that come together: what the second cache holds beside all that streams by."""
+_TOGETHER: Final = {64: 132, 128: 48}
+"""Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
+_SOON: Final = 512
+"""Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
 """By queries of a tile: for how many of them the random numbers of dropout are made at a time, 32 or 64, in a loop over the others."""
 
@@ -152,11 +158,26 @@ def fused_schedule(problem: Problem) -> Fused | None:
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
     if kind == "score" and formula.dropout:
         return None
-    if found is None or group == 1:
-        return found
+    if found is not None and group == 1:
+        return _added(problem, found, width)
+    if found is None:
+        return None
     if "h" in variant.mask.variables() | variant.score.variables():
         return None
     if not is_causal(variant):
         return found
     # the longest tiles of as many heads of keys come first as without groups; measured for heads of 128
     return replace(found, together=found.together * group) if width == 128 else None
+
+
+def _added(problem: Problem, found: Fused, width: int) -> Fused:
+    """How heads that share no keys add up dq, as measured on an H200: in one sum, by as many heads together as have room, so that few tiles
+    of a head wait for each other. Two sums take those of long heads under the causal mask, whose first tiles of keys are the longest, and
+    where there are hardly more heads than multiprocessors for each to have some tiles at once."""
+    is_packed, is_steep = problem.formula.layout is Layout.JAGGED, is_causal(problem.variant)
+    is_few = not is_packed and problem.batch * problem.q_heads <= 16
+    sums = 2 if is_few or (is_steep and (is_packed or problem.q_len > 2048)) else 1
+    fit = _SUMS_BYTES // (sums * problem.q_len * width * 4)
+    # twice as much for long heads, which would wait more
+    together = max(min(_TOGETHER[width], fit), min(1024 // (width * sums), 2 * fit), 1)
+    return replace(found, sums=sums, together=together, defers=found.defers and (width == 128 or problem.kv_len > _SOON))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import kind_of
@@ -16,16 +16,20 @@ __all__ = [
     "ALIKE",
     "BRIEF",
     "C2",
-    "EVEN",
+    "FINE",
     "HELD",
     "LISTED",
     "MIXED",
     "N3",
+    "PAIR",
     "PIECED",
+    "QUEUED",
+    "RANKED",
     "RUNS",
     "SHORT",
     "SLOPE",
     "STEADY",
+    "TURNED",
     "TWIN",
     "WIDE",
     "WIDER",
@@ -83,33 +87,82 @@ _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
 RUNS: Final = replace(STEADY, joined=True, numbered=True, early=False)
+FINE: Final = replace(
+    RUNS, tile_kv=64, stages=3, why="two warpgroups that overlap products and softmax, 64 keys at a time" + _NEXT,
+)  # fmt: skip
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn", registers=160)
 SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
+PAIR: Final = replace(BRIEF, name="N2", consumers=2, registers=240, why="two warpgroups in turn" + _NEXT)
 HELD: Final = replace(BRIEF, held=True, late=True, stages=3)
-EVEN: Final = replace(HELD, strided=True, together=64)
+LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
 TWIN: Final = replace(
-    EVEN, name="N2", consumers=2, tile_kv=64, held=False, registers=104, programs=2,
+    HELD, name="N2", consumers=2, tile_kv=64, held=False, registers=104, programs=2, strided=True, together=64,
     why="two warpgroups in turn, 64 keys at a time, two programs to a multiprocessor" + _NEXT,
 )  # fmt: skip
 MIXED: Final = replace(TWIN, strided=False, together=16)
-SLOPE: Final = replace(TWIN, late=False, turning=True, together=2 * 132)
+QUEUED: Final = replace(TWIN, strided=False, late=False, together=2 * 132)
+RANKED: Final = replace(QUEUED, together=132, ordered=True)
+SLOPE: Final = replace(QUEUED, strided=True, turning=True)
 """Of tasks that differ by a mask: as many heads in turn as programs run, so that the tasks of a round are of one length."""
-LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
+TURNED: Final = replace(PAIR, strided=True, turning=True, together=132)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )
 WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
-FEW_KEYS: Final = 4096
-"""Up to which a causal mask's tasks are short."""
-FEWEST_KEYS: Final = 512
-"""Up to which two programs of heads of 64 share a multiprocessor: one begins and ends tasks beside the other's products. Over 1024 keys
-that is no more than what smaller tiles cost."""
-FEWER_KEYS: Final = 1024
-"""Up to which tasks without a mask are so short that it pays to place each: to ask for one costs a launch, and the last round is long."""
+_ANY: Final = 1 << 62
+_Steps: TypeAlias = tuple[tuple[int, Schedule], ...]
+_DENSE: Final[dict[tuple[str, str], _Steps]] = {
+    # (family of heads, what is asked of them): the schedule up to so many keys
+    ("narrow", "full"): ((1024, TWIN), (_ANY, HELD)),
+    ("narrow", "causal"): ((1024, SLOPE), (4096, QUEUED), (_ANY, HELD)),
+    ("narrow", "window"): ((_ANY, QUEUED),),
+    ("narrow", "list"): ((2048, RANKED), (_ANY, LISTED)),
+    ("narrow", "score"): ((1024, SLOPE), (4096, QUEUED), (_ANY, N3)),
+    ("narrow", "score of a run"): ((_ANY, SHORT),),
+    ("narrow", "pair"): ((_ANY, N3),),
+    ("whole", "full"): ((256, PAIR), (_ANY, ALIKE)),
+    ("whole", "causal"): ((1024, FINE), (4096, STEADY), (_ANY, N3)),
+    ("whole", "window"): ((_ANY, FINE),),
+    ("whole", "list"): ((4096, FINE), (_ANY, RUNS)),
+    ("whole", "score"): ((1024, FINE), (4096, STEADY), (_ANY, N3)),
+    ("pieces", "full"): ((_ANY, PIECED),),
+    ("pieces", "causal"): ((2048, TURNED), (_ANY, BRIEF)),
+    ("pieces", "window"): ((_ANY, RUNS),),
+    ("pieces", "list"): ((_ANY, RUNS),),
+    ("pieces", "score"): ((_ANY, N3),),
+}
+_PACKED: Final[dict[tuple[str, str], _Steps]] = {
+    ("narrow", "full"): ((2048, MIXED), (_ANY, HELD)),
+    ("narrow", "causal"): ((_ANY, MIXED),),
+    ("narrow", "window"): ((_ANY, MIXED),),
+    ("narrow", "list"): ((_ANY, LISTED),),
+    ("narrow", "score"): ((2048, MIXED), (_ANY, N3)),
+    ("narrow", "score of a run"): ((_ANY, N3),),
+    ("narrow", "pair"): ((_ANY, N3),),
+    **{
+        (family, what): steps
+        for family in ("whole", "pieces")
+        for what, steps in {
+            "full": ((_ANY, BRIEF),),
+            "causal": ((_ANY, BRIEF),),
+            "window": ((_ANY, RUNS),),
+            "list": ((_ANY, RUNS),),
+            "score": ((_ANY, N3),),
+        }.items()
+    },
+    ("whole", "causal"): ((1024, FINE), (_ANY, BRIEF)),
+    ("whole", "score"): ((1024, FINE), (_ANY, N3)),
+}
+"""As measured on an H200, in as few steps as come near to what is best for each length, since each compiles a kernel. Programs that take
+task after task gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway. Packed
+tasks are of any length, and often have a partial tile: one loop. Of packed sequences the longest counts, as far as the host knows it. What
+is missing takes C2."""
+
+_PROCESSORS: Final = 132
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
@@ -140,51 +193,36 @@ def _steady(problem: Problem, *, is_full: bool) -> Schedule:
     return STEADY if has_keys and kind_of(problem) in ("full", "causal", "score") else C2
 
 
-def _even(problem: Problem) -> Schedule:
-    """Of narrow heads without a mask or score. The longest packed sequence counts, as far as the host knows it."""
-    is_dense = problem.formula.layout is Layout.DENSE
-    if problem.kv_len <= FEWEST_KEYS:
-        return TWIN if is_dense else MIXED
-    return EVEN if is_dense and problem.kv_len <= FEWER_KEYS else HELD
+def _asked(problem: Problem) -> str:
+    """What the tables above are read by: what a mask keeps, or that there is a score, "of a run" where keys do not begin at 0."""
+    variant = problem.variant
+    bounds, is_by_pair = bounds_of(variant.mask), tile_bytes(variant) > 0
+    is_run = bounds is None or bounds.is_low
+    if variant.score.op != "var":
+        return "score of a run" if is_run else "pair" if is_by_pair else "score"
+    if variant.mask == const(True):
+        return "full"
+    return "list" if bounds is None or is_by_pair else "window" if is_run else "causal"
 
 
-def _from_first(problem: Problem) -> Schedule:
-    """Of narrow heads without a score, where a mask lets a row's keys begin at 0."""
-    if problem.kv_len > FEWEST_KEYS:
-        return HELD
-    return SLOPE if problem.formula.layout is Layout.DENSE else MIXED
+def _is_few(problem: Problem) -> bool:
+    """Whether tasks of 192 rows leave a multiprocessor idle, which smaller ones may fill."""
+    return problem.batch * problem.q_heads * -(-problem.q_len // N3.tile_q) <= _PROCESSORS
 
 
 def forward_schedule(problem: Problem) -> Schedule:
-    """As measured on an H200: N3 for narrow heads, and where a row's keys begin at 0 and no more than arithmetic makes a score.
-
-    Persistent programs gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway.
-    Packed tasks are of any length, and often have a partial tile: one loop.
-    """
+    """Of the tables above, by padded head dims, what is asked, and keys."""
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 192 or value_width > 128:
         return WIDE if max(width, value_width) == 256 else WIDER
     if formula.block_size is not None or formula.dropout:
         return C2
-    bounds = bounds_of(problem.variant.mask)
-    is_plain, is_dense = problem.variant.score.op == "var", formula.layout is Layout.DENSE
-    is_short, is_full = bounds is None or bounds.is_low, problem.variant.mask == const(True)
+    asked, is_dense = _asked(problem), formula.layout is Layout.DENSE
     if width > 128:
-        return _steady(problem, is_full=is_full)
+        return _steady(problem, is_full=asked == "full")
     width = max(width, value_width)
-    if width <= 64:
-        if is_plain and bounds is None:
-            return LISTED
-        if is_plain and is_full:
-            return _even(problem)
-        if is_plain:
-            return HELD if is_short else _from_first(problem)
-        return SHORT if is_short and is_dense else N3
-    if is_short or tile_bytes(problem.variant):
-        return RUNS if is_plain else C2
-    if is_plain and not is_dense:
-        return BRIEF
-    is_whole = len(pieces_of(width)) == 1
-    if is_plain and is_full:
-        return ALIKE if is_whole else PIECED
-    return BRIEF if is_plain and is_whole and problem.kv_len <= FEW_KEYS else N3
+    family = "narrow" if width <= 64 else "whole" if len(pieces_of(width)) == 1 else "pieces"
+    if (family, asked) == ("whole", "full") and is_dense and _is_few(problem):
+        return STEADY
+    steps = (_DENSE if is_dense else _PACKED).get((family, asked), ((_ANY, C2),))
+    return next(schedule for keys, schedule in steps if problem.kv_len <= keys)

@@ -27,7 +27,11 @@ class TrainingKernel(HopperKernel, HopperGradients):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.takes_own = rates_of(self.problem).backward.is_ahead
-        self.foresees = self.is_prefix or not self.takes_own  # tables of other masks are made by themselves
+
+    @property
+    def foresees(self) -> bool:
+        """Not where tables of a mask are made by themselves."""
+        return self.is_prefix or not self.takes_own
 
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None

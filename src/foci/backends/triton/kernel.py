@@ -80,9 +80,7 @@ class Pass:
 
 
 class TritonKernel(KnownPasses):
-    """Forward and backward of a plan. `foresees`: whether a backward pass by a recorder touches nothing else, see `foresight`."""
-
-    foresees = True
+    """Forward and backward of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.problem)
@@ -107,6 +105,11 @@ class TritonKernel(KnownPasses):
         self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
         self.is_half, self.dense_spans, self.dense_table = is_half(self.problem.dtype), DENSE, ALL
         self.schedules: dict[str, Schedule] = {}
+
+    @property
+    def foresees(self) -> bool:
+        """Whether a backward pass by a recorder touches nothing else, see `foresight`."""
+        return True
 
     def schedule(self, kind: str) -> Schedule:
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
