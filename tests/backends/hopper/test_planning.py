@@ -182,7 +182,7 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     own = measured.backward.fused if (width, kind) in FUSED else measured.backward.apart
     assert (rates.forward, rates.backward.triton) == (measured.forward, measured.backward.triton)
     # a single kernel's sums of dq take a little over many keys
-    assert rates.backward.hopper == own if (width, kind) not in FUSED else 0.94 * own < rates.backward.hopper < own
+    assert rates.backward.hopper == own if (width, kind) not in FUSED else 0.94 * own < rates.backward.hopper <= own * (1 + 1e-9)
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
         "triton": 1 / rates.forward.triton + (2.5 / rates.backward.triton if is_trained else 0),
@@ -238,9 +238,9 @@ def keys(count):
         (KINDS["document"] | keys(512), schedules.FINE, schedules.RANKED),
         (KINDS["document"] | keys(2048), schedules.FINE, schedules.RANKED),
         (KINDS["mask"], schedules.RUNS, schedules.LISTED),
-        (KINDS["added"], schedules.N3, schedules.N3),
+        (KINDS["added"], schedules.N3, schedules.QUEUED),
         (KINDS["added"] | keys(512), schedules.FINE, schedules.SLOPE),
-        (KINDS["score"], schedules.N3, schedules.N3),
+        (KINDS["score"], schedules.N3, schedules.QUEUED),
         (KINDS["score"] | keys(1024), schedules.FINE, schedules.SLOPE),
         (KINDS["score"] | keys(4096), schedules.STEADY, schedules.QUEUED),
         (KINDS["pair"] | keys(512), schedules.C2, schedules.N3),
@@ -250,8 +250,9 @@ def keys(count):
         (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.MIXED),
         (KINDS["causal"] | JAGGED | keys(1024), schedules.FINE, schedules.MIXED),
         (KINDS["added"] | JAGGED | keys(1024), schedules.FINE, schedules.MIXED),
-        (KINDS["added"] | JAGGED, schedules.N3, schedules.N3),
-        (KINDS["window"] | JAGGED, schedules.RUNS, schedules.MIXED),
+        (KINDS["added"] | JAGGED, schedules.BRIEF, schedules.MIXED),
+        (KINDS["window"] | JAGGED, schedules.FINE, schedules.MIXED),
+        (KINDS["document"] | JAGGED | keys(1024), schedules.RUNS, schedules.MIXED),
         (KINDS["document"] | JAGGED, schedules.RUNS, schedules.LISTED),
     ],
 )
@@ -336,7 +337,7 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
 
     assert "forward measured at 1.43 of triton's rate" in said()
     assert "backward" not in said()
-    assert said(**TRAINED).endswith("backward reckoned at 1.43 of triton's rate")
+    assert said(**TRAINED).endswith("backward reckoned at 1.45 of triton's rate")
     shared = {"q_heads": 32, "kv_heads": 8}
     assert said(**KINDS["score"], **NARROW, **shared, **TRAINED).endswith(
         "backward reckoned at 0.75 of triton's rate, so taken from triton"
@@ -378,7 +379,12 @@ def test_a_backward_that_makes_tables_is_not_foreseen():
         ({"q_len": 2048, "mask": masks.causal(), **NARROW}, (1, 33)),
         ({"q_len": 8192, "mask": masks.causal(), **NARROW}, (2, 8)),
         ({"q_len": 8192, "mask": masks.causal()}, (2, 4)),
-        ({"q_len": 1024, "batch": 1, "q_heads": 16, "kv_heads": 16}, (2, 16)),
+        ({"q_len": 1024, "batch": 1}, (2, 16)),
+        ({"q_len": 4096, "batch": 1, "mask": masks.causal(), **NARROW}, (1, 16)),
+        ({"q_len": 1024, "kv_heads": 4}, (1, 66)),
+        ({"q_len": 512, "kv_heads": 4, **NARROW}, (1, 264)),
+        ({"q_len": 8192, "kv_heads": 4}, (1, 8)),
+        ({"q_len": 8192, "kv_heads": 4, "mask": masks.causal()}, (1, 16)),
         ({"q_len": 1024, "mask": masks.causal(), "layout": Layout.JAGGED, **NARROW}, (2, 33)),
         ({"q_len": 1024, "layout": Layout.JAGGED, "batch": 1, **NARROW}, (1, 66)),
     ],
@@ -398,6 +404,12 @@ def test_few_keys_do_not_make_up_for_what_sums_of_dq_cost(kind, length, is_own):
     assert rates_of(asked).backward.is_ahead == is_own
     # the forward is this backend's all the same
     assert choose(asked, H200).plan.backend == "hopper"
+
+
+def test_long_tiles_of_keys_are_too_few_to_fill_a_device():
+    few, many = (problem(**TRAINED, batch=batch, q_len=512, kv_len=512) for batch in (1, 8))
+    assert not rates_of(few).backward.is_ahead
+    assert rates_of(many).backward.is_ahead
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ class Fused:
     """
 
     cut: Cut
-    together: int = 4
-    sums: int = 2
+    together: int = 1
+    sums: int = 1
     defers: bool = True
 
 
@@ -86,22 +86,23 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     # (both head dims, padded; kind)
     (64, "full"): Fused(_NARROW),
     (64, "causal"): Fused(_NARROW, defers=False),
-    (64, "window"): Fused(_NARROW, sums=1),
+    (64, "window"): Fused(_NARROW),
     (64, "document"): Fused(_NARROW),
     (64, "added"): Fused(_NARROW, defers=False),
     (64, "score"): Fused(_NARROW),
     (128, "full"): Fused(_WIDE),
     (128, "causal"): Fused(_WIDE, defers=False),
-    (128, "window"): Fused(_WIDE, sums=1),
-    (128, "document"): Fused(_WIDE, sums=1),
+    (128, "window"): Fused(_WIDE),
+    (128, "document"): Fused(_WIDE),
     (128, "added"): Fused(_WIDE),
     (128, "score"): Fused(_WIDE),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`). `together` and `sums` are for heads that share keys; for others see `_added`."""
+"""As measured on an H200 (`foci.backends.hopper.rates`)."""
 _SUMS_BYTES: Final = 132 << 17
 """Of the sums of heads that come together: what the second cache holds beside all that streams by."""
 _TOGETHER: Final = {64: 132, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
+_FEW_HEADS: Final = 16
 _SOON: Final = 512
 """Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
@@ -158,26 +159,24 @@ def fused_schedule(problem: Problem) -> Fused | None:
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
     if kind == "score" and formula.dropout:
         return None
-    if found is not None and group == 1:
-        return _added(problem, found, width)
-    if found is None:
+    is_by_head = "h" in variant.mask.variables() | variant.score.variables()
+    if found is None or (group > 1 and (is_by_head or (is_causal(variant) and width == 64))):
         return None
-    if "h" in variant.mask.variables() | variant.score.variables():
-        return None
-    if not is_causal(variant):
-        return found
-    # the longest tiles of as many heads of keys come first as without groups; measured for heads of 128
-    return replace(found, together=found.together * group) if width == 128 else None
+    return _added(problem, found, width)
 
 
 def _added(problem: Problem, found: Fused, width: int) -> Fused:
-    """How heads that share no keys add up dq, as measured on an H200: in one sum, by as many heads together as have room, so that few tiles
-    of a head wait for each other. Two sums take those of long heads under the causal mask, whose first tiles of keys are the longest, and
-    where there are hardly more heads than multiprocessors for each to have some tiles at once."""
-    is_packed, is_steep = problem.formula.layout is Layout.JAGGED, is_causal(problem.variant)
-    is_few = not is_packed and problem.batch * problem.q_heads <= 16
-    sums = 2 if is_few or (is_steep and (is_packed or problem.q_len > 2048)) else 1
+    """How dq is added up, as measured on an H200: in one sum, by as many heads together as have room, so that few tiles of a head wait for
+    each other. Two sums take it where there are too few heads for that; and under the causal mask with many keys, whose tiles begin with
+    the longest."""
+    heads, group, is_steep = problem.q_heads, problem.q_heads // problem.kv_heads, is_causal(problem.variant)
+    is_packed, is_many = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
+    if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
+        return replace(found, sums=1 if is_steep else 2, together=_FEW_HEADS)
+    sums = 2 if is_steep and (is_packed or (is_many and group == 1)) else 1
     fit = _SUMS_BYTES // (sums * problem.q_len * width * 4)
-    # twice as much for long heads, which would wait more
+    # twice as much for long heads, which would wait more, and for those that share keys, so that as many heads of keys come together
     together = max(min(_TOGETHER[width], fit), min(1024 // (width * sums), 2 * fit), 1)
+    if group > 1:
+        together = max(min(2 * _TOGETHER[width], 2 * fit), 4 * group if is_steep else 2 * group)
     return replace(found, sums=sums, together=together, defers=found.defers and (width == 128 or problem.kv_len > _SOON))

@@ -11,7 +11,8 @@ from typing import Final
 from foci.backends.causal import is_causal
 from foci.backends.hopper.backward_schedules import fused_schedule
 from foci.backends.hopper.kinds import kind_of
-from foci.problem import Problem
+from foci.backends.triton.schedules import padded
+from foci.problem import Layout, Problem
 
 __all__ = ["MEASURED", "Backward", "Measured", "Pair", "Rates", "rates_of"]
 
@@ -90,10 +91,12 @@ DROPPED: Final[dict[int, Measured]] = {
 """With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 
-_SUMS: Final = 1.3e-12
-"""Seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys: float32 sums
-of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64 in sequences of 256, and 8192 of 12 heads in sequences
-of 512: it loses by 7 % under the causal mask with 256, and wins by 3 to 7 % in the others."""
+_SUMS: Final = {64: 1.3e-12, 128: 0.0}
+"""By width, seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys:
+float32 sums of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64 in sequences of 256, and 8192 of 12 heads
+in sequences of 512: it loses by 7 % under the causal mask with 256, and wins by 2 to 7 % in the others. Heads of 128 win by 13 % and more,
+with 128 positions too."""
+_PROCESSORS: Final = 132
 
 
 def rates_of(problem: Problem) -> Rates:
@@ -105,11 +108,21 @@ def rates_of(problem: Problem) -> Rates:
     backward = found.backward
     is_whole = fused_schedule(problem) is not None
     own = _summed(problem, backward.fused) if is_whole else backward.apart
-    return Rates(found.forward, Pair(own, backward.triton))
+    if not is_whole:
+        return Rates(found.forward, Pair(own, backward.triton))
+    return Rates(found.forward, Pair(own * _filled(problem, 128), backward.triton * _filled(problem, 64)))
 
 
 def _summed(problem: Problem, rate: float) -> float:
-    """A rate over many keys as it is over those of a problem: sums cost the same for few."""
-    flops = 2.5 * problem.flops * (0.5 if is_causal(problem.variant) else 1.0)
+    """A rate over many keys as it is over those of a problem: sums cost the same for few. Of packed sequences the longest is known; the
+    others are taken to be half as long."""
+    packed = 0.5 if problem.formula.layout is Layout.JAGGED else 1.0
+    flops = 2.5 * problem.flops * packed * (0.5 if is_causal(problem.variant) else 1.0)
     elements = problem.batch * problem.q_heads * problem.q_len * problem.head_dim
-    return flops / (flops / rate + 1e12 * _SUMS * elements) if rate else 0.0
+    return flops / (flops / rate + 1e12 * _SUMS[padded(problem.head_dim)] * elements) if rate else 0.0
+
+
+def _filled(problem: Problem, tile: int) -> float:
+    """Which part of the multiprocessors has a tile of so many keys; rates are of problems that fill them all."""
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile)
+    return min(1.0, tiles / _PROCESSORS)

@@ -88,14 +88,14 @@ C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap product
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
 RUNS: Final = replace(STEADY, joined=True, numbered=True, early=False)
 FINE: Final = replace(
-    RUNS, tile_kv=64, stages=3, why="two warpgroups that overlap products and softmax, 64 keys at a time" + _NEXT,
+    RUNS, tile_kv=64, stages=3, together=32, why="two warpgroups that overlap products and softmax, 64 keys at a time" + _NEXT,
 )  # fmt: skip
 N3: Final = Schedule("N3", 3, False, 128, 2, "three warpgroups in turn", registers=160)
 SHORT: Final = replace(N3, why=N3.why + _NEXT, persistent=True, strided=True)
 PIECED: Final = replace(SHORT, strided=False)
 ALIKE: Final = replace(PIECED, numbered=True)
 BRIEF: Final = replace(ALIKE, joined=True)
-PAIR: Final = replace(BRIEF, name="N2", consumers=2, registers=240, why="two warpgroups in turn" + _NEXT)
+PAIR: Final = replace(BRIEF, name="N2", consumers=2, registers=240, together=1, why="two warpgroups in turn" + _NEXT)
 HELD: Final = replace(BRIEF, held=True, late=True, stages=3)
 LISTED: Final = replace(HELD, ordered=True, together=32, stages=2)
 TWIN: Final = replace(
@@ -121,7 +121,7 @@ _DENSE: Final[dict[tuple[str, str], _Steps]] = {
     ("narrow", "causal"): ((1024, SLOPE), (4096, QUEUED), (_ANY, HELD)),
     ("narrow", "window"): ((_ANY, QUEUED),),
     ("narrow", "list"): ((2048, RANKED), (_ANY, LISTED)),
-    ("narrow", "score"): ((1024, SLOPE), (4096, QUEUED), (_ANY, N3)),
+    ("narrow", "score"): ((1024, SLOPE), (_ANY, QUEUED)),
     ("narrow", "score of a run"): ((_ANY, SHORT),),
     ("narrow", "pair"): ((_ANY, N3),),
     ("whole", "full"): ((256, PAIR), (_ANY, ALIKE)),
@@ -131,31 +131,28 @@ _DENSE: Final[dict[tuple[str, str], _Steps]] = {
     ("whole", "score"): ((1024, FINE), (4096, STEADY), (_ANY, N3)),
     ("pieces", "full"): ((_ANY, PIECED),),
     ("pieces", "causal"): ((2048, TURNED), (_ANY, BRIEF)),
-    ("pieces", "window"): ((_ANY, RUNS),),
-    ("pieces", "list"): ((_ANY, RUNS),),
-    ("pieces", "score"): ((_ANY, N3),),
+    ("pieces", "window"): ((2048, TURNED), (_ANY, FINE)),
+    ("pieces", "list"): ((2048, TURNED), (_ANY, RUNS)),
+    ("pieces", "score"): ((2048, TURNED), (_ANY, N3)),
 }
 _PACKED: Final[dict[tuple[str, str], _Steps]] = {
     ("narrow", "full"): ((2048, MIXED), (_ANY, HELD)),
     ("narrow", "causal"): ((_ANY, MIXED),),
     ("narrow", "window"): ((_ANY, MIXED),),
-    ("narrow", "list"): ((_ANY, LISTED),),
-    ("narrow", "score"): ((2048, MIXED), (_ANY, N3)),
+    ("narrow", "list"): ((2048, MIXED), (_ANY, LISTED)),
+    ("narrow", "score"): ((_ANY, MIXED),),
     ("narrow", "score of a run"): ((_ANY, N3),),
     ("narrow", "pair"): ((_ANY, N3),),
-    **{
-        (family, what): steps
-        for family in ("whole", "pieces")
-        for what, steps in {
-            "full": ((_ANY, BRIEF),),
-            "causal": ((_ANY, BRIEF),),
-            "window": ((_ANY, RUNS),),
-            "list": ((_ANY, RUNS),),
-            "score": ((_ANY, N3),),
-        }.items()
-    },
+    ("whole", "full"): ((_ANY, BRIEF),),
     ("whole", "causal"): ((1024, FINE), (_ANY, BRIEF)),
-    ("whole", "score"): ((1024, FINE), (_ANY, N3)),
+    ("whole", "window"): ((_ANY, FINE),),
+    ("whole", "list"): ((_ANY, RUNS),),
+    ("whole", "score"): ((1024, FINE), (_ANY, BRIEF)),
+    ("pieces", "full"): ((_ANY, BRIEF),),
+    ("pieces", "causal"): ((_ANY, BRIEF),),
+    ("pieces", "window"): ((_ANY, RUNS),),
+    ("pieces", "list"): ((_ANY, RUNS),),
+    ("pieces", "score"): ((_ANY, N3),),
 }
 """As measured on an H200, in as few steps as come near to what is best for each length, since each compiles a kernel. Programs that take
 task after task gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway. Packed
