@@ -31,6 +31,8 @@ CASES = {
         "heads": 12,
     },
     "many heads, jagged, D 64": {"lengths": [300, 1, 0, 128, 515, 64] * 6, "heads": 12, "dim": 64},
+    "many heads, grouped": {"rows": 500, "batch": 4, "heads": 16, "kv_heads": 4},
+    "many heads, grouped, causal": {"mask": masks.causal(), "rows": 500, "batch": 4, "heads": 16, "kv_heads": 4},
     "long, causal, D 64": {"mask": masks.causal(), "rows": 2500, "heads": 12, "dim": 64},
     "odd lengths": {"rows": 517, "keys": 389},
     "causal, more keys": {"mask": masks.causal(), "rows": 389, "keys": 517},
