@@ -1,4 +1,5 @@
-"""Writes the tables of docs/hopper.md from benchmarks/results/{hopper_forward,hopper_backward,dense_sizes}.jsonl, between its marks.
+"""Writes the tables of docs/hopper.md from benchmarks/results/{hopper_forward,hopper_backward,dense_sizes}.jsonl, between its marks,
+and draws the last of them.
 
 python benchmarks/hopper_report.py
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pages import PEERS, fill, markdown, results
+from pages import DOCS, PEERS, fill, markdown, results
 
 COLUMNS: Final = {
     "hopper": "hopper",
@@ -56,7 +57,37 @@ def _beside(line: dict[str, Any] | None, name: str) -> str:
     return f"{own:.0f}" if other is None else f"{own:.0f} / {other:.0f} = {other / own:.2f}"
 
 
+def draw() -> None:
+    """docs/hopper-sizes.png: how many times as long cuDNN takes, by length of keys, head dim and mask."""
+    import matplotlib.pyplot as plt
+
+    lines = results("dense_sizes")
+    dims = sorted({_dim(line) for line in lines})
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for panel, name in zip(panels, ("forward", "backward"), strict=True):
+        for causal, marker in ((False, "o"), (True, "^")):
+            for at, dim in enumerate(dims):
+                chosen = [line for line in lines if line["causal"] == causal and _dim(line) == dim and f"{name}_cudnn_us" in line]
+                ratios = [line[f"{name}_cudnn_us"] / line[f"{name}_foci_us"] for line in chosen]
+                keys = [int(line["shape"].split(",")[2].split("x")[-1]) for line in chosen]
+                label = f"heads of {dim}" if name == "forward" and not causal else None
+                panel.scatter(keys, ratios, color=f"C{at}", marker=marker, s=30, label=label)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set(title=name, xlabel="keys")
+        panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("time of cuDNN / time of foci")
+    figure.legend(loc="outside right upper", title="o no mask, ^ causal")
+    figure.suptitle(f"{lines[0]['device']}, torch {lines[0]['torch']}, bfloat16, commit {lines[0]['commit']}", fontsize=9)
+    figure.savefig(DOCS / "hopper-sizes.png", dpi=110)
+
+
+def _dim(line: dict[str, Any]) -> int:
+    return int(line["shape"].split(",")[3].split("/")[0])
+
+
 def main() -> None:
+    draw()
     fill("hopper.md", {name: table(name) for name in ("forward", "backward")} | {"sizes": sizes()})
 
 
