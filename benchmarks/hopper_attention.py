@@ -22,7 +22,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,14 +296,16 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6, calls: int = 1)
     return {name: ms / calls for name, ms in times.items()}
 
 
-def _but_for_sizes(row: Row) -> tuple[object, ...]:
-    return row.kind, row.causal, row.shape[3], row.kv_heads, row.value_dim, row.dropout
+def _planned(row: Row) -> Row:
+    """What the planner and schedules see of a row."""
+    batch, heads, length, dim = row.shape
+    return replace(row, name="", calls=1, shape=(bucket(batch), heads, bucket(length), dim))
 
 
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:
     """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
-    # batches change no kernel, lengths where schedules are chosen by them; nor do gradients, if asked for, change ours of the forward
-    distinct = {(*_but_for_sizes(row), bucket(row.shape[2])): row for row in rows}.values()
+    # gradients, if asked for, do not change ours of the forward
+    distinct = {_planned(row): row for row in rows}.values()
     found = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
     waiting = [(*pair, True) for pair in found] + [(*pair, False) for pair in found if pair[1] not in OURS]
     alive = 0

@@ -36,6 +36,12 @@ LONGER = {"dim": 64, "length": 4096}
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
+    "many tasks": {"batch": 32, "stack": 48},
+    "many short tasks": {"batch": 64, "length": 256},
+    "D 96, causal, row_max": {"mask": masks.causal(), "dim": 96, "row_max": True},
+    "D 96, Dv 128, causal": {"mask": masks.causal(), "dim": 96, "value_dim": 128},
+    "D 80, Dv 64, long window": {"mask": masks.window(100), "dim": 80, "value_dim": 64, "length": 4096, "stack": 24},
+    "jagged, softcap": {"jagged": True, "score": scores.softcap(20.0), "length": 2048, "stack": 72},
     "causal": {"mask": masks.causal(), "stack": 64},
     "long causal": {"mask": masks.causal(), "length": 8192, "stack": 32},
     "causal D 64": {"mask": masks.causal(), "dim": 64, "length": 4096},
@@ -175,7 +181,7 @@ def shared_registers(ptx):
 def launch(case):
     """Compiles what a forward launches."""
     dim, jagged = case.get("dim", 128), case.get("jagged", False)
-    batch, heads, length, dtype = 1 if jagged else 2, 2, case.get("length", 512), case.get("dtype", torch.bfloat16)
+    batch, heads, length, dtype = 1 if jagged else case.get("batch", 2), 2, case.get("length", 512), case.get("dtype", torch.bfloat16)
     query, key = (torch.zeros(batch, heads, length, dim, dtype=dtype) for _ in range(2))
     value = torch.zeros(batch, heads, length, case.get("value_dim", dim), dtype=dtype)
     cu = torch.tensor([0, 200, 512])

@@ -13,7 +13,7 @@ from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.backward_schedules import FUSED, fused_schedule
-from foci.backends.hopper.kinds import kind_of
+from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of
 from foci.backends.hopper.rates import MEASURED, rates_of
 from foci.backends.hopper.schedules import forward_schedule
 from foci.binding import bind
@@ -165,6 +165,11 @@ def test_wide_keys_with_narrow_values_take_task_after_task_where_each_has_keys(k
     assert forward_schedule(problem(**KINDS[kind], head_dim=192, value_dim=128, layout=Layout.JAGGED)) is schedules.C2
 
 
+def test_wide_keys_with_narrow_values_and_a_score_without_a_mask_take_task_after_task():
+    asked = problem(score=scores.softcap(20.0), head_dim=192, value_dim=128)
+    assert forward_schedule(asked) is schedules.STEADY
+
+
 def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_program():
     lengths = torch.tensor([5, 0])
     asked = problem(mask=foci.Mask(lambda b, h, q, k: k < lengths[b]), head_dim=192, value_dim=128)
@@ -276,6 +281,19 @@ def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     assert forward_schedule(problem(**KINDS["causal"], **widths)) == schedules.BRIEF
     assert forward_schedule(problem(**KINDS["causal"], **keys(2048), **widths)) == schedules.TURNED
     assert forward_schedule(problem(**KINDS["causal"], **JAGGED, **widths)) == schedules.BRIEF
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(("batch", "heads", "length"), [(4, 24, 2048), (1, 24, 4096), (64, 2, 1024), (16, 96, 512), (1, 16, 2048)])
+def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim):
+    table = torch.zeros(1, 1, 1, dtype=torch.bool).expand(heads, length, length)
+    of_pairs = foci.Mask(lambda b, h, q, k: table[h, q, k] & (b >= 0))
+    asked = problem(mask=of_pairs, batch=batch, q_heads=heads, kv_heads=heads, q_len=length, kv_len=length, head_dim=dim, value_dim=dim)
+    assert kind_of(asked) == "mask"
+    found = forward_schedule(asked)
+    tiles = -(-length // found.tile_q) * -(-length // found.tile_kv)
+    # four words for each query of a tile, of each batch entry and head
+    assert 16 * found.tile_q * tiles * batch * heads <= WORDS_AT_MOST
 
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():

@@ -13,7 +13,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, kept_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
-from foci.backends.hopper.schedules import forward_schedule, in_words, width_of
+from foci.backends.hopper.schedules import PROCESSORS, forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
 from foci.backends.triton.schedules import padded
@@ -29,7 +29,6 @@ _TRITON: Final = 4.5e14
 _LAUNCH: Final = 2e-5
 _BACKWARD: Final = 5e-5
 """What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
-_PROCESSORS: Final = 132
 
 
 class HopperBackend:
@@ -88,7 +87,7 @@ class HopperBackend:
         schedule, rates = forward_schedule(problem), rates_of(problem)
         rows = 64 if schedule.persistent else schedule.tile_q
         tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
-        flops = 2.0 * max(_PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
+        flops = 2.0 * max(PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
         part = 0.5 if is_causal(problem.variant) else 1.0
         forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
         if not problem.needs_backward:

@@ -7,7 +7,7 @@ from typing import Final
 
 from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import kind_of
-from foci.backends.hopper.schedules import width_of
+from foci.backends.hopper.schedules import PROCESSORS, width_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.schedules import padded
@@ -98,9 +98,9 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (128, "score"): Fused(_WIDE),
 }
 """As measured on an H200 (`foci.backends.hopper.rates`)."""
-_SUMS_BYTES: Final = 132 << 17
-"""Of the sums of heads that come together: what the second cache holds beside all that streams by."""
-_TOGETHER: Final = {64: 132, 128: 48}
+_SUMS_BYTES: Final = PROCESSORS << 17
+"""Of the sums of heads that come together: what the second cache holds beside all that streams by, and twice as much at a pinch."""
+_TOGETHER: Final = {64: PROCESSORS, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
 _FEW_HEADS: Final = 16
 _SOON: Final = 512
@@ -167,13 +167,13 @@ def fused_schedule(problem: Problem) -> Fused | None:
 
 def _added(problem: Problem, found: Fused, width: int) -> Fused:
     """How dq is added up, as measured on an H200: in one sum, by as many heads together as have room, so that few tiles of a head wait for
-    each other. Two sums take it where there are too few heads for that; and under the causal mask with many keys, whose tiles begin with
-    the longest."""
+    each other. In two where there are too few heads for that, but not under the causal mask; and under it if heads are long or packed, as
+    its tiles of keys begin with the longest."""
     heads, group, is_steep = problem.q_heads, problem.q_heads // problem.kv_heads, is_causal(problem.variant)
-    is_packed, is_many = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
+    is_packed, is_long = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
     if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
         return replace(found, sums=1 if is_steep else 2, together=_FEW_HEADS)
-    sums = 2 if is_steep and (is_packed or (is_many and group == 1)) else 1
+    sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else 1
     fit = _SUMS_BYTES // (sums * problem.q_len * width * 4)
     # twice as much for long heads, which would wait more, and for those that share keys, so that as many heads of keys come together
     together = max(min(_TOGETHER[width], fit), min(1024 // (width * sums), 2 * fit), 1)

@@ -5,8 +5,8 @@ Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024). Each
 "filled" and one for "free" (`foci.backends.hopper.signals`).
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
-the others do one thing after the other and leave the overlap to a third warpgroup (N3, 160 registers a thread), or to another program
-on the multiprocessor (N2, two of them, 104 registers a thread).
+the others do one thing after the other and leave the overlap to a third warpgroup (N3, 160 registers a thread), to another program on the
+multiprocessor (N2, two of them, 104 registers a thread), or, where tasks are short, to none (N2, 240 registers).
 
 A program has one task, a tile of queries of a head. Persistent programs take one after another, the next that none has taken
 or every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys,

@@ -11,7 +11,7 @@ from foci.ir.derivative import score_derivative
 from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
 
-__all__ = ["WORDS_AT_MOST", "kind_of"]
+__all__ = ["WORDS_AT_MOST", "kind_of", "word_bytes"]
 
 WORDS_AT_MOST: Final = 1 << 26
 """Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
@@ -34,10 +34,22 @@ def kind_of(problem: Problem) -> str:
     return "causal" if is_causal(variant) else "full"
 
 
+def word_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
+    """What the words of a dense mask take if all tiles of so many queries and keys are partial: four for each query of a tile, however
+    many keys it has, of each batch entry and head that differs."""
+    tiles = -(-problem.q_len // tile_q) * -(-problem.kv_len // tile_kv)
+    return 16 * tile_q * tiles * _masks(problem)
+
+
+def _masks(problem: Problem) -> int:
+    """Of how many batch entries and heads a mask differs."""
+    reads = problem.variant.mask.variables()
+    return (problem.batch if "b" in reads else 1) * (problem.q_heads if "h" in reads else 1)
+
+
 def _is_kept(problem: Problem) -> bool:
-    """Whether a mask's words are kept: a bit for each pair of positions, of each batch entry and head that differs."""
-    reads, asked = problem.variant.mask.variables(), problem.formula
-    places = problem.q_len * (problem.kv_len + 128) * (problem.batch if "b" in reads else 1) * (problem.q_heads if "h" in reads else 1)
+    """Whether a mask's words are kept, in tiles of 128 keys: a bit for each pair of positions."""
+    asked, places = problem.formula, problem.q_len * (problem.kv_len + 128) * _masks(problem)
     return asked.layout is Layout.DENSE and asked.block_size is None and places <= 8 * WORDS_AT_MOST
 
 

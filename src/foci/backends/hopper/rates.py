@@ -11,6 +11,7 @@ from typing import Final
 from foci.backends.causal import is_causal
 from foci.backends.hopper.backward_schedules import fused_schedule
 from foci.backends.hopper.kinds import kind_of
+from foci.backends.hopper.schedules import PROCESSORS
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem
 
@@ -96,7 +97,6 @@ _SUMS: Final = {64: 1.3e-12, 128: 0.0}
 float32 sums of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64 in sequences of 256, and 8192 of 12 heads
 in sequences of 512: it loses by 7 % under the causal mask with 256, and wins by 2 to 7 % in the others. Heads of 128 win by 13 % and more,
 with 128 positions too."""
-_PROCESSORS: Final = 132
 
 
 def rates_of(problem: Problem) -> Rates:
@@ -123,6 +123,6 @@ def _summed(problem: Problem, rate: float) -> float:
 
 
 def _filled(problem: Problem, tile: int) -> float:
-    """Which part of the multiprocessors has a tile of so many keys; rates are of problems that fill them all."""
+    """Which part of the multiprocessors has a tile of so many keys to work on; rates are of problems that fill them all."""
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile)
-    return min(1.0, tiles / _PROCESSORS)
+    return min(1.0, tiles / PROCESSORS)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.kinds import kind_of
+from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of, word_bytes
 from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.schedules import padded, tile_bytes
+from foci.backends.triton.schedules import MULTIPROCESSORS, padded, tile_bytes
 from foci.ir.expr import const
 from foci.problem import Layout, Problem
 
@@ -23,6 +23,7 @@ __all__ = [
     "N3",
     "PAIR",
     "PIECED",
+    "PROCESSORS",
     "QUEUED",
     "RANKED",
     "RUNS",
@@ -49,8 +50,8 @@ class Schedule:
     stay in registers, where these suffice. `early`: overlapped consumers round weights before the values before them are waited for.
     `together`: heads whose tasks come in turn. `ordered`: the tasks of a mask's lists come by their length, longest first. `late`: without
     a mask, where a head's tasks are alike but for the last, which is shorter, those of all heads come last; packed tasks come by their
-    work. `turning`: every second round of strided programs begins with the last of them, so that one that had a long
-    task has a short one then. `registers`: of a consumer's thread. `programs`: how many run on a multiprocessor at a time."""
+    work. `turning`: every second round of strided programs begins with the last of them, so that one that had a long task has a short one
+    then. `registers`: of a consumer's thread. `programs`: how many run on a multiprocessor at a time."""
 
     name: str
     consumers: int
@@ -83,6 +84,7 @@ class Schedule:
         return None if self.programs == 1 else 65536 // (self.programs * 128 * (self.consumers + 1)) // 8 * 8
 
 
+PROCESSORS: Final = MULTIPROCESSORS[90]
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
@@ -103,11 +105,11 @@ TWIN: Final = replace(
     why="two warpgroups in turn, 64 keys at a time, two programs to a multiprocessor" + _NEXT,
 )  # fmt: skip
 MIXED: Final = replace(TWIN, strided=False, together=16)
-QUEUED: Final = replace(TWIN, strided=False, late=False, together=2 * 132)
-RANKED: Final = replace(QUEUED, together=132, ordered=True)
+# tasks that differ by a mask: of as many heads in turn as programs run, so that the tasks of a round are of one length
+QUEUED: Final = replace(TWIN, strided=False, late=False, together=2 * PROCESSORS)
 SLOPE: Final = replace(QUEUED, strided=True, turning=True)
-"""Of tasks that differ by a mask: as many heads in turn as programs run, so that the tasks of a round are of one length."""
-TURNED: Final = replace(PAIR, strided=True, turning=True, together=132)
+TURNED: Final = replace(PAIR, strided=True, turning=True, together=PROCESSORS)
+RANKED: Final = replace(QUEUED, together=PROCESSORS, ordered=True)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )
@@ -116,7 +118,7 @@ WIDER: Final = replace(WIDE, stages=3, numbered=False)
 _ANY: Final = 1 << 62
 _Steps: TypeAlias = tuple[tuple[int, Schedule], ...]
 _DENSE: Final[dict[tuple[str, str], _Steps]] = {
-    # (family of heads, what is asked of them): the schedule up to so many keys
+    # (family of heads: narrow up to 64, whole of 128, in two pieces; what is asked of them): the schedule up to so many keys
     ("narrow", "full"): ((1024, TWIN), (_ANY, HELD)),
     ("narrow", "causal"): ((1024, SLOPE), (4096, QUEUED), (_ANY, HELD)),
     ("narrow", "window"): ((_ANY, QUEUED),),
@@ -154,12 +156,10 @@ _PACKED: Final[dict[tuple[str, str], _Steps]] = {
     ("pieces", "list"): ((_ANY, RUNS),),
     ("pieces", "score"): ((_ANY, N3),),
 }
-"""As measured on an H200, in as few steps as come near to what is best for each length, since each compiles a kernel. Programs that take
-task after task gain where tasks are alike or short: not under a causal mask over many keys, whose long tasks come first anyway. Packed
-tasks are of any length, and often have a partial tile: one loop. Of packed sequences the longest counts, as far as the host knows it. What
-is missing takes C2."""
-
-_PROCESSORS: Final = 132
+"""Both tables as measured on an H200, in as few steps as come near to what is best for each length, since each compiles a kernel. Programs
+that take task after task gain where tasks are alike or short: not under a causal mask over many keys with heads of 128, whose long tasks
+come first anyway. Packed tasks are of any length, and often have a partial tile: one loop. Of packed sequences the longest counts, as far
+as the host knows it. What is missing takes C2."""
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
@@ -191,24 +191,27 @@ def _steady(problem: Problem, *, is_full: bool) -> Schedule:
 
 
 def _asked(problem: Problem) -> str:
-    """What the tables above are read by: what a mask keeps, or that there is a score, "of a run" where keys do not begin at 0."""
+    """What the tables above are read by. Without a score function, by what a mask keeps of a row: all keys ("full"), those up to one
+    ("causal"), those from one to another ("window"), or any ("list"). With one it is "score" where keys are up to one at most, or "pair"
+    if memory is read for each pair of positions, and "score of a run" under other masks, whatever is read."""
     variant = problem.variant
-    bounds, is_by_pair = bounds_of(variant.mask), tile_bytes(variant) > 0
+    bounds = bounds_of(variant.mask)
     is_run = bounds is None or bounds.is_low
     if variant.score.op != "var":
-        return "score of a run" if is_run else "pair" if is_by_pair else "score"
+        return "score of a run" if is_run else "pair" if tile_bytes(variant) else "score"
     if variant.mask == const(True):
         return "full"
-    return "list" if bounds is None or is_by_pair else "window" if is_run else "causal"
+    return "list" if bounds is None else "window" if is_run else "causal"
 
 
 def _is_few(problem: Problem) -> bool:
     """Whether tasks of 192 rows leave a multiprocessor idle, which smaller ones may fill."""
-    return problem.batch * problem.q_heads * -(-problem.q_len // N3.tile_q) <= _PROCESSORS
+    return problem.batch * problem.q_heads * -(-problem.q_len // N3.tile_q) <= PROCESSORS
 
 
 def forward_schedule(problem: Problem) -> Schedule:
-    """Of the tables above, by padded head dims, what is asked, and keys."""
+    """Of the tables above, by padded head dims, what is asked, and keys; the last step where words of a mask have no room in tiles of fewer
+    keys, of which each takes as many words."""
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 192 or value_width > 128:
         return WIDE if max(width, value_width) == 256 else WIDER
@@ -216,10 +219,12 @@ def forward_schedule(problem: Problem) -> Schedule:
         return C2
     asked, is_dense = _asked(problem), formula.layout is Layout.DENSE
     if width > 128:
-        return _steady(problem, is_full=asked == "full")
+        return _steady(problem, is_full=problem.variant.mask == const(True))
     width = max(width, value_width)
     family = "narrow" if width <= 64 else "whole" if len(pieces_of(width)) == 1 else "pieces"
     if (family, asked) == ("whole", "full") and is_dense and _is_few(problem):
         return STEADY
     steps = (_DENSE if is_dense else _PACKED).get((family, asked), ((_ANY, C2),))
-    return next(schedule for keys, schedule in steps if problem.kv_len <= keys)
+    found = next(schedule for keys, schedule in steps if problem.kv_len <= keys)
+    has_room = asked != "list" or not is_dense or word_bytes(problem, found.tile_q, found.tile_kv) <= WORDS_AT_MOST
+    return found if has_room else steps[-1][1]
