@@ -405,6 +405,8 @@ def test_a_backward_that_makes_tables_is_not_foreseen():
         ({"q_len": 8192, "kv_heads": 4, "mask": masks.causal()}, (1, 16)),
         ({"q_len": 1024, "mask": masks.causal(), "layout": Layout.JAGGED, **NARROW}, (2, 33)),
         ({"q_len": 1024, "layout": Layout.JAGGED, "batch": 1, **NARROW}, (1, 66)),
+        ({"q_len": 1 << 17, "layout": Layout.JAGGED}, (1, 8)),
+        ({"q_len": 1 << 17, "layout": Layout.JAGGED, "mask": masks.causal(), **NARROW}, (2, 8)),
     ],
     ids=str,
 )

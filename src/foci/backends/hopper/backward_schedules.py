@@ -97,12 +97,13 @@ FUSED: Final[dict[tuple[int, str], Fused]] = {
     (128, "added"): Fused(_WIDE),
     (128, "score"): Fused(_WIDE),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`)."""
+"""As measured on an H200 (`foci.backends.hopper.rates`); `_added` says how dq is added up."""
 _SUMS_BYTES: Final = PROCESSORS << 17
 """Of the sums of heads that come together: what the second cache holds beside all that streams by, and twice as much at a pinch."""
 _TOGETHER: Final = {64: PROCESSORS, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
 _FEW_HEADS: Final = 16
+_LONG: Final = 8192
 _SOON: Final = 512
 """Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
@@ -174,7 +175,9 @@ def _added(problem: Problem, found: Fused, width: int) -> Fused:
     if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
         return replace(found, sums=1 if is_steep else 2, together=_FEW_HEADS)
     sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else 1
-    fit = _SUMS_BYTES // (sums * problem.q_len * width * 4)
+    # packed, the length may be no more than a bound: that of all tokens
+    length = min(problem.q_len, _LONG) if is_packed else problem.q_len
+    fit = _SUMS_BYTES // (sums * length * width * 4)
     # twice as much for long heads, which would wait more, and for those that share keys, so that as many heads of keys come together
     together = max(min(_TOGETHER[width], fit), min(1024 // (width * sums), 2 * fit), 1)
     if group > 1:
