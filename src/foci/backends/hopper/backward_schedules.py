@@ -103,7 +103,9 @@ _SUMS_BYTES: Final = PROCESSORS << 17
 _TOGETHER: Final = {64: PROCESSORS, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
 _FEW_HEADS: Final = 16
+"""Up to how many heads in all, batch entries included, there are too few for tiles of one to begin after each other."""
 _LONG: Final = 8192
+"""What packed sequences are taken to have at most, where only a bound is known."""
 _SOON: Final = 512
 """Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
