@@ -22,22 +22,33 @@ FLAGS = build._FLAGS
 QUICK = tuple("-Og" if flag == "-O2" else flag for flag in FLAGS)
 OF_KERNELS = ("backends", "conformance")
 
-# Tests whose cases are many of one kind, each with kernels of its own to compile: where --sample asks for it, a part of them runs.
+# Tests whose cases are many of one kind, each with kernels or graphs of its own to compile or to interpret: where --sample asks for it,
+# a part of them runs. All of a file, or one of its tests.
 OF_MANY_CASES = frozenset(
     {
+        "api/test_compile.py::test_one_graph",
+        "api/test_transforms.py::test_opcheck",
         "backends/hopper/test_backward_compile.py",
         "backends/hopper/test_forward_compile.py",
+        "backends/test_cpu.py::test_any_head_dim",
+        "backends/test_cpu_headers.py",
+        "backends/test_triton.py::test_kernels_in_the_interpreter",
         "backends/test_triton_compile.py",
+        "backends/test_triton_interpreted.py",
         "conformance/test_conformance.py",
+        "graph/test_calls_by_name.py::test_results_and_gradients",
+        "graph/test_joined_gradients.py::test_who_reads_gradients_side_by_side",
         "graph/test_spellings.py",
+        "graph/test_summed_rows.py::test_products_are_one_with_features_side_by_side",
         "graph/test_transformers.py",
         "literature/test_published.py",
+        "test_bench.py::test_every_case_is_measured",
     }
 )
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="of tests of many cases, one case in N, by its name")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="of tests of many cases, one case in N")
     parser.addoption("--draw", type=int, default=0, metavar="K", help="which of the N parts --sample takes, modulo N")
 
 
@@ -59,13 +70,13 @@ def pytest_report_header():
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, CUDA device: {cuda}"
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    many, draw = config.getoption("--sample"), config.getoption("--draw")
-    left = [item for item in items if many > 1 and is_one_of_many(item) and (zlib.crc32(item.nodeid.encode()) - draw) % many]
+    many = config.getoption("--sample")
+    left = not_drawn(items, many, config.getoption("--draw") % many) if many > 1 else set()
     if left:
-        config.hook.pytest_deselected(items=left)
-        gone = set(left)
-        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -73,5 +84,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def is_one_of_many(item):
-    return hasattr(item, "callspec") and item.path.relative_to(Path(__file__).parent).as_posix() in OF_MANY_CASES
+def not_drawn(items, many, draw):
+    """What --sample leaves: the cases of a file are dealt in turns, those of one name or one problem together, as they share kernels and
+    what they are compared with. Each round begins one further, as dtypes come in rounds too."""
+    left, turns = set(), {}
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if hasattr(item, "callspec") and not OF_MANY_CASES.isdisjoint({file, f"{file}::{item.originalname}"}):
+            name = getattr(item.callspec.params.get("case"), "id", item.callspec.id)
+            of_file = turns.setdefault(file, {})
+            turn = of_file.setdefault(name, len(of_file))
+            if (turn + turn // many) % many != draw:
+                left.add(item)
+    return left

@@ -253,15 +253,17 @@ CORE = (
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs the interpreter itself")
-def test_kernels_in_the_interpreter():
+@pytest.mark.parametrize("part", range(4))
+def test_kernels_in_the_interpreter(part):
     """A core of the cases of benchmarks/gpu_check.py; the whole of it takes minutes: TRITON_INTERPRET=1 python benchmarks/gpu_check.py."""
     numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")
     root = Path(__file__).parents[2]
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root / "src")}
+    names = CORE[part::4]
     done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "gpu_check.py"), *CORE],
+        [sys.executable, str(root / "benchmarks" / "gpu_check.py"), *names],
         env=env,
         capture_output=True,
         text=True,
@@ -269,4 +271,4 @@ def test_kernels_in_the_interpreter():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert done.stdout.count("ok  ") == len(CORE)
+    assert done.stdout.count("ok  ") == len(names)

@@ -17,22 +17,24 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs the interpreter itself"),
 ]
-# file, what is run of it, tests at least
+CONFORMANCE = "tests/conformance/test_conformance.py"
+# file, what is run of it, tests at least; long ones first and beside short ones, as --sample deals them
 PARTS = {
-    "conformance": (
-        "tests/conformance/test_conformance.py",
-        "triton and cpu and not repeats and (causal-square-dense-float16 or outputs-dense-float32 or outputs-jagged-float32"
-        " or captured-head-scale-blocks or score-bias_keys-dense-float16 or no-keys-dense or (distance and float32))",
-        8,
+    "biased": (CONFORMANCE, "triton and cpu and not repeats and (score-bias_keys-dense-float16 or no-keys-dense)", 2),
+    "outputs": (CONFORMANCE, "triton and cpu and not repeats and (outputs-dense-float32 or outputs-jagged-float32)", 2),
+    "distance": (
+        CONFORMANCE,
+        "triton and cpu and not repeats and (causal-square-dense-float16 or captured-head-scale-blocks or (distance and float32))",
+        4,
     ),
-    "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
-    "slopes": ("tests/backends/test_triton_slopes.py", "packed or turned or negative or scale", 5),
-    "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
-    "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),
+    "slopes": ("tests/backends/test_triton_slopes.py", "packed or turned or negative or scale", 5),
+    "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
+    "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
-    "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
+    "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
     "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
+    "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
 }
 
 
