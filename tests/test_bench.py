@@ -202,7 +202,7 @@ def test_a_process_that_dies_before_all_have_run_holds_up_nobody(monkeypatch):
 
 def test_processes_that_end_at_once_are_lines_that_say_so(monkeypatch):
     monkeypatch.setattr(ahead, "_serve", os._exit)  # which takes no such arguments
-    found = [line for lines in measure_beside(of_names("dense", "decode"), SMALL, REQUEST, 2) for line in lines]
+    found = [line for lines in measure_beside(of_names("dense", "decode"), SMALL, REQUEST, 1) for line in lines]
     assert [(line.case, line.sizes) for line in found] == [("dense", "1,4,64,16"), ("decode", "4,4/1,1x64,16")]
     assert all("ended, exit code 1" in line.error for line in found)
 
