@@ -27,6 +27,7 @@ CASES = {
     "blocks": {"mask": lambda b, h, q, k: q >= k, "blocks": BLOCKS},
     "jagged": {"mask": lambda b, h, q, k: (OWNERS[q] * k) % 3 == 0, "lengths": [130, 1, 0, 369]},
     "wide": {"mask": lambda b, h, q, k: OWNERS[q] == OWNERS[k], "dim": 256},
+    "jagged, 128 keys": {"mask": lambda b, h, q, k: (OWNERS[q] * k) % 3 == 0, "lengths": [130, 1, 0, 369], "dim": 128},
 }
 
 
@@ -85,7 +86,7 @@ def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
     spans = next(arg for arg in args if hasattr(arg, "q_start"))
     config = next(arg for arg in args if hasattr(arg, "STARTS"))
     assert config.STARTS.value == (moves and "blocks" not in case)
-    tile_kv = 64 if case.get("dim") == 256 else 128
+    tile_kv = config.TILE_KV.value
     tile_q, tasks, width = table.words.shape[1], len(table.counts), table.width >> 2
     tasks = tasks // 2 if table.h_stride != 3 else tasks
     seen = 0
