@@ -10,61 +10,23 @@ sides by turns. Lines go to $OUT/dense_sizes.jsonl where OUT is set; `benchmarks
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-from hopper_attention import DEVICE, about, asked_of, ours, passed, timed
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from foci import masks
-from foci.binding import bind
-from foci.planner import choose, target_of
+from hopper_attention import Row, about, choice_of, peers_of, timed
 
 CALLS = 10
+SIDES = ("foci", "cudnn")
 
 
-@dataclass(frozen=True)
-class Size:
-    """A problem: batch, heads of queries and of keys, lengths of both, head dims of keys and of values; and its mask."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    rows: int
-    keys: int
-    dim: int
-    value_dim: int
-    causal: bool = False
-
-    @property
-    def shape(self) -> str:
-        """As the table has it."""
-        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        length = f"{self.rows}" if self.rows == self.keys else f"{self.rows}x{self.keys}"
-        dim = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
-        return f"{self.batch},{heads},{length},{dim}"
-
-    def tensors(self, device: torch.device = DEVICE) -> list[Tensor]:
-        """Query, key and value."""
-        b, d = self.batch, self.dim
-        shapes = ((b, self.heads, self.rows, d), (b, self.kv_heads, self.keys, d), (b, self.kv_heads, self.keys, self.value_dim))
-        return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-
-
-def _of(dim: int, *sizes: tuple[int, int, int], kv_heads: int = 0, value_dim: int = 0) -> tuple[Size, ...]:
+def _of(dim: int, *sizes: tuple[int, int, int], kv_heads: int = 0, value_dim: int = 0) -> tuple[Row, ...]:
     """Of (batch, heads, length), without a mask and under the causal one."""
-    found = [Size(b, h, kv_heads or h, n, n, dim, value_dim or dim) for b, h, n in sizes]
-    return tuple(replace(size, causal=causal) for size in found for causal in (False, True))
+    found = [Row("dense", (*size, dim), kv_heads=kv_heads, value_dim=value_dim) for size in sizes]
+    return tuple(replace(row, causal=causal) for row in found for causal in (False, True))
 
 
 SIZES = (
@@ -80,49 +42,33 @@ SIZES = (
     *_of(128, (8, 32, 512), (4, 32, 1024), (1, 32, 8192), kv_heads=8),
     *_of(192, (4, 16, 2048), value_dim=128),
     *_of(256, (8, 8, 512), (4, 8, 2048)),
-    Size(16, 12, 12, 512, 77, 64, 64),
-    Size(2, 10, 10, 4096, 77, 64, 64),
-    Size(8, 16, 16, 128, 1024, 64, 64),
-    Size(2, 8, 8, 4096, 1024, 128, 128),
+    Row("dense", (16, 12, 512, 64), keys=77),
+    Row("dense", (2, 10, 4096, 64), keys=77),
+    Row("dense", (8, 16, 128, 64), keys=1024),
+    Row("dense", (2, 8, 4096, 128), keys=1024),
 )
 
 
-def own(size: Size, *, backward: bool) -> Callable[[], Any]:
-    """A pass of the planner's choice."""
-    mask = masks.causal() if size.causal else None
-    return ours("foci", size.tensors(), None, mask, {}, 0.0, backward=backward)
+def shape_of(row: Row) -> str:
+    """As the table has it: batch, heads of queries and of keys, lengths and head dims likewise, each once where they are one."""
+    batch, heads, length, dim = row.shape
+    pairs = (("/", heads, row.kv_heads), ("x", length, row.keys), ("/", dim, row.value_dim))
+    return ",".join(map(str, (batch, *(f"{one}{sign}{other}" if other else one for sign, one, other in pairs))))
 
 
-def cudnn(size: Size, *, backward: bool) -> Callable[[], Any]:
-    """A pass of cuDNN's, as PyTorch calls it."""
-
-    def run(*given: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(*given, is_causal=size.causal, enable_gqa=size.heads != size.kv_heads)
-
-    return passed(run, size.tensors(), backward=backward)
-
-
-def choice_of(size: Size, *, backward: bool) -> str:
-    """The backend that the planner takes."""
-    bound = bind(None, masks.causal() if size.causal else None, DEVICE)
-    plan = choose(asked_of(size.tensors(torch.device("meta")), bound, {}, 0.0, backward=backward), target_of(DEVICE)).plan
-    return plan.backend if plan is not None else ""
-
-
-def fill(size: Size) -> None:
+def fill(row: Row) -> None:
     """Compiles what a problem takes."""
     for backward in (False, True):
-        own(size, backward=backward)()
+        peers_of(row, backward=backward)["foci"]()()
 
 
-def measure(size: Size, facts: dict[str, str]) -> dict[str, object]:
+def measure(row: Row, facts: dict[str, str]) -> dict[str, object]:
     """Microseconds of both passes and sides."""
-    line: dict[str, object] = {"shape": size.shape, "causal": size.causal, **facts}
+    line: dict[str, object] = {"shape": shape_of(row), "causal": row.causal, **facts}
     for name, backward in (("forward", False), ("backward", True)):
-        sides = {"foci": functools.partial(own, size, backward=backward), "cudnn": functools.partial(cudnn, size, backward=backward)}
-        line |= {f"{name}_{who}_us": 1e3 * ms for who, ms in timed(sides, rounds=3, calls=CALLS).items()}
-        line[f"{name}_choice"] = choice_of(size, backward=backward)
+        peers = peers_of(row, backward=backward)
+        line |= {f"{name}_{who}_us": 1e3 * ms for who, ms in timed({who: peers[who] for who in SIDES}, rounds=3, calls=CALLS).items()}
+        line[f"{name}_choice"] = choice_of(row, backward=backward)
     return line
 
 
@@ -134,14 +80,14 @@ def main() -> None:
             pool.map(fill, random.Random(0).sample(SIZES, len(SIZES)), chunksize=1)
         return
     facts = about()
-    for size in SIZES:
-        line = measure(size, facts)
+    for row in SIZES:
+        line = measure(row, facts)
         if "OUT" in os.environ:
             with (Path(os.environ["OUT"]) / "dense_sizes.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        times = [line.get(f"{name}_{who}_us") for name in ("forward", "backward") for who in ("foci", "cudnn")]
+        times = [line.get(f"{name}_{who}_us") for name in ("forward", "backward") for who in SIDES]
         shown = "  ".join("-" if us is None else f"{us:.1f}" for us in times)
-        print(f"{'causal' if size.causal else 'dense ':6s} {size.shape:20s} {shown}", flush=True)
+        print(f"{'causal' if row.causal else 'dense':6s} {shape_of(row):20s} {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ Call = Callable[[], Any]
 @dataclass(frozen=True)
 class Row:
     """One row of the table. `kind`: "dense", "jagged", or the name of a variant. `value_dim`: of values, where
-    it is not that of keys. `dropout`: how many of the weights are dropped. `calls`: timed in a row."""
+    it is not that of keys. `keys`: how many there are, where not as many as queries. `dropout`: how many of the weights are dropped. `calls`:
+    timed in a row."""
 
     name: str
     shape: Shape
@@ -56,6 +57,7 @@ class Row:
     causal: bool = False
     kv_heads: int = 0
     value_dim: int = 0
+    keys: int = 0
     dropout: float = 0.0
     calls: int = 1
 
@@ -144,9 +146,9 @@ def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[s
 def tensors_of(row: Row, lengths: list[int], device: torch.device = DEVICE) -> list[Tensor]:
     batch, heads, length, dim = row.shape
     batch, length = (1, sum(lengths)) if lengths else (batch, length)
-    kv_heads = row.kv_heads or heads
-    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, row.value_dim or dim))
-    return [torch.randn(batch, n, length, width, device=device, dtype=torch.bfloat16) for n, width in shapes]
+    kv_heads, keys = row.kv_heads or heads, row.keys or length
+    shapes = ((heads, length, dim), (kv_heads, keys, dim), (kv_heads, keys, row.value_dim or dim))
+    return [torch.randn(batch, *shape, device=device, dtype=torch.bfloat16) for shape in shapes]
 
 
 def lengths_of(row: Row) -> list[int]:
@@ -191,7 +193,7 @@ def area(row: Row) -> float:
     elif row.kind == "document":
         pairs = batch * float((torch.bincount(document_ids(length)).double() ** 2).sum())
     else:
-        pairs = batch * float(length) ** 2
+        pairs = batch * float(length) * (row.keys or length)
     return pairs / 2 if row.causal or "causal" in row.kind else pairs
 
 
@@ -299,7 +301,7 @@ def timed(peers: dict[str, Callable[[], Call]], rounds: int = 6, calls: int = 1)
 def _planned(row: Row) -> Row:
     """What the planner and schedules see of a row."""
     batch, heads, length, dim = row.shape
-    return replace(row, name="", calls=1, shape=(bucket(batch), heads, bucket(length), dim))
+    return replace(row, name="", calls=1, shape=(bucket(batch), heads, bucket(length), dim), keys=bucket(row.keys or length))
 
 
 def fill(rows: list[Row], peers: list[str], processes: int) -> None:

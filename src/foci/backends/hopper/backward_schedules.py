@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
@@ -54,9 +54,9 @@ class Fused:
     """
 
     cut: Cut
-    together: int = 1
-    sums: int = 1
-    defers: bool = True
+    together: int
+    sums: int
+    defers: bool
 
 
 SPLIT: Final = Cut(64, 64, 2)
@@ -82,22 +82,22 @@ KEPT_AT_MOST: Final = 528 << 20
 """Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 KEPT_PROGRAMS: Final = 256
 """Fewest programs of a chunk of several: with twice as many as multiprocessors long ones are made up for by short ones."""
-FUSED: Final[dict[tuple[int, str], Fused]] = {
-    # (both head dims, padded; kind)
-    (64, "full"): Fused(_NARROW),
-    (64, "causal"): Fused(_NARROW, defers=False),
-    (64, "window"): Fused(_NARROW),
-    (64, "document"): Fused(_NARROW),
-    (64, "added"): Fused(_NARROW, defers=False),
-    (64, "score"): Fused(_NARROW),
-    (128, "full"): Fused(_WIDE),
-    (128, "causal"): Fused(_WIDE, defers=False),
-    (128, "window"): Fused(_WIDE),
-    (128, "document"): Fused(_WIDE),
-    (128, "added"): Fused(_WIDE),
-    (128, "score"): Fused(_WIDE),
+FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
+    # (both head dims, padded; kind): how it is cut up, and `Fused.defers`
+    (64, "full"): (_NARROW, True),
+    (64, "causal"): (_NARROW, False),
+    (64, "window"): (_NARROW, True),
+    (64, "document"): (_NARROW, True),
+    (64, "added"): (_NARROW, False),
+    (64, "score"): (_NARROW, True),
+    (128, "full"): (_WIDE, True),
+    (128, "causal"): (_WIDE, False),
+    (128, "window"): (_WIDE, True),
+    (128, "document"): (_WIDE, True),
+    (128, "added"): (_WIDE, True),
+    (128, "score"): (_WIDE, True),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`); `_added` says how dq is added up."""
+"""As measured on an H200 (`foci.backends.hopper.rates`)."""
 _SUMS_BYTES: Final = PROCESSORS << 17
 """Of the sums of heads that come together: what the second cache holds beside all that streams by, and twice as much at a pinch."""
 _TOGETHER: Final = {64: PROCESSORS, 128: 48}
@@ -165,17 +165,19 @@ def fused_schedule(problem: Problem) -> Fused | None:
     is_by_head = "h" in variant.mask.variables() | variant.score.variables()
     if found is None or (group > 1 and (is_by_head or (is_causal(variant) and width == 64))):
         return None
-    return _added(problem, found, width)
+    cut, defers = found
+    sums, together = _added(problem, width)
+    return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON))
 
 
-def _added(problem: Problem, found: Fused, width: int) -> Fused:
-    """How dq is added up, as measured on an H200: in one sum, by as many heads together as have room, so that few tiles of a head wait for
-    each other. In two where there are too few heads for that, but not under the causal mask; and under it if heads are long or packed, as
-    its tiles of keys begin with the longest."""
+def _added(problem: Problem, width: int) -> tuple[int, int]:
+    """(`Fused.sums`, `Fused.together`), as measured on an H200: dq is added up in one sum, by as many heads together as have room, so that
+    few tiles of a head wait for each other. In two where there are too few heads for that, but not under the causal mask; and under it if
+    heads are long or packed, as its tiles of keys begin with the longest."""
     heads, group, is_steep = problem.q_heads, problem.q_heads // problem.kv_heads, is_causal(problem.variant)
     is_packed, is_long = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
     if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
-        return replace(found, sums=1 if is_steep else 2, together=_FEW_HEADS)
+        return (1 if is_steep else 2), _FEW_HEADS
     sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else 1
     # packed, the length may be no more than a bound: that of all tokens
     length = min(problem.q_len, _LONG) if is_packed else problem.q_len
@@ -184,4 +186,4 @@ def _added(problem: Problem, found: Fused, width: int) -> Fused:
     together = max(min(_TOGETHER[width], fit), min(1024 // (width * sums), 2 * fit), 1)
     if group > 1:
         together = max(min(2 * _TOGETHER[width], 2 * fit), 4 * group if is_steep else 2 * group)
-    return replace(found, sums=sums, together=together, defers=found.defers and (width == 128 or problem.kv_len > _SOON))
+    return sums, together
