@@ -40,6 +40,9 @@ CASES = {
     "grouped heads": {"rows": 1024, "heads": 8, "kv_heads": 2},
     "grouped heads, causal": {"mask": masks.causal(), "rows": 1024, "heads": 8, "kv_heads": 2},
     "D 64": {"mask": masks.causal(), "dim": 64, "rows": 700},
+    "D 32": {"dim": 32, "rows": 517, "keys": 389},
+    "D 32, jagged, causal": {"dim": 32, "lengths": LENGTHS, "mask": masks.causal()},
+    "D 16, window": {"dim": 16, "rows": 700, "mask": masks.window(90)},
     "D 80, float16": {"dim": 80, "dtype": torch.float16},
     "alibi": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 700},
     "alibi, D 64": {"mask": masks.causal(), "score": scores.alibi(4), "rows": 389, "keys": 517, "dim": 64},
@@ -136,6 +139,7 @@ CASES = {
     },
     "D 64, Dv 128": {"dim": 64, "value_dim": 128},
     "D 16": {"dim": 16},
+    "D 24, grouped heads, causal": {"mask": masks.causal(), "dim": 24, "rows": 300, "heads": 8, "kv_heads": 2},
 }
 
 

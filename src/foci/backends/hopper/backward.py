@@ -40,7 +40,7 @@ from foci.backends.hopper.backward_schedules import (
 )
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
-from foci.backends.hopper.backward_turns import Order
+from foci.backends.hopper.backward_turns import SHARE_LINE, Order, share_columns
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.gaps import clear_turns
@@ -279,7 +279,9 @@ class HopperGradients(host.TritonKernel):
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
         turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
-        return _Sums(schedule, slots, count, turns, call.recorder.empty((count * 32, 256), (256, 1), torch.float32, query))
+        rows = 2 * 64 * share_columns.fn(schedule.cut.tile_q, self.widths[0], 0) // SHARE_LINE.value
+        added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
+        return _Sums(schedule, slots, count, turns, added)
 
     def _all_gradients(self, call: host.Pass, streams: _Streams, grads: Grads, sums: _Sums) -> None:
         """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
@@ -298,7 +300,7 @@ class HopperGradients(host.TritonKernel):
         recorder.launch(
             attention_gradients, (batch * kv_heads * by_key.tasks,),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), TensorDescriptor(added, [total * 32, 256], [256, 1], [32, 256], _SHARE),
+            *streams.rows_of(cut.tile_q), _slots(added, total),
             *(None if t is None else of(t, 64) for t in grads[1:]),
             order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
             operands.scale, call.numbers, call.environment, config,
@@ -390,6 +392,12 @@ def _without_mask(plan: Plan) -> Plan:
 def _map(kept: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of tiles of gradients of scores."""
     return TensorDescriptor(kept, list(kept.shape), list(kept.stride()), [1, 1, rows, columns], shared.fn(rows, columns, 4))
+
+
+def _slots(added: Tensor, total: int) -> TensorDescriptor:
+    """A descriptor of so many slots of sums."""
+    rows, columns = added.shape
+    return TensorDescriptor(added, [rows, columns], [columns, 1], [rows // total, columns], _SHARE)
 
 
 def _line(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:

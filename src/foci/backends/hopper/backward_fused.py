@@ -12,7 +12,7 @@ Scores are any functions that read nothing for each pair of positions; with drop
 
 from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.backward_turns import (
-    SHARE,
+    SHARE_LINE,
     add_shares,
     members_of,
     nth_tile,
@@ -229,8 +229,9 @@ def attention_gradients(
     q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, numbers, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * 32, 256],
-    a slot to a tile. Tensors come as descriptors, lse in base 2 and delta as `backward_sums.begin_gradients` leaves them."""
+    """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * rows, 256],
+    a slot of so many `rows` as its descriptor has to a tile. Tensors come as descriptors, lse in base 2 and delta as
+    `backward_sums.begin_gradients` leaves them."""
     place = take_place(order, size, spans, c)
     if place[0] < 0:
         return
@@ -241,8 +242,8 @@ def attention_gradients(
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], shared(ROWS, c.TILE_Q))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    whole_shares = gl.allocate_shared_memory(gl.float32, [2, SHARE[0], SHARE[1]], dq.layout)
-    shares = viewed(whole_shares, gl.float32, [4, 4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    whole_shares = gl.allocate_shared_memory(gl.float32, [2, dq.block_shape[0], SHARE_LINE], dq.layout)
+    shares = viewed(whole_shares, gl.float32, [4, dq.block_shape[0] * SHARE_LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     share_bars = (barriers(2, 2), barriers(2, 1))
     bars = (
         barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2), barriers(2, 2), share_bars,

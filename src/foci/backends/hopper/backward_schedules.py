@@ -83,7 +83,7 @@ KEPT_AT_MOST: Final = 528 << 20
 KEPT_PROGRAMS: Final = 256
 """Fewest programs of a chunk of several: with twice as many as multiprocessors long ones are made up for by short ones."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
-    # (both head dims, padded; kind): how it is cut up, and `Fused.defers`
+    # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`
     (64, "full"): (_NARROW, True),
     (64, "causal"): (_NARROW, False),
     (64, "window"): (_NARROW, True),
@@ -154,9 +154,10 @@ def is_prefix(problem: Problem) -> bool:
 
 def fused_schedule(problem: Problem) -> Fused | None:
     """How one kernel takes a problem, or None where several do."""
-    formula, variant, width, kind = problem.formula, problem.variant, padded(problem.head_dim), kind_of(problem)
-    if formula.block_size is not None or padded(problem.value_dim) != width:
+    formula, variant, kind = problem.formula, problem.variant, kind_of(problem)
+    if formula.block_size is not None or padded(problem.value_dim) != padded(problem.head_dim):
         return None
+    width = max(64, padded(problem.head_dim))
     if formula.layout is not Layout.DENSE and not is_prefix(problem) and bounds_of(variant.mask, "q_idx") is None:
         return None
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads

@@ -72,7 +72,7 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
 
     Args:
-        sums: float32, 8192 numbers of a slot for each tile, two halves in the order of `backward_turns.put_share`.
+        sums: float32, a slot for each tile, two halves in the order of `backward_turns.put_share`, both as large as the first is.
         order: who has added, and where.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
@@ -85,11 +85,12 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
         slot += q_start // c.TILE_Q + b
     total = number(size.batch) * number(size.heads) * number(order.slots)
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
+    PART: tl.constexpr = 64 * share_columns(c.TILE_Q, c.D_PAD, 0)
     for half in tl.static_range(2):
         held = tl.zeros([64 * share_columns(c.TILE_Q, c.D_PAD, half)], tl.float32)
         for n in tl.static_range(order.SUMS):
             is_there = tl.load(order.turns + 1 + n * total + slot) > 0
-            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * 4096 + tl.arange(0, held.shape[0])
+            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * PART + tl.arange(0, held.shape[0])
             held += tl.load(at, mask=is_there, other=0.0)
         share = held.reshape(held.shape[0] // 512, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, held.shape[0] // 64) * scale
         # half of the columns, or half of the rows

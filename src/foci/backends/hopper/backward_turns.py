@@ -30,8 +30,8 @@ class Order(NamedTuple):
     ranks: Any = None
 
 
-SHARE = gl.constexpr((32, 256))
-"""How a tile's share in dq, 8192 numbers, lies in shared memory and in the sums: in the order of `put_share`, a box that one copy takes."""
+SHARE_LINE = gl.constexpr(256)
+"""Numbers of a row of the box as which a tile's share in dq lies in shared memory and in the sums: one copy takes it."""
 
 
 @gluon.jit
@@ -202,9 +202,9 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
         mbarrier.wait(share_full.index(WHICH), (n // 2) & 1)
         # the first to be there stores, so that sums need not be cleared
         if turn == 0:
-            send(sums, [slot * SHARE[0], 0], shares.index(WHICH))
+            send(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
         else:
-            begin_add(sums, [slot * SHARE[0], 0], shares.index(WHICH))
+            begin_add(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
         tma.store_wait(0)
         mbarrier.arrive(share_empty.index(WHICH), count=1)
         at_turn(PASS, order.turns + 1 + slot, turn + 1)
@@ -213,7 +213,7 @@ def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: g
 @gluon.constexpr_function
 def share_columns(rows, width, half):
     """Columns of a half of a share in dq: of tiles of 128 rows each has 64 rows, of tiles of 64 half of the columns, or a piece."""
-    return 64 if rows == 128 or len(pieces(width)) == 1 else pieces(width)[half]
+    return min(64, width) if rows == 128 or len(pieces(width)) == 1 else pieces(width)[half]
 
 
 @gluon.jit

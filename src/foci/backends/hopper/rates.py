@@ -119,7 +119,7 @@ def _summed(problem: Problem, rate: float) -> float:
     packed = 0.5 if problem.formula.layout is Layout.JAGGED else 1.0
     flops = 2.5 * problem.flops * packed * (0.5 if is_causal(problem.variant) else 1.0)
     elements = problem.batch * problem.q_heads * problem.q_len * problem.head_dim
-    return flops / (flops / rate + 1e12 * _SUMS[padded(problem.head_dim)] * elements) if rate else 0.0
+    return flops / (flops / rate + 1e12 * _SUMS[max(64, padded(problem.head_dim))] * elements) if rate else 0.0
 
 
 def _filled(problem: Problem, tile: int) -> float:
