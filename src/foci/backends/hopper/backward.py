@@ -41,7 +41,7 @@ from foci.backends.hopper.backward_schedules import (
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
 from foci.backends.hopper.backward_turns import SHARE_LINE, Order, share_columns
-from foci.backends.hopper.descriptors import describe, takes_descriptor
+from foci.backends.hopper.descriptors import describe, processors_of, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.gaps import clear_turns
 from foci.backends.hopper.interface import TensorDescriptor, gl
@@ -54,6 +54,7 @@ from foci.backends.triton.arguments import encode
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
 from foci.backends.triton.compiling import after_launches
+from foci.backends.triton.counts import at_most
 from foci.backends.triton.functions import is_half, lies_of
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
@@ -298,7 +299,7 @@ class HopperGradients(host.TritonKernel):
         has_words, is_line = words is not None, functions.line is not None
         config = self._cut_config(call, cut, found.mode, schedule, has_words=has_words, is_line=is_line)
         recorder.launch(
-            attention_gradients, (batch * kv_heads * by_key.tasks,),
+            attention_gradients, (at_most(batch * kv_heads * by_key.tasks, processors_of(streams.query.device)),),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), _slots(added, total),
             *(None if t is None else of(t, 64) for t in grads[1:]),

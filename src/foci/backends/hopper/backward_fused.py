@@ -10,22 +10,36 @@ Which tiles are visited is found by arithmetic without a mask and under the caus
 Scores are any functions that read nothing for each pair of positions; with dropout, the product and what is added to it.
 """
 
+from foci.backends.hopper.backward_posts import is_posted, post_end, post_task, posts_of, take_task
 from foci.backends.hopper.backward_tiles import line_of, steepened, weights_of
 from foci.backends.hopper.backward_turns import (
     SHARE_LINE,
     add_shares,
+    count_of,
     members_of,
     nth_tile,
+    place_of,
     put_share,
     query_runs,
     share_columns,
-    take_place,
     tile_at,
 )
 from foci.backends.hopper.dropping import dropped, drops_by_key, odds_of
-from foci.backends.hopper.interface import bring, fence_async_shared, gl, gluon, mbarrier, tma, viewed, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.interface import (
+    bring,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma,
+    viewed,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from foci.backends.hopper.layouts import product, shared
 from foci.backends.hopper.masking import kept, leaned, marked, words_at
+from foci.backends.hopper.posts import answer, ask
 from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums, scaled
 from foci.backends.hopper.softmax import rounded
 from foci.backends.hopper.tiles import barriers, buffers_of, copy_pieces_in, copy_pieces_out, here_and_now, nth, span_of
@@ -35,35 +49,64 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def fused_producer(sources, held, buffers, bars, place, spans, size, pitch, table, ranks, c):
-    """One warp: keys and values once, then the queries of each head that shares them, each tile for one after the other."""
-    q, do, lse, delta, k, v = sources
+def bring_keys(k, v, held, bars, place, span, n, c):
+    """Keys and values of the n-th task, once those before are read no more."""
     k_tiles, v_tiles = held
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_full, q_full, do_full, empty, ds_full, share_bars = bars
+    kv_full, kv_empty = bars
     b, memory_b, kv_h, tile, task = place[:5]
-    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
-    first = tile * c.TILE_KV
-    group = members_of(size, c)
+    kv_start, kv_len = span[2:]
+    mbarrier.wait(kv_empty, (n & 1) ^ 1)
     mbarrier.expect(kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
-        copy_pieces_in(k, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
-        copy_pieces_in(v, memory_b, kv_h, first + half * ROWS, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
-    runs = query_runs(table, ranks, place, kv_h * group, q_len, kv_len, c)
-    for n in range(0, (runs[2] + runs[4] + runs[6]) * group):
-        h = kv_h * group + n % group
-        here = nth_tile(table, runs, n // group, c) * c.TILE_Q
-        at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
-        stage = n % c.STAGES
-        mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-        ready = q_full.index(stage)
-        mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-        copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
-        bring(lse, [at], ready, lse_rows.index(stage))
-        ready = do_full.index(stage)
-        mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
-        copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
-        bring(delta, [at], ready, delta_rows.index(stage))
+        own = tile * c.TILE_KV + half * ROWS
+        copy_pieces_in(k, memory_b, kv_h, own, kv_start, kv_len, kv_full, nth(k_tiles, half), c.JAGGED)
+        copy_pieces_in(v, memory_b, kv_h, own, kv_start, kv_len, kv_full, nth(v_tiles, half), c.JAGGED)
+
+
+@gluon.jit
+def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pitch, table, c):
+    """One warp: of task after task keys and values once, and the queries of each head that shares them, each tile for one after the other.
+    The first queries come before the keys, which wait until the task before is done."""
+    q, do, lse, delta, k, v = sources
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
+    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
+    group = members_of(size, c)
+    tickets = number(size.batch) * number(size.heads) * number(size.tasks)
+    tasks = 0
+    before = 0
+    ticket = answer(ask(order.turns, False))
+    while ticket < tickets:
+        place = place_of(ticket, order, size, spans, c)
+        b, memory_b, kv_h, tile, task = place[:5]
+        if b >= 0:
+            span = span_of(place, spans, size, c)
+            q_start, q_len, kv_start, kv_len = span
+            runs = query_runs(table, order.ranks, place, kv_h * group, q_len, kv_len, c)
+            post_task(posted, tasks, place, runs)
+            count = count_of(runs) * group
+            if count == 0:
+                bring_keys(k, v, held, kv_bars, place, span, tasks, c)
+            for i in range(0, count):
+                n = before + i
+                h = kv_h * group + i % group
+                here = nth_tile(table, runs, i // group, c) * c.TILE_Q
+                at = line_of(b, memory_b, h, number(size.heads) * group, q_start, pitch, c) + here
+                stage = n % c.STAGES
+                mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+                ready = q_full.index(stage)
+                mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
+                copy_pieces_in(q, memory_b, h, here, q_start, q_len, ready, nth(q_tiles, stage), c.JAGGED)
+                bring(lse, [at], ready, lse_rows.index(stage))
+                ready = do_full.index(stage)
+                mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
+                copy_pieces_in(do, memory_b, h, here, q_start, q_len, ready, nth(do_tiles, stage), c.JAGGED)
+                bring(delta, [at], ready, delta_rows.index(stage))
+                if i == 0:
+                    bring_keys(k, v, held, kv_bars, place, span, tasks, c)
+            before += count
+            tasks += 1
+        ticket = answer(ask(order.turns, False))
+    post_end(posted, tasks)
 
 
 @gluon.jit
@@ -95,8 +138,8 @@ def fold_fused(
     dk, dv = sums
     k_tiles, v_tiles = held
     q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_full, q_full, do_full, empty, ds_full, share_bars = bars
-    b, h, kv_idx, q_len, kv_len, first, ends = at
+    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
+    b, h, kv_idx, q_len, kv_len, first, ends, before = at
     line, last, count = run
     BARE: gl.constexpr = c.BOUNDED or c.WORDS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -158,7 +201,7 @@ def fold_fused(
         mbarrier.arrive(ds_full.index(two), count=1)
         if c.DEFERS:
             # one fence for both: that of the share which the tile before left
-            mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > 0)
+            mbarrier.arrive(share_bars[0].index(1 - two), count=1, pred=n > before)
         mbarrier.wait(ds_full.index(two), (n // 2) & 1)
         share = begin_share(ds_tiles, k_tiles, two, nought, c, half)
         dk = begin_sums(ds, queries, dk)
@@ -176,16 +219,29 @@ def fold_fused(
 
 @gluon.jit
 def fused_consumer(
-    half: gl.constexpr, held, buffers, bars, outputs, place, told, c,
+    half: gl.constexpr, held, buffers, bars, outputs, posted, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
+    """One warpgroup: of task after task dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
+    tasks = 0
+    before = 0
+    while is_posted(posted, tasks, 4):
+        place, runs = take_task(posted, tasks, c, 4)
+        before = fold_task(half, held, buffers, bars, outputs, place, runs, tasks, before, told, c, pre, both, mask, bounds)
+        tasks += 1
+
+
+@gluon.jit
+def fold_task(
+    half: gl.constexpr, held, buffers, bars, outputs, place, runs, tasks, before, told, c,
+    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
+):  # fmt: skip
+    """One task, with so many tasks and tiles of queries before it; returns how many tiles there were then."""
     S: gl.constexpr = product(c.TILE_Q)
-    spans, size, table, ranks, scale, numbers, env = told
+    spans, size, table, scale, numbers, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = held
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_full, q_full, do_full, empty, ds_full, share_bars = bars
+    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
     b, memory_b, kv_h, tile, task = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     first = tile * c.TILE_KV
@@ -193,8 +249,8 @@ def fused_consumer(
     kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
     dk = no_sums(ROWS, c.D_PAD)
     dv = no_sums(ROWS, c.DV_PAD)
-    mbarrier.wait(kv_full, 0)
-    n = 0
+    mbarrier.wait(kv_bars[0], tasks & 1)
+    n = before
     group = members_of(size, c)
     # a mask that tells heads apart comes with one head to a group
     h = kv_h * group
@@ -204,24 +260,28 @@ def fused_consumer(
         keys = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         low, high = bounds(b, h, gl.minimum(keys, kv_len - 1), q_len, kv_len, env)
         ends = (low, gl.where(keys < kv_len, high, -1))
-    at = (b, h, kv_idx, q_len, kv_len, own, ends)
+    at = (b, h, kv_idx, q_len, kv_len, own, ends, before)
     odds = odds_of(numbers, c)
-    line, last, ending, whole_last, whole, before_last, before = query_runs(table, ranks, place, h, q_len, kv_len, c)
+    line, last, ending, whole_last, whole, leading_last, leading = runs
     # masked tiles, whole ones, masked ones
     for part in range(0, 2):
-        run = (line, gl.where(part == 0, last, before_last), gl.where(part == 0, ending, before))
+        run = (line, gl.where(part == 0, last, leading_last), gl.where(part == 0, ending, leading))
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, True)
         run = (line, whole_last, gl.where(part == 0, whole, 0))
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, False)
     if c.DEFERS:
         fence_async_shared()
-        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > 0)
+        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > before)
     # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
     v = nth(v_tiles, half)
     copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
     tma.store_wait(0)
     copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, scaled(dk, scale), c.JAGGED)
     tma.store_wait(0)
+    # by all threads, before one says so
+    thread_barrier()
+    mbarrier.arrive(kv_bars[1], count=1)
+    return n
 
 
 @gluon.jit
@@ -229,12 +289,9 @@ def attention_gradients(
     q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, numbers, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, and its share in the float32 sums `dq` of each tile of queries: [SUMS * B * Hq * slots * rows, 256],
-    a slot of so many `rows` as its descriptor has to a tile. Tensors come as descriptors, lse in base 2 and delta as
-    `backward_sums.begin_gradients` leaves them."""
-    place = take_place(order, size, spans, c)
-    if place[0] < 0:
-        return
+    """dk and dv of tiles of keys, one after the other, and their shares in the float32 sums `dq` of each tile of queries:
+    [SUMS * B * Hq * slots * rows, 256], a slot of so many `rows` as its descriptor has to a tile. Tensors come as descriptors, lse in
+    base 2 and delta as `backward_sums.begin_gradients` leaves them."""
     k_tiles = buffers_of(k.dtype, 2, ROWS, c.D_PAD)
     v_tiles = buffers_of(v.dtype, 2, ROWS, c.DV_PAD)
     q_tiles = buffers_of(q.dtype, c.STAGES, c.TILE_Q, c.D_PAD)
@@ -246,20 +303,22 @@ def attention_gradients(
     shares = viewed(whole_shares, gl.float32, [4, dq.block_shape[0] * SHARE_LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     share_bars = (barriers(2, 2), barriers(2, 1))
     bars = (
-        barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2), barriers(2, 2), share_bars,
+        (barriers(1, 1).index(0), barriers(1, 2).index(0)), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2),
+        barriers(2, 2), share_bars,
     )  # fmt: skip
+    posted = posts_of()
     fence_async_shared()
     held = (k_tiles, v_tiles)
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
-    told = (spans, size, table, order.ranks, scale, numbers, env)
+    told = (spans, size, table, scale, numbers, env)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
-            (fused_consumer, (1, held, buffers, bars, (dk, dv), place, told, c, pre, both, mask, bounds)),
-            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, place, spans, size, pitch, table, order.ranks, c)),
-            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c, 0)),
-            (add_shares, (dq, order, whole_shares, share_bars, place, spans, size, table, c, 1)),
+            (fused_consumer, (0, held, buffers, bars, (dk, dv), posted, told, c, pre, both, mask, bounds)),
+            (fused_consumer, (1, held, buffers, bars, (dk, dv), posted, told, c, pre, both, mask, bounds)),
+            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, posted, order, spans, size, pitch, table, c)),
+            (add_shares, (dq, order, whole_shares, share_bars, posted, spans, size, table, c, 0)),
+            (add_shares, (dq, order, whole_shares, share_bars, posted, spans, size, table, c, 1)),
         ],
         [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [240, 32, 32, 32],
     )

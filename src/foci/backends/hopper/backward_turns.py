@@ -2,12 +2,13 @@
 """The order in which tiles of keys add to the sums of dq, and the warp that adds.
 
 Tiles of keys that a tile of queries visits add to it one after the other, from the first to the last, so a sum has one order and the same
-bits each time. Where there are two sums, they add to one and the other in turn. Programs take their tiles in the order in which they
-start, so nothing waits for a tile that has not begun.
+bits each time. Where there are two sums, they add to one and the other in turn. Programs take tile after tile, each in the order in which
+it took them, so the first tile of all that are not done waits for none: those before it are, in every program.
 """
 
 from typing import Any, NamedTuple
 
+from foci.backends.hopper.backward_posts import is_posted, take_task
 from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma, viewed
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.reduction import begin_add
@@ -18,7 +19,7 @@ from foci.backends.triton.tiles import RECORD, number, sequence_at
 class Order(NamedTuple):
     """What the order needs; integers are encoded.
 
-    turns: int32 [1 + SUMS * B * Hq * slots] of zeros: the next place to take, then how many tiles of keys have added to a slot.
+    turns: int32 [1 + SUMS * B * Hq * slots] of zeros: the next ticket, then how many tiles of keys have added to a slot.
     slots: tiles of queries of a head. heads: kv heads whose tiles of keys come together. SUMS: sums of a slot, a `tl.constexpr`.
     ranks: as `backward_ranks` leaves them, where a mask is neither causal nor keeps everything.
     """
@@ -44,13 +45,12 @@ def members_of(size, c):
 
 
 @gluon.jit
-def take_place(order, size, spans, c):
-    """(b that functions are told, batch entry in memory, kv head, tile of keys, its task) in the order in which programs start, and packed
+def place_of(ticket, order, size, spans, c):
+    """(b that functions are told, batch entry in memory, kv head, tile of keys, its task) in the order in which they are taken, and packed
     where the sequence lies; b < 0 for a spare task.
 
     Tiles of a head, or of a sequence, come from the first to the last, those of `order.heads` heads together.
     """
-    ticket = gl.atomic_add(order.turns, 1, sem="relaxed")
     heads = number(size.batch) * number(size.heads)
     tasks = number(size.tasks)
     together = number(order.heads)
@@ -121,6 +121,12 @@ def query_runs(table, ranks, place, h, q_len, kv_len, c):
 
 
 @gluon.jit
+def count_of(runs):
+    """How many tiles of queries all runs have."""
+    return runs[2] + runs[4] + runs[6]
+
+
+@gluon.jit
 def tile_at(table, line, place, c):
     """The tile of queries at a place of a run."""
     if c.MODE == "lists":
@@ -179,35 +185,41 @@ PASS = gl.constexpr(
 
 
 @gluon.jit
-def add_shares(sums, order, shares, bars, place, spans, size, table, c, WHICH: gl.constexpr):
-    """One of two warps: adds every second share of a tile of keys in dq to the sums, each in its turn.
+def add_shares(sums, order, shares, bars, posted, spans, size, table, c, WHICH: gl.constexpr):
+    """One of two warps: adds every second share of tiles of keys in dq to the sums, each in its turn.
 
     While it waits until what it added is in memory, the other goes on.
     """
     share_full, share_empty = bars
-    b, memory_b, kv_h, tile, task = place[:5]
-    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
     group = members_of(size, c)
     slots = number(order.slots)
     heads = number(size.heads) * group
-    runs = query_runs(table, order.ranks, place, kv_h * group, q_len, kv_len, c)
-    for n in range(WHICH, (runs[2] + runs[4] + runs[6]) * group, 2):
-        query_tile = nth_tile(table, runs, n // group, c)
-        rank = rank_of(order, table, runs[0], tile, query_tile, c)
-        turn = rank // order.SUMS
-        slot = ((rank % order.SUMS * number(size.batch) + memory_b) * heads + kv_h * group + n % group) * slots + query_tile
-        if c.JAGGED:
-            slot += q_start // c.TILE_Q + b
-        at_turn(AWAIT, order.turns + 1 + slot, turn)
-        mbarrier.wait(share_full.index(WHICH), (n // 2) & 1)
-        # the first to be there stores, so that sums need not be cleared
-        if turn == 0:
-            send(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
-        else:
-            begin_add(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
-        tma.store_wait(0)
-        mbarrier.arrive(share_empty.index(WHICH), count=1)
-        at_turn(PASS, order.turns + 1 + slot, turn + 1)
+    tasks = 0
+    before = 0
+    while is_posted(posted, tasks, 1):
+        place, runs = take_task(posted, tasks, c, 1)
+        b, memory_b, kv_h, tile, task = place[:5]
+        q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
+        count = count_of(runs) * group
+        for i in range((before + WHICH) % 2, count, 2):
+            query_tile = nth_tile(table, runs, i // group, c)
+            rank = rank_of(order, table, runs[0], tile, query_tile, c)
+            turn = rank // order.SUMS
+            slot = ((rank % order.SUMS * number(size.batch) + memory_b) * heads + kv_h * group + i % group) * slots + query_tile
+            if c.JAGGED:
+                slot += q_start // c.TILE_Q + b
+            at_turn(AWAIT, order.turns + 1 + slot, turn)
+            mbarrier.wait(share_full.index(WHICH), ((before + i) // 2) & 1)
+            # the first to be there stores, so that sums need not be cleared
+            if turn == 0:
+                send(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
+            else:
+                begin_add(sums, [slot * sums.block_shape[0], 0], shares.index(WHICH))
+            tma.store_wait(0)
+            mbarrier.arrive(share_empty.index(WHICH), count=1)
+            at_turn(PASS, order.turns + 1 + slot, turn + 1)
+        before += count
+        tasks += 1
 
 
 @gluon.constexpr_function

@@ -329,7 +329,7 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
-                asked = ask(table.tickets, c)
+                asked = ask(table.tickets, c.JAGGED)
         if place[0] >= 0:
             run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
             mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config, Marked
-from foci.backends.hopper.descriptors import describe
+from foci.backends.hopper.descriptors import describe, processors_of
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import clear_turns, fill_between
@@ -117,7 +117,7 @@ class HopperKernel(host.TritonKernel):
         """
         if not schedule.persistent:
             return tasks, None, 0
-        programs = at_most(tasks, schedule.programs * _processors(operands.query.device))
+        programs = at_most(tasks, schedule.programs * processors_of(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.strided else visits.spans.tasks, 0
         tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
@@ -215,9 +215,3 @@ def _without_mask(plan: Plan) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def _config(values: tuple[Any, ...], **others: int) -> Config:
     return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
-
-
-@functools.lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a device; as an H200 has them where none is asked."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

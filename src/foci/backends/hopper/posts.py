@@ -10,7 +10,7 @@ from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.tiles import FAR
 from foci.backends.triton.tiles import TICKETS, number
 
-__all__ = ["POSTS", "answer", "ask", "post", "post_end", "posted_head", "posts_of", "reset", "take", "task_of"]
+__all__ = ["POSTS", "answer", "ask", "get", "post", "post_end", "posted_head", "posts_of", "put", "reset", "take", "task_of"]
 
 POSTS = gl.constexpr(2)
 # place, run, for each of three consumers what is its own of the cuts, and where a packed sequence lies
@@ -33,8 +33,8 @@ def put(posts, at, value):
 
 
 @gluon.jit
-def get(posts, at):
-    return gl.max(posts.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def get(posts, at, WARPS: gl.constexpr = 4):
+    return gl.max(posts.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -108,9 +108,9 @@ def by_first_lane(instruction, packed):
 
 
 @gluon.jit
-def ask(tickets, c):
+def ask(tickets, PACKED: gl.constexpr):
     """Asks for the next ticket. Only the first lane has it, and waits for it only where it is used: `answer`."""
-    text: gl.constexpr = by_first_lane("atom.relaxed.gpu.global.add.u32 $0, [$1], 1", c.JAGGED)
+    text: gl.constexpr = by_first_lane("atom.relaxed.gpu.global.add.u32 $0, [$1], 1", PACKED)
     return gl.inline_asm_elementwise(text, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -1,0 +1,75 @@
+# mypy: ignore-errors
+"""Tasks of the kernel of all gradients, which its producer posts in shared memory: where a tile of keys is, and which tiles of queries
+visit it.
+
+Programs take task after task. The producer is one ahead, so that what it takes to find a task, and its first queries, come beside the
+products of the task before.
+"""
+
+from foci.backends.hopper.interface import gl, gluon, mbarrier
+from foci.backends.hopper.posts import POSTS, get, put
+from foci.backends.hopper.tiles import barriers
+
+__all__ = ["is_posted", "post_end", "post_task", "posts_of", "take_task"]
+
+# place, runs of queries, and where a packed sequence lies
+RUNS = gl.constexpr(5)
+SPAN = gl.constexpr(12)
+FIELDS = gl.constexpr(16)
+# two warpgroups and two warps that add
+READERS = gl.constexpr(4)
+
+
+@gluon.jit
+def posts_of():
+    """(posts, a number to each line; barriers of those that are there; of those that all have read)."""
+    posts = gl.allocate_shared_memory(gl.int32, [POSTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return posts, barriers(POSTS, 1), barriers(POSTS, READERS)
+
+
+@gluon.jit
+def post_task(posted, n, place, runs):
+    """The n-th task."""
+    posts, full, free = posted
+    first = n % POSTS * FIELDS
+    mbarrier.wait(free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
+    for i in gl.static_range(5):
+        put(posts, first + i, place[i])
+    for i in gl.static_range(7):
+        put(posts, first + RUNS + i, runs[i].to(gl.int32))
+    for i in gl.static_range(len(place) - 5):
+        put(posts, first + SPAN + i, place[5 + i])
+    mbarrier.arrive(full.index(n % POSTS), count=1)
+
+
+@gluon.jit
+def post_end(posted, n):
+    """That there is no n-th task."""
+    posts, full, free = posted
+    mbarrier.wait(free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
+    put(posts, n % POSTS * FIELDS, -1)
+    mbarrier.arrive(full.index(n % POSTS), count=1)
+
+
+@gluon.jit
+def is_posted(posted, n, WARPS: gl.constexpr):
+    """Whether there is an n-th task, which is waited for."""
+    posts, full, free = posted
+    mbarrier.wait(full.index(n % POSTS), (n // POSTS) & 1)
+    return get(posts, n % POSTS * FIELDS, WARPS) >= 0
+
+
+@gluon.jit
+def take_task(posted, n, c, WARPS: gl.constexpr):
+    """(place, runs of queries) of the n-th task."""
+    posts, full, free = posted
+    at = n % POSTS * FIELDS
+    place = ()
+    for i in gl.static_range(9 if c.JAGGED else 5):
+        place = place + (get(posts, at + (i if i < 5 else SPAN + i - 5), WARPS),)
+    # entries of a table are found in 64 bits
+    runs = (get(posts, at + RUNS, WARPS).to(gl.int64),)
+    for i in gl.static_range(1, 7):
+        runs = runs + (get(posts, at + RUNS + i, WARPS),)
+    mbarrier.arrive(free.index(n % POSTS), count=1)
+    return place, runs
