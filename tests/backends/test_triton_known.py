@@ -204,7 +204,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
 def test_programs_are_as_many_as_the_tokens_at_hand_ask_for(logs, calls, tokens, monkeypatch):
     """Persistent ones, as many as there are tasks, or as the card has room for."""
     hopper_functions(monkeypatch, *logs)
-    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "_processors", lambda device: 20)
+    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "processors_of", lambda device: 20)
     programs = []
     with foci.use("hopper"):
         for count in tokens:

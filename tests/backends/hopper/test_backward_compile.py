@@ -79,6 +79,7 @@ CASES = {
     "jagged causal": {"mask": masks.causal(), "jagged": True, "fused": True},
     "jagged window": {"mask": masks.window(100), "jagged": True, "fused": True},
     "dropout": {"dropout": 0.1, "fused": True},
+    "dropout, D 32": {"dropout": 0.1, "fused": True, "dim": 32},
     "dropout, jagged, causal, D 64": {"dropout": 0.1, "mask": masks.causal(), "jagged": True, "fused": True, "dim": 64},
     "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64},
 }
@@ -104,8 +105,9 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
             assert "wgmma.mma_async" in one.ptx, one.name
             assert ("cp.reduce.async.bulk" in one.ptx) == (one.name == "attention_gradients"), one.name
         if one.stack is not None:
-            # what one kernel keeps for all gradients fits the registers, but for random numbers or half as many more scores in a tile
-            most = 32 if one.name == "attention_gradients" and not case.keys() & {"dim", "dropout", "score"} else case.get("stack", 320)
+            # what one kernel keeps for all gradients fits the registers, but for random numbers or half as many more scores in a tile;
+            # what it spills besides is of a task, not of its tiles
+            most = 56 if one.name == "attention_gradients" and not case.keys() & {"dim", "dropout", "score"} else case.get("stack", 320)
             assert one.stack <= (most if one.name in GRADIENTS else 32) + SPARE, one.name
 
 

@@ -60,6 +60,7 @@ CASES = {
     "distances scaled": {"score": foci.Score(lambda s, b, h, q, k: s * (1 + (q - k) / 1000)), "rows": 517, "keys": 389},
     "dropout": {"dropout": 0.2, "rows": 300},
     "dropout, more keys, D 64": {"dropout": 0.5, "rows": 389, "keys": 517, "dim": 64},
+    "dropout, D 32, causal": {"dropout": 0.2, "rows": 389, "dim": 32, "mask": masks.causal()},
     "dropout, grouped heads, causal": {"dropout": 0.2, "mask": masks.causal(), "rows": 517, "keys": 389, "heads": 8, "kv_heads": 2},
     "dropout, jagged, causal": {"dropout": 0.2, "lengths": LENGTHS, "mask": masks.causal()},
     "dropout, window": {"dropout": 0.2, "mask": foci.Mask(lambda b, h, q, k: (q >= k) & (q - k < 100)), "rows": 900},

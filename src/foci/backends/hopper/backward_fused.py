@@ -320,5 +320,5 @@ def attention_gradients(
             (add_shares, (dq, order, whole_shares, share_bars, posted, spans, size, table, c, 1)),
         ],
         [4, 1, 1, 1],
-        [240, 32, 32, 32],
+        [240, 24, 24, 24],
     )
