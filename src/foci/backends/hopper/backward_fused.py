@@ -229,6 +229,7 @@ def fused_consumer(
         place, runs = take_task(posted, tasks, c, 4)
         before = fold_task(half, held, buffers, bars, outputs, place, runs, tasks, before, told, c, pre, both, mask, bounds)
         tasks += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -238,9 +239,12 @@ def fold_task(
 ):  # fmt: skip
     """One task, with so many tasks and tiles of queries before it; returns how many tiles there were then."""
     S: gl.constexpr = product(c.TILE_Q)
+    # whether dk and dv have room where gradients of scores lie, so that the next keys and values come while they leave
+    LEAVES: gl.constexpr = c.TILE_Q >= c.D_PAD + c.DV_PAD
     spans, size, table, scale, numbers, env = told
     dk_out, dv_out = outputs
     k_tiles, v_tiles = held
+    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
     kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
     b, memory_b, kv_h, tile, task = place[:5]
     q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
@@ -250,6 +254,10 @@ def fold_task(
     dk = no_sums(ROWS, c.D_PAD)
     dv = no_sums(ROWS, c.DV_PAD)
     mbarrier.wait(kv_bars[0], tasks & 1)
+    if LEAVES:
+        # until what the task before left has been read
+        tma.store_wait(0)
+        thread_barrier()
     n = before
     group = members_of(size, c)
     # a mask that tells heads apart comes with one head to a group
@@ -272,15 +280,23 @@ def fold_task(
     if c.DEFERS:
         fence_async_shared()
         mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > before)
-    # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
-    v = nth(v_tiles, half)
-    copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
-    tma.store_wait(0)
-    copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, scaled(dk, scale), c.JAGGED)
-    tma.store_wait(0)
-    # by all threads, before one says so
-    thread_barrier()
-    mbarrier.arrive(kv_bars[1], count=1)
+    dk = scaled(dk, scale)
+    if LEAVES:
+        mbarrier.arrive(kv_bars[1], count=1)
+        # read for the last time by the products of the last tile but one, which both warpgroups have done
+        free = viewed(ds_tiles.index(n % 2 * 2 + half), ds_tiles.dtype, [c.TILE_Q // c.D_PAD, ROWS, c.D_PAD], shared(ROWS, c.D_PAD))
+        copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, (free.index(0),), dv, c.JAGGED)
+        copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, (free.index(1),), dk, c.JAGGED)
+    else:
+        # values are read no more, each half by its own warpgroup alone; keys may still be, for the other's share
+        v = nth(v_tiles, half)
+        copy_pieces_out(dv_out, memory_b, kv_h, own, kv_start, kv_len, v, dv, c.JAGGED)
+        tma.store_wait(0)
+        copy_pieces_out(dk_out, memory_b, kv_h, own, kv_start, kv_len, v, dk, c.JAGGED)
+        tma.store_wait(0)
+        # by all threads, before one says so
+        thread_barrier()
+        mbarrier.arrive(kv_bars[1], count=1)
     return n
 
 
