@@ -141,7 +141,7 @@ def test_whoever_watches_launches_is_told_of_them(launched):
 def hopper(launched, monkeypatch):
     kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton", "triton-3.6"})))
-    monkeypatch.setattr(kernel, "_processors", lambda device: 4)
+    monkeypatch.setattr(kernel, "processors_of", lambda device: 4)
     for name in ("fill_between", "attention_forward"):
         monkeypatch.setattr(kernel, name, Function(getattr(kernel, name), *launched))
     with foci.use("hopper"):

@@ -141,7 +141,8 @@ def test_someone_who_watches_launches_sees_them_all(logs):
 class Launcher:
     """As Triton 3.6 has it: Python around a function that takes maps of tiles, lengths and strides one by one."""
 
-    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+    global_scratch_size = profile_scratch_size = launch_pdl = 0
+    launch_cooperative_grid = 1
 
     def __init__(self, given, tensordesc_meta):
         def launcher(*args):
@@ -175,7 +176,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
         for pair in ((x, y), (y, x)):
             again.run(pair)
             before, args = given[-1][:13], given[-1][13:]
-            assert before == (8, 1, 1, 0, 7, 0, 0, None, None, (4, 1, 0), None, None, None)
+            assert before == (8, 1, 1, 0, 7, 1, 0, None, None, (4, 1, 0), None, None, None)
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
     monkeypatch.setattr(recording, "RELEASE", (3, 9))

@@ -1,6 +1,7 @@
 """The backward kernels compiled for sm_90 without a GPU: products by wgmma, shared memory within the device's, few spills."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ CASES = {
     "grouped heads": {"kv_heads": 2, "fused": True},
     "grouped heads, causal": {"mask": masks.causal(), "kv_heads": 2, "fused": True},
     "D 16": {"dim": 16},
+    "many heads": {"processors": 31, "fused": True},
+    "D 64": {"dim": 64, "fused": True},
     "D 96": {"dim": 96, "fused": True},
     "D 72, Dv 80, causal": {"mask": masks.causal(), "dim": 72, "value_dim": 80, "fused": True},
     "D 192": {"dim": 192, "kept": True},
@@ -92,6 +95,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     case = CASES[name]
     found = stand_in(LAUNCHED, 90)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(backward, "processors_of", lambda device: case.get("processors", 132))
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
     wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
@@ -144,6 +148,53 @@ def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monke
     assert (posed(case)[0].fused is not None) == one
     monkeypatch.setattr(backward, "HAS_ADD", False)
     assert posed(case)[0].fused is None
+
+
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        ({}, 32),
+        ({"dim": 64}, 32),
+        ({"kv_heads": 2}, 16),
+        ({"dropout": 0.1}, 32),
+        ({"score": scores.softcap(20.0)}, 32),
+        ({"mask": masks.causal()}, None),
+        ({"mask": masks.window(100)}, None),
+        ({"mask": CASES["document"]["mask"]}, None),
+        ({"jagged": True}, None),
+    ],
+)
+@pytest.mark.parametrize("spare", [0, -1])
+def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, monkeypatch):
+    found = []
+
+    class Noting(Noted):
+        def __getitem__(self, grid):
+            return lambda *args, **options: found.append((grid, dict(zip(self.signature.parameters, args, strict=True)), options))
+
+    for module in LAUNCHED:
+        for name in LAUNCHED[module]:
+            monkeypatch.setattr(module, name, Noted(getattr(module, name), []))
+    monkeypatch.setattr(backward, "attention_gradients", Noting(backward.attention_gradients.function, []))
+    monkeypatch.setattr(backward, "processors_of", lambda device: (programs or 10000) + spare)
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    gradients, operands, out = posed(case)
+    gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
+    ((grid, args, options),) = found
+    goes_round = programs is not None and spare == 0
+    assert programs is None or grid == (programs + spare,)
+    assert (args["c"].ROUND.value, options["launch_cooperative_grid"]) == (goes_round, goes_round)
+    sums = 1 if goes_round else gradients.fused.sums
+    assert args["order"].SUMS.value == sums
+    tiles = -(-512 // args["c"].TILE_Q.value)
+    assert case.get("jagged") or args["order"].turns.shape == (1 + sums * 8 * tiles,)
+
+
+def test_one_tile_of_keys_does_not_go_round():
+    schedule = posed({})[0].fused
+    assert schedule.sums == 2
+    assert backward_schedules.placed(schedule, 8, 1, 132) == schedule
+    assert backward_schedules.placed(schedule, 66, 2, 132) == replace(schedule, sums=1, goes_round=True)
 
 
 class Noted:

@@ -22,6 +22,13 @@ LENGTHS = [300, 1, 0, 128, 515, 64]
 CASES = {
     "plain": {"rows": 1024},
     "many heads": {"rows": 512, "batch": 12, "heads": 12, "dim": 64},
+    "many heads, odd lengths": {"rows": 517, "keys": 389, "batch": 4, "heads": 12},
+    "one wave": {"rows": 1000, "batch": 1, "heads": 16},
+    "one wave, D 64": {"rows": 4096, "keys": 4000, "batch": 1, "heads": 4, "dim": 64},
+    "one wave, grouped heads": {"rows": 1000, "keys": 1300, "heads": 12, "kv_heads": 4},
+    "one wave, few queries": {"rows": 150, "keys": 1100},
+    "one wave, one tile of queries, D 64": {"rows": 70, "keys": 2000, "dim": 64},
+    "one wave, dropout": {"dropout": 0.2, "rows": 1000, "keys": 900},
     "many heads, causal": {"mask": masks.causal(), "rows": 400, "keys": 500, "batch": 12, "heads": 12},
     "many heads, window, D 64": {"mask": masks.window(90), "rows": 500, "batch": 12, "heads": 12, "dim": 64},
     "many heads, document": {
@@ -171,6 +178,8 @@ def test_gradients_are_those_of_float64(name, way):
     "name",
     [
         "plain",
+        "one wave",
+        "one wave, few queries",
         "many heads",
         "many heads, causal",
         "many heads, jagged, D 64",
@@ -192,6 +201,30 @@ def test_gradients_have_the_same_bits_each_time(name):
     first = kernel.backward(operands, results, Cotangents(dout))
     for _ in range(40):
         again = kernel.backward(operands, results, Cotangents(dout))
+        for part in ("query", "key", "value"):
+            assert torch.equal(getattr(first, part), getattr(again, part)), part
+
+
+@pytest.mark.parametrize("name", ["one wave", "one wave, grouped heads"])
+def test_programs_that_all_run_at_once_do_so_beside_others_and_in_a_graph(name):
+    asked, operands = posed(grads=ALL, **CASES[name])
+    kernel = kernel_of("hopper", asked)
+    results = kernel.forward(operands)
+    dout = torch.randn_like(results.out)
+    first = kernel.backward(operands, results, Cotangents(dout))
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(kernel.backward(operands, results, Cotangents(dout)))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(kernel.backward(operands, results, Cotangents(dout)))
+    graph.replay()
+    graph.replay()
+    for again in found:
         for part in ("query", "key", "value"):
             assert torch.equal(getattr(first, part), getattr(again, part)), part
 

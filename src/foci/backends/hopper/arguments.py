@@ -24,7 +24,8 @@ class Config(NamedTuple):
     measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
     wait for values. TOGETHER: heads whose tasks come in turn. STARTS: lists say at which keys tiles begin, not which tiles they are.
     AT_ONCE: queries whose random numbers the backward makes at a time. REGISTERS: of a thread of the forward's consumers.
-    TURNING: strided programs take every second round of tasks in reverse.
+    TURNING: strided programs take every second round of tasks in reverse. ROUND: the backward's tiles of keys begin at tiles of queries of
+    their own and go round (`foci.backends.hopper.backward_turns`).
     """
 
     CONSUMERS: Any
@@ -58,6 +59,7 @@ class Config(NamedTuple):
     AT_ONCE: Any = None
     REGISTERS: Any = None
     TURNING: Any = None
+    ROUND: Any = None
 
 
 class Marked(NamedTuple):

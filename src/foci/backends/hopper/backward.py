@@ -36,6 +36,7 @@ from foci.backends.hopper.backward_schedules import (
     kept_heads,
     kept_schedule,
     kept_shape,
+    placed,
     widths_of,
 )
 from foci.backends.hopper.backward_split import attention_split_gradient
@@ -275,6 +276,9 @@ class HopperGradients(host.TritonKernel):
     def _sums(self, call: host.Pass, query: Tensor, schedule: Fused) -> _Sums:
         """What dq is added up in."""
         operands, (batch, heads) = call.operands, query.shape[:2]
+        if self.is_prefix and not is_causal(self.variant) and operands.cu_q is None:
+            tiles = -(-call.columns // schedule.cut.tile_kv)
+            schedule = placed(schedule, batch * operands.key.shape[1], tiles, processors_of(query.device))
         by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
         # a sequence begins anew in a tile
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
@@ -306,7 +310,7 @@ class HopperGradients(host.TritonKernel):
             order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
             operands.scale, call.numbers, call.environment, config,
             functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
-            num_warps=4,
+            num_warps=4, launch_cooperative_grid=schedule.goes_round,
         )  # fmt: skip
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks,),
@@ -376,6 +380,7 @@ class HopperGradients(host.TritonKernel):
                 None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, whole is not None and whole.defers, is_line,
             ),
             AT_ONCE=AT_ONCE.get(cut.tile_q) if whole is not None and p.formula.dropout else None,
+            ROUND=whole is not None and whole.goes_round,
         )  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pit
     tickets = number(size.batch) * number(size.heads) * number(size.tasks)
     tasks = 0
     before = 0
-    ticket = answer(ask(order.turns, False))
+    # where tiles wait for those of later programs, each has a program of its own
+    ticket = gl.program_id(0) if c.ROUND else answer(ask(order.turns, False))
     while ticket < tickets:
         place = place_of(ticket, order, size, spans, c)
         b, memory_b, kv_h, tile, task = place[:5]
@@ -105,7 +106,7 @@ def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pit
                     bring_keys(k, v, held, kv_bars, place, span, tasks, c)
             before += count
             tasks += 1
-        ticket = answer(ask(order.turns, False))
+        ticket = tickets if c.ROUND else answer(ask(order.turns, False))
     post_end(posted, tasks)
 
 
@@ -270,12 +271,13 @@ def fold_task(
         ends = (low, gl.where(keys < kv_len, high, -1))
     at = (b, h, kv_idx, q_len, kv_len, own, ends, before)
     odds = odds_of(numbers, c)
-    line, last, ending, whole_last, whole, leading_last, leading = runs
-    # masked tiles, whole ones, masked ones
+    line, last, ending, whole_last, whole, leading_last, leading = runs[:7]
+    again_last, again = (runs[7], runs[8]) if c.ROUND else (whole_last, 0)
+    # masked tiles, whole ones, masked ones, whole ones
     for part in range(0, 2):
         run = (line, gl.where(part == 0, last, leading_last), gl.where(part == 0, ending, leading))
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, True)
-        run = (line, whole_last, gl.where(part == 0, whole, 0))
+        run = (line, gl.where(part == 0, whole_last, again_last), gl.where(part == 0, whole, again))
         dk, dv, n = fold_fused((dk, dv), held, buffers, bars, at, run, n, table, group, scale, odds, env, aux, c, half, both, mask, False)
     if c.DEFERS:
         fence_async_shared()

@@ -12,7 +12,7 @@ from foci.backends.hopper.tiles import barriers
 
 __all__ = ["is_posted", "post_end", "post_task", "posts_of", "take_task"]
 
-# place, runs of queries, and where a packed sequence lies
+# place, runs of queries, and where a packed sequence lies; what goes round is not packed, and has two numbers more of runs
 RUNS = gl.constexpr(5)
 SPAN = gl.constexpr(12)
 FIELDS = gl.constexpr(16)
@@ -35,7 +35,7 @@ def post_task(posted, n, place, runs):
     mbarrier.wait(free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
     for i in gl.static_range(5):
         put(posts, first + i, place[i])
-    for i in gl.static_range(7):
+    for i in gl.static_range(len(runs)):
         put(posts, first + RUNS + i, runs[i].to(gl.int32))
     for i in gl.static_range(len(place) - 5):
         put(posts, first + SPAN + i, place[5 + i])
@@ -69,7 +69,7 @@ def take_task(posted, n, c, WARPS: gl.constexpr):
         place = place + (get(posts, at + (i if i < 5 else SPAN + i - 5), WARPS),)
     # entries of a table are found in 64 bits
     runs = (get(posts, at + RUNS, WARPS).to(gl.int64),)
-    for i in gl.static_range(1, 7):
+    for i in gl.static_range(1, 9 if c.ROUND else 7):
         runs = runs + (get(posts, at + RUNS + i, WARPS),)
     mbarrier.arrive(free.index(n % POSTS), count=1)
     return place, runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.causal import is_causal
@@ -27,6 +27,7 @@ __all__ = [
     "kept_heads",
     "kept_schedule",
     "kept_shape",
+    "placed",
     "widths_of",
 ]
 
@@ -51,12 +52,14 @@ class Fused:
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
     tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `arguments.Config`.
+    `goes_round`: all programs run at once, and tiles of keys begin apart, so that none waits (`backward_turns`).
     """
 
     cut: Cut
     together: int
     sums: int
     defers: bool
+    goes_round: bool = False
 
 
 SPLIT: Final = Cut(64, 64, 2)
@@ -169,6 +172,14 @@ def fused_schedule(problem: Problem) -> Fused | None:
     cut, defers = found
     sums, together = _added(problem, width)
     return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON))
+
+
+def placed(schedule: Fused, heads: int, tiles: int, processors: int) -> Fused:
+    """The schedule of so many heads and tiles of keys of each, every one of which visits all queries, on so many multiprocessors.
+
+    One program runs on a multiprocessor, so where there are no more programs than these, all run at once: that `Fused.goes_round` needs.
+    """
+    return replace(schedule, sums=1, goes_round=True) if tiles > 1 and heads * tiles <= processors else schedule
 
 
 def _added(problem: Problem, width: int) -> tuple[int, int]:

@@ -4,6 +4,11 @@
 Tiles of keys that a tile of queries visits add to it one after the other, from the first to the last, so a sum has one order and the same
 bits each time. Where there are two sums, they add to one and the other in turn. Programs take tile after tile, each in the order in which
 it took them, so the first tile of all that are not done waits for none: those before it are, in every program.
+
+Where each has a program of its own, tiles of keys that began with the same tile of queries would each wait for all before it. There tile r
+of R begins at floor(r T / R) of T tiles of queries and goes round (ROUND). A tile of queries is added to in the order in which walks come
+by: by the step of the walk, and in one step by r. So a share waits only for shares of an earlier step, or of the same step and a lower r,
+and nothing waits in a circle. But tiles wait for those of later programs too, so the launch has to be cooperative: then all run at once.
 """
 
 from typing import Any, NamedTuple
@@ -75,7 +80,8 @@ def place_of(ticket, order, size, spans, c):
 @gluon.jit
 def query_runs(table, ranks, place, h, q_len, kv_len, c):
     """Tiles of queries that a tile of keys visits, in three runs: (line of the table, last place of masked ones, how many, of whole ones,
-    of masked ones before these). Each goes from its last place down; a place is a tile, or one in the lists (`tile_at`)."""
+    of masked ones before these), and where it goes round of whole ones again. Each goes from its last place down; a place is a tile, or one
+    in the lists (`tile_at`)."""
     b, memory_b, kv_h, tile, task = place[:5]
     first = tile * c.TILE_KV
     if c.MODE == "ranges" or c.MODE == "lists":
@@ -117,13 +123,22 @@ def query_runs(table, ranks, place, h, q_len, kv_len, c):
         ending = ending + whole + before
         whole = whole * 0
         before = before * 0
-    return line, last, ending, whole_last, whole, before_last, before
+    if c.ROUND:
+        # from a tile of its own down, then from the last one down: masked ones are the last, whole ones all others
+        own = tile * (last + 1) // ((kv_len + c.TILE_KV - 1) // c.TILE_KV)
+        soon = gl.minimum(own + 1, whole)
+        return line, own, own + 1 - soon, soon - 1, soon, last, ending - (own + 1 - soon), whole - 1, whole - soon
+    else:
+        return line, last, ending, whole_last, whole, before_last, before
 
 
 @gluon.jit
 def count_of(runs):
     """How many tiles of queries all runs have."""
-    return runs[2] + runs[4] + runs[6]
+    count = runs[2]
+    for i in gl.static_range(4, len(runs), 2):
+        count += runs[i]
+    return count
 
 
 @gluon.jit
@@ -137,19 +152,26 @@ def tile_at(table, line, place, c):
 
 @gluon.jit
 def nth_tile(table, runs, i, c):
-    """The i-th tile of queries of all three runs."""
-    line, last, ending, whole_last, whole, before_last, before = runs
+    """The i-th tile of queries of all runs."""
+    line, last, ending, whole_last, whole, before_last, before = runs[:7]
     place = last - i
+    if c.ROUND:
+        place += gl.where(place < 0, count_of(runs), 0)
     if c.MODE == "lists":
         place = gl.where(i < ending, place, gl.where(i < ending + whole, whole_last + ending - i, before_last + ending + whole - i))
     return tile_at(table, line, place, c)
 
 
 @gluon.jit
-def rank_of(order, table, line, tile, query_tile, c):
+def rank_of(order, table, line, tile, query_tile, q_len, kv_len, c):
     """How many tiles of keys before this one visit a tile of queries."""
     if c.MODE == "ranges" or c.MODE == "lists":
         return gl.load(order.ranks + line * number(table.width) + query_tile)
+    elif c.ROUND:
+        # the first to come by is the first that begins no earlier
+        count = (q_len + c.TILE_Q - 1) // c.TILE_Q
+        tiles = (kv_len + c.TILE_KV - 1) // c.TILE_KV
+        return (tile + tiles - (query_tile * tiles + count - 1) // count) % tiles
     else:
         return tile
 
@@ -203,7 +225,7 @@ def add_shares(sums, order, shares, bars, posted, spans, size, table, c, WHICH: 
         count = count_of(runs) * group
         for i in range((before + WHICH) % 2, count, 2):
             query_tile = nth_tile(table, runs, i // group, c)
-            rank = rank_of(order, table, runs[0], tile, query_tile, c)
+            rank = rank_of(order, table, runs[0], tile, query_tile, q_len, kv_len, c)
             turn = rank // order.SUMS
             slot = ((rank % order.SUMS * number(size.batch) + memory_b) * heads + kv_h * group + i % group) * slots + query_tile
             if c.JAGGED:
