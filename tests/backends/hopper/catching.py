@@ -1,6 +1,7 @@
 """What the kernel of all gradients would be launched with, natively or in the interpreter."""
 
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,20 +21,34 @@ class _Caught(Exception):
     pass
 
 
-class _Catching:
+class _Instead:
+    """Stands in for the kernel: `does` takes its arguments by name."""
+
     signature = backward.attention_gradients.signature
 
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            raise _Caught(dict(zip(self.signature.parameters, args, strict=True)))
+    def __init__(self, does):
+        self.does = does
 
-        return launch
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.does(dict(zip(self.signature.parameters, args, strict=True)))
+
+
+def gradients_with(does, asked, operands, results, cotangents, sums=None):
+    """Gradients of a problem that the kernel takes, where `does`, given its arguments by name, stands in for it. `sums`: other than the
+    schedule has."""
+    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
+    assert kernel.fused is not None
+    kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums)
+    with mock.patch.object(backward, "attention_gradients", _Instead(does)):
+        return kernel.backward(operands, results, cotangents)
 
 
 def launched_with(asked, operands, results, cotangents):
     """Its arguments by name, for a problem that it takes."""
-    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
-    assert kernel.fused is not None
-    with mock.patch.object(backward, "attention_gradients", _Catching()), pytest.raises(_Caught) as caught:
-        kernel.backward(operands, results, cotangents)
+
+    def catch(args):
+        raise _Caught(args)
+
+    with pytest.raises(_Caught) as caught:
+        gradients_with(catch, asked, operands, results, cotangents)
     return caught.value.args[0]

@@ -1,10 +1,11 @@
-"""What the backward kernels find done: rows' numbers in lines, turns and gaps cleared; natively or in the interpreter."""
+"""What the backward kernels find done: rows' numbers in lines, turns and gaps cleared; dq of its sums; natively or in the interpreter."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from catching import DEVICE, launched_with, needs_gpu_or_interpreter
+from catching import DEVICE, gradients_with, launched_with, needs_gpu_or_interpreter
 
 from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
@@ -13,8 +14,8 @@ pytestmark = needs_gpu_or_interpreter
 LENGTHS, SPANS = [70, 0, 200, 1, 129], [90, 3, 200, 40, 131]
 
 
-def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
-    """(operands, out, dout, lse, gradient of lse, arguments of the kernel of all gradients) of random numbers."""
+def posed(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
+    """(problem, operands, results, cotangents) of random numbers; what is allocated afterwards is NaN, or -1."""
     heads, rows = 4, sum(SPANS) + 5 if jagged else rows
     batch = 1 if jagged else 2
     torch.manual_seed(0)
@@ -39,8 +40,14 @@ def begun(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
     monkeypatch.setattr(torch, "empty_strided", filled)
     flow = torch.randn_like(lse) if dlse else None
     operands = Operands(q, k, k, scale=0.1, dropout_p=p, seed=torch.tensor([1], device=DEVICE) if p else None, **more)
-    args = launched_with(asked, operands, Results(out, lse), Cotangents(dout, flow))
-    return out, dout, lse, flow, args
+    return asked, operands, Results(out, lse), Cotangents(dout, flow)
+
+
+def begun(*args, **options):
+    """(out, dout, lse, gradient of lse, arguments of the kernel of all gradients)."""
+    problem = posed(*args, **options)
+    out, lse, dout, flow = problem[2].out, problem[2].lse, problem[3].out, problem[3].lse
+    return out, dout, lse, flow, launched_with(*problem)
 
 
 def expected(out, dout, lse, flow):
@@ -96,3 +103,39 @@ def test_lines_hold_the_factor_of_what_dropout_keeps(p, monkeypatch):
     else:
         torch.testing.assert_close(lines, (base2 + math.log2(1 - p)).flatten(0, 1))
         torch.testing.assert_close(deltas, (delta * (1 - p)).flatten(0, 1), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dim", "sums", "jagged"), [(16, 1, False), (64, 1, False), (64, 2, True), (96, 2, False), (128, 1, True), (128, 2, False)]
+)
+def test_dq_is_the_sums_that_tiles_of_keys_have_added_to(dim, sums, jagged, monkeypatch):
+    """Others, which nobody wrote, count for nothing."""
+    problem = posed(monkeypatch, dim, 4, jagged=jagged, rows=301)
+    wanted = torch.zeros(*problem[1].query.shape, device=DEVICE)
+    starts = [sum(SPANS[:n]) for n in range(len(SPANS))] if jagged else [0]
+
+    def add(args):
+        order, tile_q = args["order"], args["c"].TILE_Q.value
+        slots = args["dq"].base.view(sums, *wanted.shape[:2], order.slots >> 2, 2, -1)
+        turns = order.turns[1:].view(slots.shape[:4])
+        for b in range(wanted.shape[0]):
+            for sequence, (start, length) in enumerate(zip(starts, LENGTHS if jagged else [301], strict=True)):
+                first = start // tile_q + sequence if jagged else 0
+                for h, tile in itertools.product(range(4), range(-(-length // tile_q))):
+                    rows = slice(start + tile * tile_q, start + min((tile + 1) * tile_q, length))
+                    # none, one or two tiles of keys
+                    for n in range(min(sums, (h + tile) % 3)):
+                        share = torch.randn(tile_q, -(-dim // 16) * 16, device=DEVICE)
+                        for half, part in enumerate(share.split(64, 1) if tile_q == 64 else share.split(64)):
+                            lies = part.reshape(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
+                            slots[n, b, h, first + tile, half, : len(lies)] = lies
+                        turns[n, b, h, first + tile] = 1
+                        wanted[b, h, rows] += share[: rows.stop - rows.start, :dim]
+
+    dq = gradients_with(add, *problem, sums=sums).query
+    within = torch.zeros(dq.shape[2], dtype=torch.bool, device=DEVICE)
+    for start, length in zip(starts, LENGTHS if jagged else [301], strict=True):
+        within[start : start + length] = True
+    assert torch.equal(dq[:, :, within], (wanted * problem[1].scale).half()[:, :, within])
+    assert (dq[:, :, ~within] == 0).all()
+    assert dq[:, :, within].any(-1).any(1).all()

@@ -25,8 +25,11 @@ from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.backward_schedules import (
     AT_ONCE,
+    BEGUN,
+    FINISHED,
     KEYS,
     QUERIES,
+    REGISTERS,
     SPLIT,
     WHOLE,
     Cut,
@@ -178,13 +181,13 @@ class HopperGradients(host.TritonKernel):
         if operands.cu_q is not None or length % 4 or keep is not None:
             pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else found.tasks) * 128
             lines = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, rows[0]) for _ in range(2))  # type: ignore[assignment]
-        tile = 128 if self.dims[1] <= 128 else 32
+        tile = min(max(BEGUN // self.dims[1], 16), 128)
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.recorder.launch(
-            begin_gradients, (batch * heads * found.tasks,),
+            begin_gradients, (batch * heads * found.tasks, 128 // tile),
             given.out, given.dout, given.lse, given.dlse, rows, None if lines is rows else lines, keep, turns, encode(count), grads,
             call.strides, self.size(call, heads, found.tasks), encode(operands.key.shape[1]), found.spans, encode(pitch),
-            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4,
+            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
         return lines[0], lines[1], pitch
 
@@ -312,10 +315,11 @@ class HopperGradients(host.TritonKernel):
             functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
         )  # fmt: skip
+        columns = math.gcd(self.widths[0], FINISHED)
         recorder.launch(
-            finish_query_gradient, (batch * heads * by_query.tasks,),
+            finish_query_gradient, (batch * heads * by_query.tasks, cut.tile_q // 64 * self.widths[0] // columns),
             added, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
-            operands.scale, config, call.unit, num_warps=4,
+            operands.scale, config, call.unit, columns, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
 
     def _ranked(self, call: host.Pass, found: Visits, cut: Cut, tasks: int) -> Tensor | None:

@@ -15,9 +15,12 @@ from foci.problem import Layout, Problem
 
 __all__ = [
     "AT_ONCE",
+    "BEGUN",
+    "FINISHED",
     "KEPT",
     "KEYS",
     "QUERIES",
+    "REGISTERS",
     "SPLIT",
     "WHOLE",
     "Cut",
@@ -113,6 +116,13 @@ _SOON: Final = 512
 """Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
 """By queries of a tile: for how many of them the random numbers of dropout are made at a time, 32 or 64, in a loop over the others."""
+BEGUN: Final = 4096
+"""Numbers of a tensor that a program of `begin_gradients` reads, 16 to 128 rows of them: so few that a thread asks for all of its own at
+once, and that few heads have programs for every multiprocessor."""
+FINISHED: Final = 32
+"""Columns of 64 rows that a program of `finish_query_gradient` writes, likewise; fewer where a head dim has no whole number of them."""
+REGISTERS: Final = 64
+"""Most of a thread of these two: told none, the assembler makes do with so few that loads wait for each other."""
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from foci.backends.hopper.backward_turns import share_columns
 from foci.backends.triton.backward import rows_of
-from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, rows_pointer, sequence_at, tile_offsets
+from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, row_offsets, rows_pointer, sequence_at
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def clear_between(grads, strides, size, kv_heads, spans, h, c):
 
 @triton.jit
 def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
-    """What the other kernels find done. One program for 128 rows of a head.
+    """What the other kernels find done. Tasks are 128 rows of a head; a program takes TILE_Q of them, those that its second number says.
 
     Args:
         rows: (lse2, delta) [B, Hq, Sq] to fill, as `rows_of` says.
@@ -35,41 +35,45 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
         grads: (dq, dk, dv), any of them None, whose rows that belong to no sequence become zeros.
     """
     if turns is not None:
-        for first in range(tl.program_id(0) * 128, number(count), tl.num_programs(0) * 128):
-            at = first + tl.arange(0, 128)
+        n = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        for start in range(n * 128, number(count), tl.num_programs(0) * tl.num_programs(1) * 128):
+            at = start + tl.arange(0, 128)
             tl.store(turns + at, tl.zeros([128], tl.int32), mask=at < number(count))
     b, memory_b, h, task, tile = find(size, spans, c, False)
     if c.JAGGED and b < 0:
-        if tile == 0:
+        if tile == 0 and tl.program_id(1) == 0:
             clear_between(grads, strides, size, kv_heads, spans, h, c)
         return
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     lse2, delta = rows
     head = (memory_b * number(size.heads) + h).to(tl.int64)
-    for part in tl.static_range(128 // c.TILE_Q):
-        first = tile * 128 + part * c.TILE_Q
-        limit = q_len - first
-        offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
-        o = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-        offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
-        do = load_tile(rows_pointer(dout, strides.dout, memory_b, h, q_start + first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-        at = tl.arange(0, c.TILE_Q)
-        base2, d = rows_of(o, do, lse, dlse, lse2, delta, head * number(size.rows) + q_start + first + at, at < limit)
-        if lines is not None:
-            lse2_lines, delta_lines = lines
-            if keep is not None:
-                base2 -= tl.log2(keep)
-                d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
-            to = head * number(pitch) + first + at
-            if c.JAGGED:
-                to += (q_start // 128 + b) * 128
-            tl.store(lse2_lines + to, base2)
-            tl.store(delta_lines + to, d)
+    first = tile * 128 + tl.program_id(1) * c.TILE_Q
+    limit = q_len - first
+    at = tl.arange(0, c.TILE_Q)
+    # rows beyond the last are the last again: loads that may be skipped are not all on their way at once
+    there = tl.minimum(at, limit - 1)
+    offsets = row_offsets(there, strides.out, c, c.DV_PAD)
+    o = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
+    offsets = row_offsets(there, strides.dout, c, c.DV_PAD)
+    do = load_tile(rows_pointer(dout, strides.dout, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
+    base2, d = rows_of(o, do, lse, dlse, lse2, delta, head * number(size.rows) + q_start + first + at, at < limit)
+    if lines is not None:
+        lse2_lines, delta_lines = lines
+        d = tl.where(at < limit, d, 0.0)
+        if keep is not None:
+            base2 -= tl.log2(keep)
+            d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
+        to = head * number(pitch) + first + at
+        if c.JAGGED:
+            to += (q_start // 128 + b) * 128
+        tl.store(lse2_lines + to, base2)
+        tl.store(delta_lines + to, d)
 
 
 @triton.jit
-def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr):
-    """One tile of queries of one head. A tile that no key visits has no sums, and zeros for a gradient.
+def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
+    """Tasks are tiles of queries of a head; a program takes COLS columns of 64 rows, those that its second number says. A tile that no key
+    visits has no sums, and zeros for a gradient.
 
     Args:
         sums: float32, a slot for each tile, two halves in the order of `backward_turns.put_share`, both as large as the first is.
@@ -85,21 +89,24 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
         slot += q_start // c.TILE_Q + b
     total = number(size.batch) * number(size.heads) * number(order.slots)
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
-    PART: tl.constexpr = 64 * share_columns(c.TILE_Q, c.D_PAD, 0)
-    for half in tl.static_range(2):
-        held = tl.zeros([64 * share_columns(c.TILE_Q, c.D_PAD, half)], tl.float32)
-        for n in tl.static_range(order.SUMS):
-            is_there = tl.load(order.turns + 1 + n * total + slot) > 0
-            at = sums + ((n * total + slot).to(tl.int64) * 2 + half) * PART + tl.arange(0, held.shape[0])
-            held += tl.load(at, mask=is_there, other=0.0)
-        share = held.reshape(held.shape[0] // 512, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, held.shape[0] // 64) * scale
-        # half of the columns, or half of the rows
-        rows = tile * c.TILE_Q + tl.arange(0, 64)
-        cols = tl.arange(0, held.shape[0] // 64)
-        if c.TILE_Q == 64:
-            cols += half * 64
-        else:
-            rows += half * 64
-        inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
-        at = head + (q_start + rows).to(tl.int64) * (number(strides.s) * UNIT)
-        tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)
+    WIDTH: tl.constexpr = share_columns(c.TILE_Q, c.D_PAD, 0)
+    # columns of 64 rows come after each other, then those of the other half
+    at = tl.program_id(1) * (64 * COLS) + tl.arange(0, 64 * COLS)
+    # all are on their way before any is waited for; what nobody wrote is left out afterwards
+    added = ()
+    shares = ()
+    for n in tl.static_range(order.SUMS):
+        added += (tl.load(order.turns + 1 + n * total + slot) > 0,)
+        shares += (tl.load(sums + (n * total + slot).to(tl.int64) * (128 * WIDTH) + at),)
+    held = tl.zeros([64 * COLS], tl.float32)
+    for n in tl.static_range(order.SUMS):
+        held += tl.where(added[n], shares[n], 0.0)
+    share = held.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS) * scale
+    rows = tile * c.TILE_Q + tl.arange(0, 64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    if c.TILE_Q == 128:
+        rows += tl.program_id(1) // (WIDTH // COLS) * 64
+        cols = tl.program_id(1) % (WIDTH // COLS) * COLS + tl.arange(0, COLS)
+    inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
+    at = head + (q_start + rows).to(tl.int64) * (number(strides.s) * UNIT)
+    tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)

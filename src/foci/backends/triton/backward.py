@@ -34,10 +34,11 @@ from foci.backends.triton.tiles import (
 def rows_of(o, do, lse, dlse, lse2, delta, at, inside):
     """(lse in base 2, delta) of a tile of rows, which are kept in `lse2` and `delta`; +inf for rows without keys, so that their
     weights come out 0."""
+    # on its way before the tile is waited for
+    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
         d -= tl.load(dlse + at, mask=inside, other=0.0)
-    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
     # the logarithm of a huge sum is too coarse to find weights again: such rows pass no gradient on, instead of infinite ones
     base2 = tl.where((natural == float("-inf")) | (tl.abs(natural) > 1e9), float("inf"), natural * LOG2E)
     tl.store(lse2 + at, base2, mask=inside)

@@ -108,7 +108,13 @@ def rows_pointer(base, strides, b, h, first, c):
 @triton.jit
 def tile_offsets(strides, c, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Offsets of a [ROWS, COLS] tile from its first element."""
-    row = tl.arange(0, ROWS)[:, None]
+    return row_offsets(tl.arange(0, ROWS), strides, c, COLS)
+
+
+@triton.jit
+def row_offsets(rows, strides, c, COLS: tl.constexpr):
+    """Offsets of the first COLS elements of such rows."""
+    row = rows[:, None]
     col = tl.arange(0, COLS)[None, :]
     if c.WIDE:
         row = row.to(tl.int64)
