@@ -11,7 +11,7 @@ from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import VERSIONS
 from foci.binding import bind
-from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target
+from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target, bucket
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
@@ -26,6 +26,7 @@ GRADIENTS = (
     "attention_key_gradient",
     "attention_query_gradient",
     "attention_gradients",
+    "attention_few_gradients",
     "attention_kept_gradient",
     "attention_split_gradient",
 )
@@ -85,6 +86,11 @@ CASES = {
     "dropout, D 32": {"dropout": 0.1, "fused": True, "dim": 32},
     "dropout, jagged, causal, D 64": {"dropout": 0.1, "mask": masks.causal(), "jagged": True, "fused": True, "dim": 64},
     "document D 64": {"mask": foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), "fused": True, "dim": 64},
+    "few queries": {"batch": 32, "rows": 100, "few": True},
+    "few queries, D 64": {"batch": 32, "rows": 128, "few": True, "dim": 64},
+    "few queries, D 16, softcap": {"batch": 32, "rows": 1, "few": True, "dim": 16, "score": scores.softcap(20.0)},
+    "few queries, D 96, alibi": {"batch": 32, "rows": 64, "few": True, "dim": 96, "score": scores.alibi(4), "dtype": torch.float16},
+    "few queries, softcap": {"batch": 32, "rows": 128, "few": True, "score": scores.softcap(20.0)},
 }
 
 
@@ -98,9 +104,10 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(backward, "processors_of", lambda device: case.get("processors", 132))
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
-    wanted = {"begin_gradients"} if case.get("dropout") else {keys, "attention_query_gradient", "begin_gradients"}
+    wanted = {"begin_gradients"} if case.keys() & {"dropout", "few"} else {keys, "attention_query_gradient", "begin_gradients"}
     wanted |= {"attention_kept_gradient"} if case.get("kept") else set()
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
+    wanted |= {"attention_few_gradients"} if case.get("few") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
     for one in found:
@@ -269,9 +276,10 @@ def test_chunks_have_programs_enough(heads, group, length, expected):
 def posed(case):
     """(kernel, operands, out) of a case."""
     dim, dtype = case.get("dim", 128), case.get("dtype", torch.bfloat16)
+    batch, rows = case.get("batch", 2), case.get("rows", 512)
     query, key = (
-        torch.zeros(1 if case.get("jagged") else 2, 4, 512, dim, dtype=dtype),
-        torch.zeros(1 if case.get("jagged") else 2, case.get("kv_heads", 4), 512, dim, dtype=dtype),
+        torch.zeros(1 if case.get("jagged") else batch, 4, rows, dim, dtype=dtype),
+        torch.zeros(1 if case.get("jagged") else batch, case.get("kv_heads", 4), 512, dim, dtype=dtype),
     )
     value = torch.zeros(*key.shape[:3], case.get("value_dim", dim), dtype=dtype)
     cu = torch.tensor([0, 200, 512])
@@ -281,9 +289,8 @@ def posed(case):
     seed = torch.tensor([1]) if dropout else None
     operands = Operands(query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, seed, **jagged)
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
-    problem = Problem(
-        formula, dtype, dim, value.shape[-1], 4, key.shape[1], 2, 512, 512, True, True, True, tuple(False for _ in bound.captures)
-    )
+    sizes = 4, key.shape[1], batch, bucket(rows), 512
+    problem = Problem(formula, dtype, dim, value.shape[-1], *sizes, True, True, True, tuple(False for _ in bound.captures))
     gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
     return gradients, operands, torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
 
@@ -295,7 +302,10 @@ def launch(case):
     if case.get("fused"):
         assert gradients.fused is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
-    if case.get("dropout"):
+    if case.get("few"):
+        assert gradients.few is not None
+        gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
+    if case.keys() & {"dropout", "few"}:
         return
     gradients.fused = None
     ways = (gradients.kept, None) if gradients.kept is not None else (None,)

@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 ALL = (True, True, True)
+FEW = {"batch": 8, "heads": 8}
 LENGTHS = [300, 1, 0, 128, 515, 64]
 CASES = {
     "plain": {"rows": 1024},
@@ -147,11 +148,43 @@ CASES = {
     },
     "D 64, Dv 128": {"dim": 64, "value_dim": 128},
     "D 16": {"dim": 16},
+    "few queries": {**FEW, "rows": 128, "keys": 1024},
+    "few queries, odd keys": {**FEW, "rows": 100, "keys": 517},
+    "few queries, keys of one tile and a half": {**FEW, "rows": 128, "keys": 257, "dim": 64},
+    "few queries, many heads, D 64": {"batch": 20, "heads": 16, "rows": 128, "keys": 1024, "dim": 64},
+    "few queries, D 64": {**FEW, "rows": 64, "keys": 1000, "dim": 64},
+    "few queries, D 32, one": {**FEW, "rows": 1, "keys": 4096, "dim": 32},
+    "few queries, D 16, float16": {**FEW, "rows": 77, "keys": 700, "dim": 16, "dtype": torch.float16},
+    "few queries, D 96": {**FEW, "rows": 65, "keys": 640, "dim": 96},
+    "few queries, D 72, Dv 80": {**FEW, "rows": 128, "keys": 513, "dim": 72, "value_dim": 80},
+    "few queries, softcap": {**FEW, "rows": 128, "keys": 600, "score": scores.softcap(20.0)},
+    "few queries, softcap, D 64": {**FEW, "rows": 30, "keys": 600, "dim": 64, "score": scores.softcap(2.0)},
+    "few queries, alibi": {**FEW, "rows": 100, "keys": 999, "dim": 64, "score": scores.alibi(8)},
+    "few queries, bias for each key": {
+        **FEW,
+        "rows": 128,
+        "keys": 600,
+        "score": foci.Score(lambda s, b, h, q, k: s + torch.arange(600, device=q.device)[k] / 300),
+    },
+    # whose slope is NaN where a product is 0, as those of rows and keys that are not there are
+    "few queries, both signs": {
+        **FEW,
+        "rows": 70,
+        "keys": 600,
+        "dim": 64,
+        "score": foci.Score(lambda s, b, h, q, k: (s * s).sqrt() + s / 2),
+    },
+    "few queries, float16, negative scale": {**FEW, "rows": 128, "keys": 777, "dtype": torch.float16, "scale": -0.1},
     "D 24, grouped heads, causal": {"mask": masks.causal(), "dim": 24, "rows": 300, "heads": 8, "kv_heads": 2},
 }
 
 
-WAYS = {"fused": {"kept": None}, "kept": {"fused": None}, "apart": {"fused": None, "kept": None}}
+WAYS = {
+    "few": {},
+    "fused": {"kept": None, "few": None},
+    "kept": {"fused": None, "few": None},
+    "apart": {"fused": None, "kept": None, "few": None},
+}
 """What a kernel lacks so that it takes one way."""
 
 
@@ -191,6 +224,8 @@ def test_gradients_are_those_of_float64(name, way):
         "D 96",
         "D 192",
         "D 256",
+        "few queries",
+        "few queries, many heads, D 64",
     ],
 )
 def test_gradients_have_the_same_bits_each_time(name):
@@ -295,6 +330,28 @@ def test_dropout_and_none_by_turns_under_one_mask(first):
                 made.append((out, *torch.autograd.grad(out, (q, k, v), weights)))
         for part, a, b in zip(("out", "query", "key", "value"), *made, strict=True):
             assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm(), (part, dropout_p)
+
+
+@pytest.mark.parametrize("rows", [64, 100])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_queries_that_lie_apart_and_lengths_by_turns(dim, rows):
+    """Heads lie within rows, keys and values side by side; one plan takes other lengths of as many bits."""
+    torch.manual_seed(0)
+    kernel = None
+    for keys in (1000, 600, 1000):
+        asked, operands = posed(grads=ALL, **FEW, rows=rows, keys=keys, dim=dim)
+        joined = torch.randn(8, keys, 2, 8, dim, device="cuda", dtype=torch.bfloat16)
+        key, value = (joined[:, :, i].transpose(1, 2) for i in range(2))
+        query = operands.query.transpose(1, 2).contiguous().transpose(1, 2)
+        operands = replace(operands, query=query, key=key, value=value)
+        kernel = kernel or kernel_of("hopper", asked)
+        assert kernel.few is not None
+        results = kernel.forward(operands)
+        dout = torch.randn_like(results.out)
+        found, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
+        for part in ("query", "key", "value"):
+            a, b = getattr(found, part).double(), getattr(right, part)
+            assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part
 
 
 @pytest.mark.parametrize("grads", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])

@@ -12,7 +12,7 @@ import foci
 from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
-from foci.backends.hopper.backward_schedules import FUSED, fused_schedule
+from foci.backends.hopper.backward_schedules import FUSED, few_schedule, fused_schedule
 from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of
 from foci.backends.hopper.rates import MEASURED, rates_of
 from foci.backends.hopper.schedules import forward_schedule
@@ -413,6 +413,47 @@ def test_a_backward_that_makes_tables_is_not_foreseen():
 def test_as_many_heads_add_up_dq_together_as_have_room(given, expected):
     found = fused_schedule(problem(**TRAINED, **given))
     assert (found.sums, found.together) == expected
+
+
+FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_few"),
+    [
+        ({}, True),
+        (NARROW, True),
+        ({"head_dim": 72, "value_dim": 96}, True),
+        ({"head_dim": 16, "value_dim": 16, "q_len": 1}, True),
+        ({"score": scores.softcap(20.0)}, True),
+        ({"score": scores.alibi(16), **NARROW}, True),
+        ({"batch": 4}, True),
+        ({"batch": 2}, False),
+        ({"q_len": 256}, False),
+        ({"kv_len": 256}, False),
+        ({"kv_heads": 4}, False),
+        ({"head_dim": 192}, False),
+        ({"head_dim": 128, "value_dim": 64}, False),
+        ({"mask": masks.causal()}, False),
+        ({"mask": masks.window(64)}, False),
+        (KINDS["pair"], False),
+        ({"layout": Layout.JAGGED}, False),
+        ({"query_grad": False}, False),
+    ],
+    ids=str,
+)
+def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few):
+    asked = problem(**{**TRAINED, **FEW, **given})
+    assert (few_schedule(asked) is not None) == is_few
+    assert ("each program taking all queries of a head" in BACKEND.note(asked, H200)) == is_few
+    if is_few:
+        assert rates_of(asked).backward.is_ahead
+        assert choose(asked, H200).plan.backend == "hopper"
+
+
+def test_dropout_of_few_queries_is_the_other_kernels():
+    asked = problem(**TRAINED, **FEW)
+    assert few_schedule(replace(asked, formula=replace(asked.formula, dropout=True))) is None
 
 
 @pytest.mark.parametrize(

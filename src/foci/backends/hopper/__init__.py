@@ -11,7 +11,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, kept_schedule, widths_of
+from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import PROCESSORS, forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
@@ -79,7 +79,8 @@ class HopperBackend:
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
         kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
-        return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}"
+        few = ", each program taking all queries of a head" if is_own and few_schedule(problem) else ""
+        return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.

@@ -18,6 +18,7 @@ from torch import Tensor
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config, Marked
+from foci.backends.hopper.backward_few import attention_few_gradients
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_kept import Chunk, attention_kept_gradient
 from foci.backends.hopper.backward_keys import attention_key_gradient
@@ -34,6 +35,7 @@ from foci.backends.hopper.backward_schedules import (
     WHOLE,
     Cut,
     Fused,
+    few_schedule,
     fused_schedule,
     is_prefix,
     kept_heads,
@@ -130,6 +132,7 @@ class HopperGradients(host.TritonKernel):
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = is_prefix(self.problem)
         self.is_bounded_by_key = formula.block_size is None and bounds_of(mask, "q_idx") is not None
+        self.few = few_schedule(self.problem)
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
         self.widths = widths_of(self.problem)
         self.kept = kept_schedule(self.problem)
@@ -156,7 +159,8 @@ class HopperGradients(host.TritonKernel):
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         is_whole = dq is not None and dk is not None and dv is not None
         keeping = self._keeping(call, query, self.kept) if is_whole and self.kept is not None else None
-        sums = self._sums(call, query, self.fused) if is_whole and keeping is None and self.fused is not None else None
+        few = self.few if is_whole else None
+        sums = self._sums(call, query, self.fused) if is_whole and keeping is None and few is None and self.fused is not None else None
         lines = self._begin(call, given, (lse2, delta), (dq, dk, dv), sums)
         widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
@@ -164,6 +168,8 @@ class HopperGradients(host.TritonKernel):
             self._all_gradients(call, streams, (dq, dk, dv), sums)
         elif keeping is not None and dq is not None:
             self._kept(call, streams, dq, (dk, dv), keeping)
+        elif few is not None:
+            self._few(call, streams, (lse2, delta), tuple(grads.values()), few)
         else:
             self._apart(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
@@ -210,6 +216,15 @@ class HopperGradients(host.TritonKernel):
             of(streams.query, 64), of(streams.key, cut.tile_kv), of(streams.value, cut.tile_kv), of(streams.dout, 64), *rows, of(dq, 64),
             self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+        )  # fmt: skip
+
+    def _few(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, ...], cut: Cut) -> None:
+        """All gradients of heads of few queries, a program for each."""
+        functions, of, (batch, heads) = self._functions(call.operands, "q_idx"), streams.of, streams.query.shape[:2]
+        call.recorder.launch(
+            attention_few_gradients, (batch * heads,),
+            *(of(t, 64) for t in streams[:4]), *rows, *(of(t, 64) for t in grads), self.size(call, heads, 1), call.operands.scale,
+            call.environment, self._cut_config(call, cut, "all"), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
     def _keeping(self, call: host.Pass, query: Tensor, cut: Cut) -> _Keeping | None:

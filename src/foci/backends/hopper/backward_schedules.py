@@ -10,12 +10,13 @@ from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.schedules import PROCESSORS, width_of
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.schedules import padded
+from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Layout, Problem
 
 __all__ = [
     "AT_ONCE",
     "BEGUN",
+    "FEW",
     "FINISHED",
     "KEPT",
     "KEYS",
@@ -25,6 +26,7 @@ __all__ = [
     "WHOLE",
     "Cut",
     "Fused",
+    "few_schedule",
     "fused_schedule",
     "is_prefix",
     "kept_heads",
@@ -88,6 +90,16 @@ KEPT_AT_MOST: Final = 528 << 20
 """Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 KEPT_PROGRAMS: Final = 256
 """Fewest programs of a chunk of several: with twice as many as multiprocessors long ones are made up for by short ones."""
+FEW: Final = {
+    **dict.fromkeys((16, 32, 64), Cut(128, 64, 4)),
+    **dict.fromkeys((80, 96), Cut(128, 64, 3)),
+    128: Cut(128, 64, 2),
+}
+"""Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
+FEW_HEADS: Final = 64
+"""Fewest heads, batch entries included, of which each is one program's: with fewer, more than half of the multiprocessors are idle."""
+FEW_KEYS: Final = 512
+"""Fewest keys, to a power of two, that such a program goes through: beside its beginning and end, which it has alone, that is little."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`
     (64, "full"): (_NARROW, True),
@@ -130,6 +142,20 @@ def widths_of(problem: Problem) -> tuple[int, int]:
     widths = width_of(problem.head_dim), width_of(problem.value_dim)
     is_alike = padded(widths[0]) == padded(widths[1]) <= 128
     return (max(widths), max(widths)) if is_alike else widths
+
+
+def few_schedule(problem: Problem) -> Cut | None:
+    """How one kernel computes all gradients where a program holds all queries of a head; None where several do, or tiles of keys add up dq.
+    A head's tiles of keys come one after the other, so there must be heads for most multiprocessors."""
+    formula, variant = problem.formula, problem.variant
+    if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or is_causal(variant) or tile_bytes(variant):
+        return None
+    is_small = problem.q_len <= 128 and problem.kv_len >= FEW_KEYS and problem.q_heads == problem.kv_heads
+    if not is_small or not all((problem.query_grad, problem.key_grad, problem.value_grad)):
+        return None
+    widths = widths_of(problem)
+    has_heads = problem.batch * problem.q_heads >= FEW_HEADS
+    return FEW.get(widths[0]) if has_heads and widths[0] == widths[1] else None
 
 
 def kept_schedule(problem: Problem) -> Cut | None:

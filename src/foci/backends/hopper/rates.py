@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.backward_schedules import fused_schedule
+from foci.backends.hopper.backward_schedules import few_schedule, fused_schedule
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.schedules import PROCESSORS
 from foci.backends.triton.schedules import padded
@@ -92,6 +92,11 @@ DROPPED: Final[dict[int, Measured]] = {
 """With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 
+FEW: Final = {64: Pair(370, 170), 128: Pair(550, 150)}
+"""Of the backward of few queries, by width, whatever the kind, where each multiprocessor has a head; reckoned, not measured. Those of
+`triton` have tiles of keys enough with fewer heads."""
+
+
 _SUMS: Final = {64: 1.3e-12, 128: 0.0}
 """By width, seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys:
 float32 sums of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64 in sequences of 256, and 8192 of 12 heads
@@ -106,6 +111,9 @@ def rates_of(problem: Problem) -> Rates:
     dropped, measured = DROPPED.get(width, DROPPED[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
     found = dropped if problem.formula.dropout else measured
     backward = found.backward
+    if few_schedule(problem) is not None:
+        part = min(1.0, problem.batch * problem.q_heads / PROCESSORS)
+        return Rates(found.forward, Pair(FEW[width].hopper * part, FEW[width].triton))
     is_whole = fused_schedule(problem) is not None
     own = _summed(problem, backward.fused) if is_whole else backward.apart
     if not is_whole:
