@@ -200,8 +200,10 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
 def test_one_tile_of_keys_does_not_go_round():
     schedule = posed({})[0].fused
     assert schedule.sums == 2
-    assert backward_schedules.placed(schedule, 8, 1, 132) == schedule
-    assert backward_schedules.placed(schedule, 66, 2, 132) == replace(schedule, sums=1, goes_round=True)
+    assert backward_schedules.placed(schedule, 8, 8, 1, 132) == schedule
+    assert backward_schedules.placed(schedule, 66, 2, 2, 132) == replace(schedule, sums=1, goes_round=True)
+    # nor do tiles of keys of which some begin with the same queries
+    assert backward_schedules.placed(schedule, 66, 1, 2, 132) == schedule
 
 
 class Noted:

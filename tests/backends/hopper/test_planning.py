@@ -387,7 +387,12 @@ def test_a_backward_that_makes_tables_is_not_foreseen():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"q_len": 512, **NARROW}, (1, 132)),
+        ({"q_len": 512, "kv_len": 512, **NARROW}, (1, 132)),
+        ({"q_len": 512, **NARROW}, (2, 66)),
+        ({"q_len": 128, **NARROW}, (8, 66)),
+        ({"q_len": 256, "batch": 1, **NARROW}, (8, 16)),
+        ({"q_len": 128, "mask": masks.causal(), **NARROW}, (1, 132)),
+        ({"q_len": 128, "layout": Layout.JAGGED, **NARROW}, (1, 132)),
         ({"q_len": 1024, **NARROW}, (1, 66)),
         ({"q_len": 8192, **NARROW}, (1, 16)),
         ({"q_len": 1 << 16, **NARROW}, (1, 2)),
@@ -400,7 +405,7 @@ def test_a_backward_that_makes_tables_is_not_foreseen():
         ({"q_len": 1024, "batch": 1}, (2, 16)),
         ({"q_len": 4096, "batch": 1, "mask": masks.causal(), **NARROW}, (1, 16)),
         ({"q_len": 1024, "kv_heads": 4}, (1, 66)),
-        ({"q_len": 512, "kv_heads": 4, **NARROW}, (1, 264)),
+        ({"q_len": 512, "kv_len": 512, "kv_heads": 4, **NARROW}, (1, 264)),
         ({"q_len": 8192, "kv_heads": 4}, (1, 8)),
         ({"q_len": 8192, "kv_heads": 4, "mask": masks.causal()}, (1, 16)),
         ({"q_len": 1024, "mask": masks.causal(), "layout": Layout.JAGGED, **NARROW}, (2, 33)),
@@ -430,7 +435,7 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
         ({"batch": 4}, True),
         ({"batch": 2}, False),
         ({"q_len": 256}, False),
-        ({"kv_len": 256}, False),
+        ({"kv_len": 64}, True),
         ({"kv_heads": 4}, False),
         ({"head_dim": 192}, False),
         ({"head_dim": 128, "value_dim": 64}, False),
@@ -458,7 +463,7 @@ def test_dropout_of_few_queries_is_the_other_kernels():
 
 @pytest.mark.parametrize(
     ("kind", "length", "is_own"),
-    [("full", 128, False), ("full", 256, True), ("causal", 256, False), ("causal", 512, True), ("score", 256, False), ("score", 512, True)],
+    [("full", 128, True), ("full", 256, True), ("causal", 64, False), ("causal", 128, True), ("score", 64, False), ("score", 128, True)],
 )
 def test_few_keys_do_not_make_up_for_what_sums_of_dq_cost(kind, length, is_own):
     asked = problem(**KINDS[kind], **NARROW, **TRAINED, batch=16, q_len=length, kv_len=length)

@@ -98,8 +98,6 @@ FEW: Final = {
 """Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
 FEW_HEADS: Final = 64
 """Fewest heads, batch entries included, of which each is one program's: with fewer, more than half of the multiprocessors are idle."""
-FEW_KEYS: Final = 512
-"""Fewest keys, to a power of two, that such a program goes through: beside its beginning and end, which it has alone, that is little."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`
     (64, "full"): (_NARROW, True),
@@ -122,6 +120,7 @@ _TOGETHER: Final = {64: PROCESSORS, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
 _FEW_HEADS: Final = 16
 """Up to how many heads in all, batch entries included, there are too few for tiles of one to begin after each other."""
+_MOST_SUMS: Final = 8
 _LONG: Final = 8192
 """What packed sequences are taken to have at most, where only a bound is known."""
 _SOON: Final = 512
@@ -150,7 +149,7 @@ def few_schedule(problem: Problem) -> Cut | None:
     formula, variant = problem.formula, problem.variant
     if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or is_causal(variant) or tile_bytes(variant):
         return None
-    is_small = problem.q_len <= 128 and problem.kv_len >= FEW_KEYS and problem.q_heads == problem.kv_heads
+    is_small = problem.q_len <= 128 and problem.q_heads == problem.kv_heads
     if not is_small or not all((problem.query_grad, problem.key_grad, problem.value_grad)):
         return None
     widths = widths_of(problem)
@@ -206,27 +205,29 @@ def fused_schedule(problem: Problem) -> Fused | None:
     if found is None or (group > 1 and (is_by_head or (is_causal(variant) and width == 64))):
         return None
     cut, defers = found
-    sums, together = _added(problem, width)
+    sums, together = _added(problem, width, -(-problem.q_len // cut.tile_q))
     return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON))
 
 
-def placed(schedule: Fused, heads: int, tiles: int, processors: int) -> Fused:
-    """The schedule of so many heads and tiles of keys of each, every one of which visits all queries, on so many multiprocessors.
+def placed(schedule: Fused, heads: int, queries: int, tiles: int, processors: int) -> Fused:
+    """The schedule of so many heads, and of each so many tiles of queries and of keys, which all meet, on so many multiprocessors.
 
-    One program runs on a multiprocessor, so where there are no more programs than these, all run at once: that `Fused.goes_round` needs.
+    One program runs on a multiprocessor, so where there are no more programs than these, all run at once: that `Fused.goes_round` needs,
+    and as many tiles of queries to begin with as of keys.
     """
-    return replace(schedule, sums=1, goes_round=True) if tiles > 1 and heads * tiles <= processors else schedule
+    return replace(schedule, sums=1, goes_round=True) if 1 < tiles <= queries and heads * tiles <= processors else schedule
 
 
-def _added(problem: Problem, width: int) -> tuple[int, int]:
+def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
     """(`Fused.sums`, `Fused.together`), as measured on an H200: dq is added up in one sum, by as many heads together as have room, so that
     few tiles of a head wait for each other. In two where there are too few heads for that, but not under the causal mask; and under it if
-    heads are long or packed, as its tiles of keys begin with the longest."""
+    heads are long or packed, as its tiles of keys begin with the longest. In more where few heads have few `tiles` of queries, to which
+    many tiles of keys would add one after the other."""
     heads, group, is_steep = problem.q_heads, problem.q_heads // problem.kv_heads, is_causal(problem.variant)
     is_packed, is_long = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
     if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
-        return (1 if is_steep else 2), _FEW_HEADS
-    sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else 1
+        return (1 if is_steep else max(2, _apart(problem, tiles))), _FEW_HEADS
+    sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else _apart(problem, tiles)
     # packed, the length may be no more than a bound: that of all tokens
     length = min(problem.q_len, _LONG) if is_packed else problem.q_len
     fit = _SUMS_BYTES // (sums * length * width * 4)
@@ -235,3 +236,12 @@ def _added(problem: Problem, width: int) -> tuple[int, int]:
     if group > 1:
         together = max(min(2 * _TOGETHER[width], 2 * fit), 4 * group if is_steep else 2 * group)
     return sums, together
+
+
+def _apart(problem: Problem, tiles: int) -> int:
+    """Into how many sums tiles of keys add at a time without a mask, a power of two: twice as many as begin at once, for each tile of
+    queries; one where there are as many tiles of queries as of keys."""
+    if problem.formula.layout is not Layout.DENSE or not is_prefix(problem) or is_causal(problem.variant):
+        return 1
+    at_once = 2 * PROCESSORS // (problem.batch * problem.q_heads * tiles)
+    return min(_MOST_SUMS, 1 << max(at_once, 1).bit_length() - 1) if 128 * tiles < problem.kv_len else 1

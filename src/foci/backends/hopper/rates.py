@@ -92,16 +92,15 @@ DROPPED: Final[dict[int, Measured]] = {
 """With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 
-FEW: Final = {64: Pair(370, 170), 128: Pair(550, 150)}
-"""Of the backward of few queries, by width, whatever the kind, where each multiprocessor has a head; reckoned, not measured. Those of
-`triton` have tiles of keys enough with fewer heads."""
+FEW: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
+"""Of the backward of 128 queries, by width, whatever the kind, where each multiprocessor has a head. Those of `triton` have tiles of keys
+enough with fewer heads."""
 
 
-_SUMS: Final = {64: 1.3e-12, 128: 0.0}
+_SUMS: Final = {64: 3e-13, 128: 0.0}
 """By width, seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys:
-float32 sums of dq are added, read and written again. Measured for 16384 tokens of 16 heads of 64 in sequences of 256, and 8192 of 12 heads
-in sequences of 512: it loses by 7 % under the causal mask with 256, and wins by 2 to 7 % in the others. Heads of 128 win by 13 % and more,
-with 128 positions too."""
+float32 sums of dq are added, read and written again. Measured with heads of 64 for 8192 tokens or more: it wins by 11 to 24 % with
+sequences of 128, 256 and 512, and loses with 64, which fill half of a tile. Heads of 128 win by 13 % and more, with 128 positions too."""
 
 
 def rates_of(problem: Problem) -> Rates:
@@ -131,6 +130,7 @@ def _summed(problem: Problem, rate: float) -> float:
 
 
 def _filled(problem: Problem, tile: int) -> float:
-    """Which part of the multiprocessors has a tile of so many keys to work on; rates are of problems that fill them all."""
+    """Which part of the multiprocessors has a tile of so many keys to work on, and which part of that has keys; rates are of problems that
+    fill them all."""
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile)
-    return min(1.0, tiles / PROCESSORS)
+    return min(1.0, tiles / PROCESSORS) * min(1.0, problem.kv_len / tile)
