@@ -197,13 +197,19 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
     assert case.get("jagged") or args["order"].turns.shape == (1 + sums * 8 * tiles,)
 
 
-def test_one_tile_of_keys_does_not_go_round():
-    schedule = posed({})[0].fused
-    assert schedule.sums == 2
-    assert backward_schedules.placed(schedule, 8, 8, 1, 132) == schedule
-    assert backward_schedules.placed(schedule, 66, 2, 2, 132) == replace(schedule, sums=1, goes_round=True)
-    # nor do tiles of keys of which some begin with the same queries
-    assert backward_schedules.placed(schedule, 66, 1, 2, 132) == schedule
+def test_tiles_go_round_where_none_are_in_each_others_way():
+    for given, expected in (
+        ({}, True),
+        # one tile of keys; fewer tiles of queries than of keys; more than the second cache holds
+        ({"kv_len": 128}, False),
+        ({"kv_len": 2048}, False),
+        ({"q_len": 1 << 14}, False),
+    ):
+        asked = replace(posed({})[0].problem, **given)
+        found = backward_schedules.fused_schedule(asked)
+        assert found.goes_round == expected
+        placed = backward_schedules.placed(found, 132, 132)
+        assert (placed.goes_round, placed.sums) == (expected, 1 if expected else found.sums)
 
 
 class Noted:

@@ -294,9 +294,8 @@ class HopperGradients(host.TritonKernel):
     def _sums(self, call: host.Pass, query: Tensor, schedule: Fused) -> _Sums:
         """What dq is added up in."""
         operands, (batch, heads) = call.operands, query.shape[:2]
-        if self.is_prefix and not is_causal(self.variant) and operands.cu_q is None:
-            tiles = (-(-call.rows // schedule.cut.tile_q), -(-call.columns // schedule.cut.tile_kv))
-            schedule = placed(schedule, batch * operands.key.shape[1], *tiles, processors_of(query.device))
+        programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
+        schedule = placed(schedule, programs, processors_of(query.device))
         by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
         # a sequence begins anew in a tile
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks

@@ -57,14 +57,14 @@ class Fused:
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
     tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `arguments.Config`.
-    `goes_round`: all programs run at once, and tiles of keys begin apart, so that none waits (`backward_turns`).
+    `goes_round`: where all programs run at once, tiles of keys begin apart, so that none waits, and add to one sum (`backward_turns`).
     """
 
     cut: Cut
     together: int
     sums: int
     defers: bool
-    goes_round: bool = False
+    goes_round: bool
 
 
 SPLIT: Final = Cut(64, 64, 2)
@@ -205,17 +205,29 @@ def fused_schedule(problem: Problem) -> Fused | None:
     if found is None or (group > 1 and (is_by_head or (is_causal(variant) and width == 64))):
         return None
     cut, defers = found
-    sums, together = _added(problem, width, -(-problem.q_len // cut.tile_q))
-    return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON))
+    tiles = -(-problem.q_len // cut.tile_q)
+    sums, together = _added(problem, width, tiles)
+    return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON), _is_round(problem, width, tiles))
 
 
-def placed(schedule: Fused, heads: int, queries: int, tiles: int, processors: int) -> Fused:
-    """The schedule of so many heads, and of each so many tiles of queries and of keys, which all meet, on so many multiprocessors.
+def placed(schedule: Fused, programs: int, processors: int) -> Fused:
+    """The schedule for so many tiles of keys: these go round only where all can run at once, a program on a multiprocessor."""
+    if not schedule.goes_round:
+        return schedule
+    return replace(schedule, sums=1) if programs <= processors else replace(schedule, goes_round=False)
 
-    One program runs on a multiprocessor, so where there are no more programs than these, all run at once: that `Fused.goes_round` needs,
-    and as many tiles of queries to begin with as of keys.
-    """
-    return replace(schedule, sums=1, goes_round=True) if 1 < tiles <= queries and heads * tiles <= processors else schedule
+
+def _is_round(problem: Problem, width: int, tiles: int) -> bool:
+    """Whether tiles of keys may go round: all visit all queries, of which there are as many `tiles` to begin with, and sums stay in the
+    second cache, as tiles of queries are no more visited by all at about one time."""
+    if not _is_whole(problem) or not 128 < problem.kv_len <= 128 * tiles:
+        return False
+    return problem.batch * problem.q_heads * problem.q_len * width * 4 <= _SUMS_BYTES
+
+
+def _is_whole(problem: Problem) -> bool:
+    """Whether a batch is dense and without a mask."""
+    return problem.formula.layout is Layout.DENSE and is_prefix(problem) and not is_causal(problem.variant)
 
 
 def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
@@ -241,7 +253,7 @@ def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
 def _apart(problem: Problem, tiles: int) -> int:
     """Into how many sums tiles of keys add at a time without a mask, a power of two: twice as many as begin at once, for each tile of
     queries; one where there are as many tiles of queries as of keys."""
-    if problem.formula.layout is not Layout.DENSE or not is_prefix(problem) or is_causal(problem.variant):
+    if not _is_whole(problem) or problem.kv_len <= 128 * tiles:
         return 1
     at_once = 2 * PROCESSORS // (problem.batch * problem.q_heads * tiles)
-    return min(_MOST_SUMS, 1 << max(at_once, 1).bit_length() - 1) if 128 * tiles < problem.kv_len else 1
+    return min(_MOST_SUMS, 1 << max(at_once, 1).bit_length() - 1)
