@@ -268,10 +268,13 @@ def test_programs_take_tasks_as_was_fastest(given, wide, narrow):
 
 
 def test_few_tasks_are_of_fewer_rows():
-    few, more = (problem(batch=batch, q_len=1024, kv_len=1024) for batch in (1, 2))
-    assert forward_schedule(few) == schedules.STEADY
+    one, two, more = (problem(batch=batch, q_len=1024, kv_len=1024) for batch in (1, 2, 4))
+    assert forward_schedule(one) == forward_schedule(two) == schedules.STEADY
     assert forward_schedule(more) == schedules.ALIKE
-    assert few.batch * few.q_heads * 1024 // schedules.STEADY.tile_q <= 132 < more.batch * more.q_heads * 1024 / schedules.ALIKE.tile_q
+    rounds = [asked.batch * asked.q_heads * 1024 / schedules.STEADY.tile_q / 132 for asked in (one, two, more)]
+    assert rounds[0] <= 1 < rounds[1] <= 2 < rounds[2]
+    # over few keys two warpgroups take turns at as many rows
+    assert forward_schedule(problem(batch=8, q_len=256, kv_len=256)) == schedules.PAIR
 
 
 @pytest.mark.parametrize("dim", [80, 96])

@@ -93,7 +93,8 @@ class HopperBackend:
         forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
         if not problem.needs_backward:
             return forward
-        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.backward.best
+        triton = rates.backward.triton / rates.busy
+        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * triton / rates.backward.best
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""

@@ -12,7 +12,7 @@ from foci.backends.causal import is_causal
 from foci.backends.hopper.backward_schedules import few_schedule, fused_schedule
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.schedules import PROCESSORS
-from foci.backends.triton.schedules import padded
+from foci.backends.triton.schedules import busy_part, padded
 from foci.problem import Layout, Problem
 
 __all__ = ["MEASURED", "Backward", "Measured", "Pair", "Rates", "rates_of"]
@@ -55,10 +55,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a problem, both passes."""
+    """Of a problem, both passes. `busy`: which part of the multiprocessors `triton`'s backward was taken to keep so."""
 
     forward: Pair
     backward: Pair
+    busy: float = 1.0
 
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
@@ -117,7 +118,8 @@ def rates_of(problem: Problem) -> Rates:
     own = _summed(problem, backward.fused) if is_whole else backward.apart
     if not is_whole:
         return Rates(found.forward, Pair(own, backward.triton))
-    return Rates(found.forward, Pair(own * _filled(problem, 128), backward.triton * _filled(problem, 64)))
+    busy = busy_part(problem, 90)
+    return Rates(found.forward, Pair(own * _filled(problem), backward.triton * busy), busy)
 
 
 def _summed(problem: Problem, rate: float) -> float:
@@ -129,8 +131,8 @@ def _summed(problem: Problem, rate: float) -> float:
     return flops / (flops / rate + 1e12 * _SUMS[max(64, padded(problem.head_dim))] * elements) if rate else 0.0
 
 
-def _filled(problem: Problem, tile: int) -> float:
-    """Which part of the multiprocessors has a tile of so many keys to work on, and which part of that has keys; rates are of problems that
-    fill them all."""
-    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile)
-    return min(1.0, tiles / PROCESSORS) * min(1.0, problem.kv_len / tile)
+def _filled(problem: Problem) -> float:
+    """Which part of the multiprocessors has a tile of 128 keys to work on, and which part of that has keys; rates are of problems that fill
+    them all."""
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // 128)
+    return min(1.0, tiles / PROCESSORS) * min(1.0, problem.kv_len / 128)

@@ -205,8 +205,10 @@ def _asked(problem: Problem) -> str:
 
 
 def _is_few(problem: Problem) -> bool:
-    """Whether tasks of 192 rows leave a multiprocessor idle, which smaller ones may fill."""
-    return problem.batch * problem.q_heads * -(-problem.q_len // N3.tile_q) <= PROCESSORS
+    """Whether tasks of 192 rows leave multiprocessors idle that smaller ones may fill: in the only round, or over many keys in the second,
+    where those of 128 take no more rounds."""
+    tasks = {rows: problem.batch * problem.q_heads * -(-problem.q_len // rows) for rows in (N3.tile_q, STEADY.tile_q)}
+    return tasks[N3.tile_q] <= PROCESSORS or (problem.kv_len > 256 and tasks[STEADY.tile_q] <= 2 * PROCESSORS)
 
 
 def forward_schedule(problem: Problem) -> Schedule:

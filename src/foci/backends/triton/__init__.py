@@ -14,7 +14,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import padded, schedule_for, scratch_of
+from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -78,13 +78,15 @@ class TritonBackend:
         return None
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops at the rate such kernels reach, half of them under the causal mask; in the interpreter no one should
-        want to wait."""
+        """Launches and flops at the rate such kernels reach, half of them under the causal mask; of a backward less, where multiprocessors
+        are idle. In the interpreter no one should want to wait."""
         if target.device == "cpu":
             return 1e3 + problem.flops / 1e6
         rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
         seconds = problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
-        return _FORWARD + seconds + (_BACKWARD + 2.5 * seconds if problem.needs_backward else 0.0)
+        if not problem.needs_backward:
+            return _FORWARD + seconds
+        return _FORWARD + seconds + _BACKWARD + 2.5 * seconds / busy_part(problem, target.arch)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched."""

@@ -20,6 +20,7 @@ __all__ = [
     "LIMITS",
     "SCHEDULES",
     "Schedule",
+    "busy_part",
     "family_of",
     "padded",
     "reads_of",
@@ -209,6 +210,15 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
             # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
             return replace(row, turned=True) if itemsize == 4 and kind.startswith(("key_gradient", "value_gradient")) else row
     return None
+
+
+def busy_part(problem: Problem, arch: int) -> float:
+    """Which part of the multiprocessors has work to do in a backward: three of its seven products are the kernel's of dq, a program for 64
+    queries, and four the kernel's of dk and dv, a program for 64 keys."""
+    processors = MULTIPROCESSORS.get(arch, 108)
+    rows = problem.batch * problem.q_heads * -(-problem.q_len // 64)
+    keys = problem.batch * problem.kv_heads * -(-problem.kv_len // 64)
+    return 7 / (3 / min(1.0, rows / processors) + 4 / min(1.0, keys / processors))
 
 
 def splits_for(groups: int, tiles: int, arch: int, taken: int) -> int:
