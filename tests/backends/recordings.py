@@ -15,7 +15,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
 from launched import LAUNCHED
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.triton import keeping, kernel, known, recording, sparsity, templates
 from foci.operator import dispatched
@@ -58,10 +57,15 @@ class Function:
         return run
 
 
+def is_described(value):
+    """Whether it is a tensor descriptor, of Triton or of Gluon."""
+    return type(value).__name__ == "TensorDescriptor"
+
+
 def assert_plain(value):
     """Triton knows int, and nothing that is one besides; launchers take such for longer."""
     assert not isinstance(value, int) or type(value) in (int, bool)
-    for part in value if isinstance(value, (tuple, list)) else value.shape if isinstance(value, TensorDescriptor) else ():
+    for part in value if isinstance(value, (tuple, list)) else value.shape if is_described(value) else ():
         assert_plain(part)
 
 
@@ -70,7 +74,7 @@ def flat(value):
         return tuple(map(flat, value))
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if isinstance(value, TensorDescriptor):
+    if is_described(value):
         return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape)
     return value
 

@@ -294,8 +294,9 @@ class HopperGradients(host.TritonKernel):
     def _sums(self, call: host.Pass, query: Tensor, schedule: Fused) -> _Sums:
         """What dq is added up in."""
         operands, (batch, heads) = call.operands, query.shape[:2]
-        programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
-        schedule = placed(schedule, programs, processors_of(query.device))
+        if schedule.goes_round:
+            programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
+            schedule = placed(schedule, programs, processors_of(query.device))
         by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
         # a sequence begins anew in a tile
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
@@ -419,9 +420,10 @@ def _map(kept: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _slots(added: Tensor, total: int) -> TensorDescriptor:
-    """A descriptor of so many slots of sums."""
+    """A descriptor of so many slots of sums, a number that follows the tokens of a pass."""
     rows, columns = added.shape
-    return TensorDescriptor(added, [rows, columns], [columns, 1], [rows // total, columns], _SHARE)
+    each = rows // int(total)
+    return TensorDescriptor(added, [total * each, columns], [columns, 1], [each, columns], _SHARE)
 
 
 def _line(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:
