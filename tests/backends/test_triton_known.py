@@ -188,7 +188,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         if name in ("window", "heads apart"):
             pytest.skip("a backward that makes tables is worked out for each")
         training = pytest.importorskip("foci.backends.hopper.training")
-        monkeypatch.setattr(training, "rates_of", lambda problem: Rates(Pair(1, 0), Pair(1, 0)))
+        monkeypatch.setattr(training, "rates_of", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     first, other = ((200, 300), (333, 171)) if separate else ((200, 200), (333, 333))
     with foci.use(backend):
         moved_call(first, MOVED[name], separate=separate)

@@ -16,6 +16,7 @@ from foci.backends.hopper.backward_schedules import FUSED, few_schedule, fused_s
 from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of
 from foci.backends.hopper.rates import MEASURED, rates_of
 from foci.backends.hopper.schedules import forward_schedule
+from foci.backends.triton import BACKEND as TRITON
 from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
@@ -457,6 +458,14 @@ def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few)
     if is_few:
         assert rates_of(asked).backward.is_ahead
         assert choose(asked, H200).plan.backend == "hopper"
+
+
+@pytest.mark.parametrize("heads", [1, 64])
+def test_a_backward_taken_from_triton_costs_what_it_costs_there(heads):
+    given = {**KINDS["pair"], "batch": 1, "q_heads": heads, "kv_heads": heads, "q_len": 1024, "kv_len": 1024}
+    costs = [[one.cost(problem(**given, **more), H200) for more in ({}, TRAINED)] for one in (BACKEND, TRITON)]
+    own, other = (trained - plain for plain, trained in costs)
+    assert own == pytest.approx(other)
 
 
 def test_dropout_of_few_queries_is_the_other_kernels():

@@ -62,6 +62,7 @@ def is_posted(posted, n, WARPS: gl.constexpr):
 @gluon.jit
 def take_task(posted, n, c, WARPS: gl.constexpr):
     """(place, runs of queries) of the n-th task."""
+    gl.static_assert(not (c.ROUND and c.JAGGED), "what goes round leaves no room for where a sequence lies")
     posts, full, free = posted
     at = n % POSTS * FIELDS
     place = ()

@@ -16,7 +16,6 @@ from foci.problem import Layout, Problem
 __all__ = [
     "AT_ONCE",
     "BEGUN",
-    "FEW",
     "FINISHED",
     "KEPT",
     "KEYS",
@@ -57,7 +56,7 @@ class Fused:
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
     tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `arguments.Config`.
-    `goes_round`: where all programs run at once, tiles of keys begin apart, so that none waits, and add to one sum (`backward_turns`).
+    `goes_round`: whether, where all programs run at once (`placed`), tiles of keys begin apart and add to one sum (`backward_turns`).
     """
 
     cut: Cut
@@ -90,14 +89,14 @@ KEPT_AT_MOST: Final = 528 << 20
 """Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 KEPT_PROGRAMS: Final = 256
 """Fewest programs of a chunk of several: with twice as many as multiprocessors long ones are made up for by short ones."""
-FEW: Final = {
+FEW_QUERIES: Final = {
     **dict.fromkeys((16, 32, 64), Cut(128, 64, 4)),
     **dict.fromkeys((80, 96), Cut(128, 64, 3)),
     128: Cut(128, 64, 2),
 }
 """Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
-FEW_HEADS: Final = 64
-"""Fewest heads, batch entries included, of which each is one program's: with fewer, more than half of the multiprocessors are idle."""
+HEADS_OF_FEW_QUERIES: Final = 64
+"""Fewest heads, batch entries included, of which each is one program's: with fewer, half of the multiprocessors or more are idle."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`
     (64, "full"): (_NARROW, True),
@@ -124,7 +123,7 @@ _MOST_SUMS: Final = 8
 _LONG: Final = 8192
 """What packed sequences are taken to have at most, where only a bound is known."""
 _SOON: Final = 512
-"""Up to how many keys of narrow heads nothing is deferred: programs end before that pays."""
+"""Up to how many keys of narrow heads nothing is deferred: tasks end before that pays."""
 AT_ONCE: Final = {128: 32, 64: 64}
 """By queries of a tile: for how many of them the random numbers of dropout are made at a time, 32 or 64, in a loop over the others."""
 BEGUN: Final = 4096
@@ -145,16 +144,16 @@ def widths_of(problem: Problem) -> tuple[int, int]:
 
 def few_schedule(problem: Problem) -> Cut | None:
     """How one kernel computes all gradients where a program holds all queries of a head; None where several do, or tiles of keys add up dq.
-    A head's tiles of keys come one after the other, so there must be heads for most multiprocessors."""
+    A head's tiles of keys come one after the other, so there must be heads for half of the multiprocessors."""
     formula, variant = problem.formula, problem.variant
-    if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or is_causal(variant) or tile_bytes(variant):
+    if not _is_unmasked(problem) or formula.dropout or tile_bytes(variant):
         return None
     is_small = problem.q_len <= 128 and problem.q_heads == problem.kv_heads
     if not is_small or not all((problem.query_grad, problem.key_grad, problem.value_grad)):
         return None
     widths = widths_of(problem)
-    has_heads = problem.batch * problem.q_heads >= FEW_HEADS
-    return FEW.get(widths[0]) if has_heads and widths[0] == widths[1] else None
+    has_heads = problem.batch * problem.q_heads >= HEADS_OF_FEW_QUERIES
+    return FEW_QUERIES.get(widths[0]) if has_heads and widths[0] == widths[1] else None
 
 
 def kept_schedule(problem: Problem) -> Cut | None:
@@ -220,12 +219,12 @@ def placed(schedule: Fused, programs: int, processors: int) -> Fused:
 def _is_round(problem: Problem, width: int, tiles: int) -> bool:
     """Whether tiles of keys may go round: all visit all queries, of which there are as many `tiles` to begin with, and sums stay in the
     second cache, as tiles of queries are no more visited by all at about one time."""
-    if not _is_whole(problem) or not 128 < problem.kv_len <= 128 * tiles:
+    if not _is_unmasked(problem) or not 128 < problem.kv_len <= 128 * tiles:
         return False
     return problem.batch * problem.q_heads * problem.q_len * width * 4 <= _SUMS_BYTES
 
 
-def _is_whole(problem: Problem) -> bool:
+def _is_unmasked(problem: Problem) -> bool:
     """Whether a batch is dense and without a mask."""
     return problem.formula.layout is Layout.DENSE and is_prefix(problem) and not is_causal(problem.variant)
 
@@ -253,7 +252,7 @@ def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
 def _apart(problem: Problem, tiles: int) -> int:
     """Into how many sums tiles of keys add at a time without a mask, a power of two: twice as many as begin at once, for each tile of
     queries; one where there are as many tiles of queries as of keys."""
-    if not _is_whole(problem) or problem.kv_len <= 128 * tiles:
+    if not _is_unmasked(problem) or problem.kv_len <= 128 * tiles:
         return 1
     at_once = 2 * PROCESSORS // (problem.batch * problem.q_heads * tiles)
     return min(_MOST_SUMS, 1 << max(at_once, 1).bit_length() - 1)

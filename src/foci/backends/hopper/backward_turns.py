@@ -2,8 +2,8 @@
 """The order in which tiles of keys add to the sums of dq, and the warp that adds.
 
 Tiles of keys that a tile of queries visits add to it one after the other, from the first to the last, so a sum has one order and the same
-bits each time. Where there are two sums, they add to one and the other in turn. Programs take tile after tile, each in the order in which
-it took them, so the first tile of all that are not done waits for none: those before it are, in every program.
+bits each time. Where there are several sums, they add to one after the other of them. Programs take tile after tile, each in the order in
+which it took them, so the first tile of all that are not done waits for none: those before it are, in every program.
 
 Where each has a program of its own, tiles of keys that began with the same tile of queries would each wait for all before it. There tile r
 of R begins at floor(r T / R) of T tiles of queries and goes round (ROUND). A tile of queries is added to in the order in which walks come

@@ -55,11 +55,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a problem, both passes. `busy`: which part of the multiprocessors `triton`'s backward was taken to keep so."""
+    """Of a problem, both passes. `busy`: which part of the multiprocessors `triton`'s backward has work for, by which its rate is less."""
 
     forward: Pair
     backward: Pair
-    busy: float = 1.0
+    busy: float
 
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
@@ -93,7 +93,7 @@ DROPPED: Final[dict[int, Measured]] = {
 """With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
 
 
-FEW: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
+FEW_QUERIES: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
 """Of the backward of 128 queries, by width, whatever the kind, where each multiprocessor has a head. Those of `triton` have tiles of keys
 enough with fewer heads."""
 
@@ -110,15 +110,15 @@ def rates_of(problem: Problem) -> Rates:
     width = next(width for width in (64, 128, 192, 256) if width >= dim)
     dropped, measured = DROPPED.get(width, DROPPED[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
     found = dropped if problem.formula.dropout else measured
-    backward = found.backward
+    backward, busy = found.backward, busy_part(problem, 90)
     if few_schedule(problem) is not None:
         part = min(1.0, problem.batch * problem.q_heads / PROCESSORS)
-        return Rates(found.forward, Pair(FEW[width].hopper * part, FEW[width].triton))
+        return Rates(found.forward, Pair(FEW_QUERIES[width].hopper * part, FEW_QUERIES[width].triton * busy), busy)
     is_whole = fused_schedule(problem) is not None
     own = _summed(problem, backward.fused) if is_whole else backward.apart
     if not is_whole:
-        return Rates(found.forward, Pair(own, backward.triton))
-    busy = busy_part(problem, 90)
+        # which have as many programs as those of `triton`, or half as many
+        return Rates(found.forward, Pair(own * busy, backward.triton * busy), busy)
     return Rates(found.forward, Pair(own * _filled(problem), backward.triton * busy), busy)
 
 

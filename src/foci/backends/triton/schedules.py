@@ -214,8 +214,10 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
 
 def busy_part(problem: Problem, arch: int) -> float:
     """Which part of the multiprocessors has work to do in a backward: three of its seven products are the kernel's of dq, a program for 64
-    queries, and four the kernel's of dk and dv, a program for 64 keys."""
-    processors = MULTIPROCESSORS.get(arch, 108)
+    queries, and four the kernel's of dk and dv, a program for 64 keys. All where that was not measured."""
+    if arch != 90:
+        return 1.0
+    processors = MULTIPROCESSORS[arch]
     rows = problem.batch * problem.q_heads * -(-problem.q_len // 64)
     keys = problem.batch * problem.kv_heads * -(-problem.kv_len // 64)
     return 7 / (3 / min(1.0, rows / processors) + 4 / min(1.0, keys / processors))
