@@ -38,7 +38,7 @@ def gradients_with(does, asked, operands, results, cotangents, sums=None):
     schedule has."""
     kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
     assert kernel.fused is not None
-    kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums)
+    kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums, goes_round=kernel.fused.goes_round and sums is None)
     with mock.patch.object(backward, "attention_gradients", _Instead(does)):
         return kernel.backward(operands, results, cotangents)
 

@@ -46,14 +46,15 @@ from foci.backends.hopper.backward_schedules import (
 )
 from foci.backends.hopper.backward_split import attention_split_gradient
 from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
-from foci.backends.hopper.backward_turns import SHARE_LINE, Order, share_columns
-from foci.backends.hopper.descriptors import describe, processors_of, takes_descriptor
+from foci.backends.hopper.backward_turns import SHARE_LINE, Order, slot_numbers
+from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
 from foci.backends.hopper.gaps import clear_turns
 from foci.backends.hopper.interface import TensorDescriptor, gl
 from foci.backends.hopper.kinds import WORDS_AT_MOST
 from foci.backends.hopper.layouts import shared
 from foci.backends.hopper.reduction import HAS_ADD
+from foci.backends.hopper.schedules import processors_of
 from foci.backends.hopper.words import pack_queries
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
@@ -302,7 +303,7 @@ class HopperGradients(host.TritonKernel):
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
         turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
-        rows = 2 * 64 * share_columns.fn(schedule.cut.tile_q, self.widths[0], 0) // SHARE_LINE.value
+        rows = slot_numbers.fn(schedule.cut.tile_q, self.widths[0]) // SHARE_LINE.value
         added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
         return _Sums(schedule, slots, count, turns, added)
 

@@ -120,6 +120,7 @@ _TOGETHER: Final = {64: PROCESSORS, 128: 48}
 _FEW_HEADS: Final = 16
 """Up to how many heads in all, batch entries included, there are too few for tiles of one to begin after each other."""
 _MOST_SUMS: Final = 8
+"""Sums of dq that tiles of keys add to at most, where there are few tiles of queries."""
 _LONG: Final = 8192
 """What packed sequences are taken to have at most, where only a bound is known."""
 _SOON: Final = 512
@@ -237,8 +238,8 @@ def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
     heads, group, is_steep = problem.q_heads, problem.q_heads // problem.kv_heads, is_causal(problem.variant)
     is_packed, is_long = problem.formula.layout is Layout.JAGGED, problem.q_len > 2048
     if not is_packed and problem.batch * heads <= _FEW_HEADS and problem.q_len <= 4096:
-        return (1 if is_steep else max(2, _apart(problem, tiles))), _FEW_HEADS
-    sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else _apart(problem, tiles)
+        return (1 if is_steep else max(2, _side_by_side(problem, tiles))), _FEW_HEADS
+    sums = 2 if is_steep and (is_packed or (is_long and group == 1)) else _side_by_side(problem, tiles)
     # packed, the length may be no more than a bound: that of all tokens
     length = min(problem.q_len, _LONG) if is_packed else problem.q_len
     fit = _SUMS_BYTES // (sums * length * width * 4)
@@ -249,9 +250,9 @@ def _added(problem: Problem, width: int, tiles: int) -> tuple[int, int]:
     return sums, together
 
 
-def _apart(problem: Problem, tiles: int) -> int:
-    """Into how many sums tiles of keys add at a time without a mask, a power of two: twice as many as begin at once, for each tile of
-    queries; one where there are as many tiles of queries as of keys."""
+def _side_by_side(problem: Problem, tiles: int) -> int:
+    """How many sums tiles of keys add to without a mask, a power of two: twice the tiles of keys of a head that begin at once, over its
+    `tiles` of queries, among which they spread. One where these are as many as tiles of keys."""
     if not _is_unmasked(problem) or problem.kv_len <= 128 * tiles:
         return 1
     at_once = 2 * PROCESSORS // (problem.batch * problem.q_heads * tiles)

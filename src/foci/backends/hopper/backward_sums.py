@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from foci.backends.hopper.backward_turns import share_columns
+from foci.backends.hopper.backward_turns import slot_numbers
 from foci.backends.triton.backward import rows_of
 from foci.backends.triton.tiles import clear_gaps, find, load_tile, number, row_offsets, rows_pointer, sequence_at
 
@@ -89,7 +89,9 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
         slot += q_start // c.TILE_Q + b
     total = number(size.batch) * number(size.heads) * number(order.slots)
     head = memory_b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
-    WIDTH: tl.constexpr = share_columns(c.TILE_Q, c.D_PAD, 0)
+    SLOT: tl.constexpr = slot_numbers(c.TILE_Q, c.D_PAD)
+    # of a half
+    PARTS: tl.constexpr = SLOT // (2 * 64 * COLS)
     # columns of 64 rows come after each other, then those of the other half
     at = tl.program_id(1) * (64 * COLS) + tl.arange(0, 64 * COLS)
     # all are on their way before any is waited for; what nobody wrote is left out afterwards
@@ -97,7 +99,7 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     shares = ()
     for n in tl.static_range(order.SUMS):
         added += (tl.load(order.turns + 1 + n * total + slot) > 0,)
-        shares += (tl.load(sums + (n * total + slot).to(tl.int64) * (128 * WIDTH) + at),)
+        shares += (tl.load(sums + (n * total + slot).to(tl.int64) * SLOT + at),)
     held = tl.zeros([64 * COLS], tl.float32)
     for n in tl.static_range(order.SUMS):
         held += tl.where(added[n], shares[n], 0.0)
@@ -105,8 +107,8 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     rows = tile * c.TILE_Q + tl.arange(0, 64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     if c.TILE_Q == 128:
-        rows += tl.program_id(1) // (WIDTH // COLS) * 64
-        cols = tl.program_id(1) % (WIDTH // COLS) * COLS + tl.arange(0, COLS)
+        rows += tl.program_id(1) // PARTS * 64
+        cols = tl.program_id(1) % PARTS * COLS + tl.arange(0, COLS)
     inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
     at = head + (q_start + rows).to(tl.int64) * (number(strides.s) * UNIT)
     tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)

@@ -250,6 +250,12 @@ def share_columns(rows, width, half):
     return min(64, width) if rows == 128 or len(pieces(width)) == 1 else pieces(width)[half]
 
 
+@gluon.constexpr_function
+def slot_numbers(rows, width):
+    """Numbers of a slot of the sums: two halves of 64 rows, both as wide as the first is."""
+    return 2 * 64 * share_columns(rows, width, 0)
+
+
 @gluon.jit
 def put_share(shares, share, bars, n, half: gl.constexpr):
     """Puts half of the n-th share, [64, columns], where the warp that adds it will find it.

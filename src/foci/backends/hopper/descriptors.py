@@ -1,4 +1,4 @@
-"""Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows; and how many programs a device runs at once.
+"""Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows.
 
 Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.streams.packed_dims`. `tiles.copy_pieces_in` and
 `tiles.copy_pieces_out` make the coordinates for both.
@@ -14,17 +14,10 @@ from torch import Tensor
 
 from foci.backends.hopper.interface import TensorDescriptor
 from foci.backends.hopper.layouts import shared, unit
-from foci.backends.hopper.schedules import PROCESSORS
 from foci.backends.triton.schedules import padded
 from foci.backends.triton.streams import packed_dims
 
-__all__ = ["describe", "processors_of", "takes_descriptor"]
-
-
-@functools.lru_cache(maxsize=64)
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a device; as an H200 has them where none is asked."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else PROCESSORS
+__all__ = ["describe", "takes_descriptor"]
 
 
 def takes_descriptor(tensor: Tensor) -> bool:

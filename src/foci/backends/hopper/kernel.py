@@ -14,12 +14,12 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.hopper.arguments import Config, Marked
-from foci.backends.hopper.descriptors import describe, processors_of
+from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import clear_turns, fill_between
 from foci.backends.hopper.kinds import WORDS_AT_MOST
-from foci.backends.hopper.schedules import Schedule, forward_schedule, width_of
+from foci.backends.hopper.schedules import Schedule, forward_schedule, processors_of, width_of
 from foci.backends.hopper.words import cover_keys, mark_keys, order_tasks, pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode

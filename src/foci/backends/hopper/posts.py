@@ -29,11 +29,13 @@ def posts_of():
 
 @gluon.jit
 def put(posts, at, value):
+    """Puts a number in a line, by one warp."""
     posts.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def get(posts, at, WARPS: gl.constexpr = 4):
+    """The number of a line, to so many warps."""
     return gl.max(posts.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
+
+import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of, word_bytes
@@ -38,6 +41,7 @@ __all__ = [
     "forward_schedule",
     "in_words",
     "pieces_of",
+    "processors_of",
     "width_of",
 ]
 
@@ -173,6 +177,12 @@ def width_of(dim: int) -> int:
 def pieces_of(width: int) -> tuple[int, ...]:
     """The powers of two whose sum a width is, from the largest."""
     return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
+
+
+@functools.lru_cache(maxsize=64)
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a device; as an H200 has them where none is asked."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else PROCESSORS
 
 
 def in_words(name: str, dim: int, width: int) -> str:
