@@ -1,13 +1,15 @@
 """Known calls on a GPU: the numbers of new ones, on every stream, in and around CUDA graphs, whatever hooks hand back."""
 
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci import masks, recall, scores
+from foci import execution, masks, recall, scores
+from foci.backends.hopper.rates import Pair, Rates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -154,20 +156,45 @@ def test_under_autocast(backend):
             same(passes(backend, foci.attention, half, None), sought)
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
-@pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"window_size": (9, 9)}, {"dropout_p": 0.2}], ids=str)
+MOVED = pytest.mark.parametrize("options", [{}, {"window_size": (-1, 0)}, {"window_size": (9, 9)}, {"dropout_p": 0.2}], ids=str)
+SEPARATE = pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+
+
+@SEPARATE
+@MOVED
 def test_other_offsets_and_tokens(backend, options, separate):
+    of_other_tokens(backend, options, separate, heads=4, dim=64, sequences=5, longest=200)
+
+
+@SEPARATE
+@MOVED
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim, monkeypatch):
+    """Few tokens first, then several times as many, and fewer again: what lies in sums and lists grows and shrinks with them."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    training = pytest.importorskip("foci.backends.hopper.training")
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+        monkeypatch.setattr(module, name, OrderedDict())
+    monkeypatch.setattr(training, "rates_of", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
+    of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
+    assert [kernel.takes_own for _, kernel in execution._kernels.values() if isinstance(kernel, training.TrainingKernel)] == [True]
+
+
+def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longest):
     generator = torch.Generator().manual_seed(0)
     calls = []
     for turn in range(6):
-        lengths = [torch.randint(0, 200, (5,), generator=generator) for _ in range(2)]
+        most = longest // (4, 1, 2)[turn % 3]
+        lengths = [torch.randint(0, most, (sequences,), generator=generator) for _ in range(2)]
         lengths = lengths if separate else lengths[:1] * 2
         ends = [torch.tensor([0, *n.tolist()], device="cuda").cumsum(0) for n in lengths]
         offsets = ends if separate else ends[:1] * 2
         counts = [int(n.sum()) + 3 * (turn % 3) for n in lengths]  # some rows belong to no sequence
-        q, k, v = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (counts[0], *counts[1:] * 2))
+        counts = (counts[0], *counts[1:] * 2)
+        q, k, v = (torch.randn(n, heads, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in counts)
         cotangent = torch.randn_like(q)
-        call = lambda q, k, v, offsets=offsets: foci.varlen_attn(q, k, v, *offsets, 200, 200, **options)
+        call = lambda q, k, v, offsets=offsets: foci.varlen_attn(q, k, v, *offsets, longest, longest, **options)
         calls.append((call, (q, k, v), cotangent, turn))
         same(passes(backend, *calls[-1]), passes("reference", *calls[-1]))
     assert len([1 for known in recall._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
