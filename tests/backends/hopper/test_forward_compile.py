@@ -32,12 +32,18 @@ LAUNCHED = {
 }
 DOCUMENTS = torch.arange(2048) // 100
 LONG = torch.arange(8192) // 900
-LONGER = {"dim": 64, "length": 4096}
+LONGER = {"dim": 64, "length": 4096, "batch": 32}
+SHORT = {"dim": 64, "batch": 64}
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
-    "many tasks": {"batch": 32, "stack": 48},
+    "several tasks": {"batch": 32, "stack": 48},
+    "many tasks": {"batch": 200, "stack": 48},
     "many short tasks": {"batch": 64, "length": 256},
+    "few tasks of many keys": {"length": 2048, "stack": 48},
+    "few tasks, D 64": {"dim": 64},
+    "few tasks, D 16": {"dim": 16, "row_max": True},
+    "one round of long tasks, D 64": {"dim": 64, "length": 2048, "batch": 6},
     "D 96, causal, row_max": {"mask": masks.causal(), "dim": 96, "row_max": True},
     "D 96, Dv 128, causal": {"mask": masks.causal(), "dim": 96, "value_dim": 128},
     "D 80, Dv 64, long window": {"mask": masks.window(100), "dim": 80, "value_dim": 64, "length": 4096, "stack": 24},
@@ -45,9 +51,9 @@ CASES = {
     "causal": {"mask": masks.causal(), "stack": 64},
     "long causal": {"mask": masks.causal(), "length": 8192, "stack": 32},
     "causal D 64": {"mask": masks.causal(), "dim": 64, "length": 4096},
-    "D 16": {"dim": 16, "length": 4096},
+    "D 16": {"dim": 16, "length": 2048, "batch": 6},
     "D 80": {"dim": 80, "stack": 48},
-    "D 96": {"dim": 96, "stack": 48},
+    "D 96": {"dim": 96, "stack": 48, "length": 2048, "batch": 24},
     "D 96, row_max": {"dim": 96, "row_max": True, "stack": 48},
     "D 96, jagged": {"dim": 96, "jagged": True, "stack": 24},
     "D 256, Dv 192": {"dim": 256, "value_dim": 192},
@@ -105,7 +111,7 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
 @pytest.mark.parametrize(
     "case",
     [
-        *({"dim": 64}, {"dim": 64, "row_max": True, "dtype": torch.float16}, {"dim": 32}, {"dim": 16, "value_dim": 64}),
+        *(SHORT, SHORT | {"row_max": True, "dtype": torch.float16}, SHORT | {"dim": 32}, SHORT | {"dim": 16, "value_dim": 64}),
         *({"dim": 64, "jagged": True}, {"dim": 64, "jagged": True, "row_max": True}),
         *({"dim": 64, "mask": masks.causal(), "row_max": True}, {"dim": 32, "mask": masks.causal_lower_right()}),
         {"dim": 64, "mask": masks.causal(), "jagged": True},

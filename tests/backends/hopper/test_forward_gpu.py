@@ -9,6 +9,7 @@ from posed import exact, kernel_of, posed
 
 import foci
 from foci import masks, scores
+from foci.backends.hopper import schedules
 from foci.problem import Outputs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -53,6 +54,13 @@ CASES = {
 }
 
 
+def schedule_named(name):
+    """One of the backend's own; "placed" are its tasks where they are not asked for."""
+    name, _, how = name.partition(" ")
+    found = getattr(schedules, name)
+    return replace(found, strided=True) if how else found
+
+
 def check_repeats(kernel, operands, first, times):
     """The same bits each time: noted the first time, a pass is launched again as it was."""
     for _ in range(times):
@@ -66,15 +74,15 @@ def check_repeats(kernel, operands, first, times):
     [
         *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
         *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
+        *(("ALIKE placed", 128), ("HELD placed", 64)),
         *(("TWIN", 64), ("MIXED", 64), ("SLOPE", 64), ("QUEUED", 64), ("RANKED", 64), ("FINE", 128), ("PAIR", 128), ("TURNED", 96)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     monkeypatch.setattr(host, "processors_of", lambda device: 5)  # programs of several tasks
     given = CASES[name]
     asked, operands = posed(**{"dim": dim, **given})
@@ -84,12 +92,20 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     check_repeats(kernel, operands, first, 40)
 
 
+DENSE = ("plain", "other lengths, grouped, float16", "causal, more keys", "negative scale", "narrow")
+
+
+@pytest.mark.parametrize(("schedule", "dim"), [("STEADY", 128), ("STEADY placed", 128), ("STEADY placed", 64), ("STEADY placed", 16)])
+@pytest.mark.parametrize("name", DENSE)
+def test_overlapped_programs_of_several_tasks_solve_dense_problems(name, schedule, dim, monkeypatch):
+    test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch)
+
+
 @pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RANKED", 64), ("RUNS", 128), ("FINE", 128), ("C2", 128), ("WIDER", 192)])
 @pytest.mark.parametrize("name", ["document", "document, alone", "document alibi", "by head", "few keys", "jagged"])
 def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch):
     """As in long forwards, and tasks by their length."""
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
     owners = (torch.arange(1000) % 17 == 0).cumsum(0).cuda() // 3
     masks_of = {
@@ -98,7 +114,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
         "jagged": {"mask": foci.Mask(lambda b, h, q, k: owners[q] <= owners[k]), "lengths": [100, 1, 700, 0, 128, 333]},
     }
     monkeypatch.setattr(host, "FEW", 0)
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     monkeypatch.setattr(host, "processors_of", lambda device: 5)
     asked, operands = posed(**{"dim": dim, **(masks_of.get(name) or CASES[name])})
     kernel = kernel_of("hopper", asked)
@@ -107,18 +123,20 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
     check_repeats(kernel, operands, first, 20)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("RUNS", 128), ("PAIR", 128), ("HELD", 64), ("TWIN", 64), ("SHORT", 64)])
+@pytest.mark.parametrize(
+    ("schedule", "dim"),
+    [("RUNS", 128), ("PAIR", 128), ("STEADY placed", 128), ("HELD", 64), ("HELD placed", 64), ("TWIN", 64), ("SHORT", 64)],
+)
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
     """15 programs, or 14 by twos, leave 2, 3 or 6 tasks of 700 rows for a last round, each then for two programs."""
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(rows=rows, dim=dim)
     found = []
     for programs in (15, 1000):
-        processors = programs // getattr(schedules, schedule).programs
+        processors = programs // schedule_named(schedule).programs
         monkeypatch.setattr(host, "processors_of", lambda device, n=processors: n)
         found.append(kernel_of("hopper", asked).forward(operands))
     halved, alone = found
@@ -131,7 +149,6 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
 def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
     """By 2 programs, 14, and as many as there are tasks: every second round begins with the last program."""
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
     asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
     assert host.forward_schedule(asked) == schedules.SLOPE
@@ -150,9 +167,8 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
 def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     """Near 2e11: a rounded exponent must not exceed that of the maximum."""
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(rows=300)
     operands.query.fill_(133120.0)
     operands.key.fill_(133120.0)
@@ -189,9 +205,8 @@ FOLLOWED = [
 def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, steepness, monkeypatch):
     """Maxima that grow by less than 2^8, by more, or never, from tile to tile; where they are asked for, the numbers are the maxima."""
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim, mask=mask)
     operands.key.mul_((torch.linspace(0, 1, 1000, device="cuda") * abs(steepness) + 1)[:, None])
     if sign == "below 0":
@@ -214,9 +229,8 @@ def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, ste
 @pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
 def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, steepness, monkeypatch):
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim)
     asked = replace(asked, formula=replace(asked.formula, outputs=Outputs(lse=True)))
     operands.key.mul_((torch.linspace(0, 1, 1000, device="cuda") * steepness + 1)[:, None])
@@ -230,9 +244,8 @@ def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, 
 @pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
 def test_a_key_that_is_not_a_number_makes_all_results_none(schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
-    from foci.backends.hopper import schedules
 
-    monkeypatch.setattr(host, "forward_schedule", lambda problem: getattr(schedules, schedule))
+    monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim)
     operands.key[:, :, 700] = math.nan
     assert kernel_of("hopper", asked).forward(operands).out.isnan().all()

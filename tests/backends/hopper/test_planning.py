@@ -19,7 +19,7 @@ from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.triton import BACKEND as TRITON
 from foci.binding import bind
 from foci.planner import choose
-from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target, bucket
 
 TABLE = torch.zeros(64, 64)
 H200 = Target("cuda", 90, frozenset({"triton", f"triton-{VERSIONS[0]}"}))
@@ -268,14 +268,64 @@ def test_programs_take_tasks_as_was_fastest(given, wide, narrow):
     assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.WIDE
 
 
-def test_few_tasks_are_of_fewer_rows():
-    one, two, more = (problem(batch=batch, q_len=1024, kv_len=1024) for batch in (1, 2, 4))
-    assert forward_schedule(one) == forward_schedule(two) == schedules.STEADY
-    assert forward_schedule(more) == schedules.ALIKE
-    rounds = [asked.batch * asked.q_heads * 1024 / schedules.STEADY.tile_q / 132 for asked in (one, two, more)]
-    assert rounds[0] <= 1 < rounds[1] <= 2 < rounds[2]
-    # over few keys two warpgroups take turns at as many rows
-    assert forward_schedule(problem(batch=8, q_len=256, kv_len=256)) == schedules.PAIR
+@pytest.mark.parametrize(
+    ("heads", "dim", "sizes", "name", "is_placed"),
+    [
+        # one round of 192 queries a task, of 128, of two programs to a multiprocessor: 128, 96 and 256 tasks
+        (16, 128, (4, 384, 384), "ALIKE", True),
+        (16, 128, (2, 384, 384), "PAIR", True),
+        (16, 64, (1, 2048, 2048), "TWIN", True),
+        (12, 64, (1, 2048, 2048), "HELD", True),
+        (8, 64, (1, 2048, 2048), "STEADY", True),
+        (8, 32, (1, 2048, 2048), "STEADY", True),
+        # two or more
+        (12, 64, (2, 1536, 1536), "HELD", True),
+        (10, 64, (2, 1536, 1536), "TWIN", True),
+        (16, 128, (1, 2048, 2048), "STEADY", True),
+        (16, 128, (3, 1024, 1024), "STEADY", True),
+        (12, 128, (1, 2048, 2048), "ALIKE", True),
+        (24, 128, (1, 2048, 2048), "ALIKE", True),
+        (16, 128, (4, 128, 1024), "STEADY", True),
+        (10, 64, (2, 4096, 77), "TWIN", True),
+        (12, 96, (16, 512, 512), "TURNED", True),
+        (12, 96, (4, 2048, 2048), "PIECED", False),
+        # many: what is asked for, by the schedule that is fastest by itself
+        (16, 128, (2, 8192, 8192), "ALIKE", False),
+        (16, 128, (32, 256, 256), "PAIR", False),
+        (12, 64, (8, 2048, 2048), "HELD", False),
+        (8, 32, (4, 4096, 4096), "TWIN", True),
+    ],
+)
+def test_rounds_of_tasks_decide_without_a_mask(heads, dim, sizes, name, is_placed):
+    asked = problem(
+        q_heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, **dict(zip(("batch", "q_len", "kv_len"), map(bucket, sizes)))
+    )
+    assert forward_schedule(asked, sizes) == replace(getattr(schedules, name), strided=is_placed)
+    # nothing of that where a mask or a score asks for more, or where lengths are a sequence's own
+    for other in ({"mask": masks.causal()}, {"score": scores.softcap(20.0)}, {"layout": Layout.JAGGED}):
+        given = problem(**other, head_dim=dim, value_dim=dim)
+        assert forward_schedule(given, sizes) == forward_schedule(given)
+
+
+def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    found, asked = [], problem(batch=4, q_len=512, kv_len=512)
+
+    def noted(problem, sizes):
+        found.append(forward_schedule(problem, sizes))
+        raise InterruptedError
+
+    monkeypatch.setattr(kernel, "forward_schedule", noted)
+    for length in (384, 512):
+        query = torch.zeros(4, 16, length, 128, dtype=torch.bfloat16)
+        with pytest.raises(InterruptedError):
+            kernel.HopperKernel(Plan("hopper", asked, H200)).forward(Operands(query, query, query, (), (), (), 1.0))
+    assert [one.tile_q for one in found] == [192, 128]
+
+
+def test_explain_says_that_lengths_decide():
+    assert "unless N2 or C2 needs less time" in BACKEND.note(problem(), H200)
+    assert "unless" not in BACKEND.note(problem(mask=masks.causal()), H200)
 
 
 @pytest.mark.parametrize("dim", [80, 96])

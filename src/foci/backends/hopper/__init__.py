@@ -13,7 +13,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, widths_of
 from foci.backends.hopper.rates import Pair, rates_of
-from foci.backends.hopper.schedules import PROCESSORS, forward_schedule, in_words, width_of
+from foci.backends.hopper.schedules import PROCESSORS, alternatives_of, forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
 from foci.backends.triton.schedules import padded
@@ -72,7 +72,10 @@ class HopperBackend:
         """Which kernels, and why."""
         schedule, rates = forward_schedule(problem), rates_of(problem)
         widths = width_of(problem.head_dim), width_of(problem.value_dim)
-        said = f"{schedule.name}, {schedule.why}{_taken(problem, widths)}; forward {_compared('measured', rates.forward)}"
+        others = " or ".join(one.name for one in alternatives_of(problem) if one.name != schedule.name)
+        unless = f", unless {others} needs less time for the rounds of tasks that the lengths at hand make" if others else ""
+        how = f"{schedule.name}, {schedule.why}{unless}{_taken(problem, widths)}"
+        said = f"{how}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
         is_own = rates.backward.is_ahead

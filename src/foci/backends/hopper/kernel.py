@@ -19,7 +19,7 @@ from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import functions_of
 from foci.backends.hopper.gaps import clear_turns, fill_between
 from foci.backends.hopper.kinds import WORDS_AT_MOST
-from foci.backends.hopper.schedules import Schedule, forward_schedule, processors_of, width_of
+from foci.backends.hopper.schedules import Schedule, forward_schedule, processors_of, sizes_of, width_of
 from foci.backends.hopper.words import cover_keys, mark_keys, order_tasks, pack_masks
 from foci.backends.triton import kernel as host
 from foci.backends.triton.arguments import encode
@@ -76,7 +76,7 @@ class HopperKernel(host.TritonKernel):
         out, lse, row_max = result_tensors(recorder, operands, self.problem)
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
-        schedule = forward_schedule(self.problem)
+        schedule = forward_schedule(self.problem, sizes_of(operands))
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.late)
         visits = self._visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)

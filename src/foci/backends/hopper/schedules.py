@@ -13,7 +13,7 @@ from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of, word_bytes
 from foci.backends.triton.bounds import bounds_of
 from foci.backends.triton.schedules import MULTIPROCESSORS, padded, tile_bytes
 from foci.ir.expr import const
-from foci.problem import Layout, Problem
+from foci.problem import Layout, Operands, Problem
 
 __all__ = [
     "ALIKE",
@@ -38,10 +38,13 @@ __all__ = [
     "WIDE",
     "WIDER",
     "Schedule",
+    "Sizes",
+    "alternatives_of",
     "forward_schedule",
     "in_words",
     "pieces_of",
     "processors_of",
+    "sizes_of",
     "width_of",
 ]
 
@@ -119,23 +122,45 @@ WIDE: Final = Schedule(
 )
 WIDER: Final = replace(WIDE, stages=3, numbered=False)
 
+
+@dataclass(frozen=True)
+class Pace:
+    """Microseconds of a whole tile of queries without a mask, where every program has one: `start`, and `key` for each key. `alone`: which
+    part of them a task takes that has a multiprocessor to itself where two programs share one. `rounds`: how many tasks a program takes at
+    most, where with more of them this schedule was slower than these numbers say; `placed`: up to how many they are placed beforehand."""
+
+    start: float
+    key: float
+    alone: float = 1.0
+    rounds: int = 1 << 62
+    placed: int = 6
+
+
+_PACES: Final[dict[str, dict[Schedule, Pace]]] = {
+    # by family of heads, as below, and "slim" of up to 32
+    "slim": {HELD: Pace(2.6, 0.0101), TWIN: Pace(1.9, 0.0135, alone=0.65), STEADY: Pace(1.1, 0.0079)},
+    "narrow": {HELD: Pace(2.6, 0.0101), TWIN: Pace(2.1, 0.0150, alone=0.65), STEADY: Pace(1.2, 0.0088)},
+    "whole": {ALIKE: Pace(3.6, 0.0157), PAIR: Pace(2.1, 0.0121), STEADY: Pace(3.1, 0.01025, rounds=8, placed=8)},
+    "pieces": {PIECED: Pace(5.0, 0.0133, placed=0), TURNED: Pace(2.5, 0.0103)},
+}
+"""Of dense problems without a mask, fitted to the times of 82 of them, up to 16384 positions, on an H200. Their tasks are alike, so the
+time is that of as many rounds as the programs need, and lengths decide which schedule needs least."""
+
 _ANY: Final = 1 << 62
 _Steps: TypeAlias = tuple[tuple[int, Schedule], ...]
+Sizes: TypeAlias = tuple[int, int, int]
 _DENSE: Final[dict[tuple[str, str], _Steps]] = {
     # (family of heads: narrow up to 64, whole of 128, in two pieces; what is asked of them): the schedule up to so many keys
-    ("narrow", "full"): ((1024, TWIN), (_ANY, HELD)),
     ("narrow", "causal"): ((1024, SLOPE), (4096, QUEUED), (_ANY, HELD)),
     ("narrow", "window"): ((_ANY, QUEUED),),
     ("narrow", "list"): ((2048, RANKED), (_ANY, LISTED)),
     ("narrow", "score"): ((1024, SLOPE), (_ANY, QUEUED)),
     ("narrow", "score of a run"): ((_ANY, SHORT),),
     ("narrow", "pair"): ((_ANY, N3),),
-    ("whole", "full"): ((256, PAIR), (_ANY, ALIKE)),
     ("whole", "causal"): ((1024, FINE), (4096, STEADY), (_ANY, N3)),
     ("whole", "window"): ((_ANY, FINE),),
     ("whole", "list"): ((4096, FINE), (_ANY, RUNS)),
     ("whole", "score"): ((1024, FINE), (4096, STEADY), (_ANY, N3)),
-    ("pieces", "full"): ((_ANY, PIECED),),
     ("pieces", "causal"): ((2048, TURNED), (_ANY, BRIEF)),
     ("pieces", "window"): ((2048, TURNED), (_ANY, FINE)),
     ("pieces", "list"): ((2048, TURNED), (_ANY, RUNS)),
@@ -214,16 +239,50 @@ def _asked(problem: Problem) -> str:
     return "list" if bounds is None else "window" if is_run else "causal"
 
 
-def _is_few(problem: Problem) -> bool:
-    """Whether tasks of 192 rows leave multiprocessors idle that smaller ones may fill: in the only round, or over many keys in the second,
-    where those of 128 take no more rounds."""
-    tasks = {rows: problem.batch * problem.q_heads * -(-problem.q_len // rows) for rows in (N3.tile_q, STEADY.tile_q)}
-    return tasks[N3.tile_q] <= PROCESSORS or (problem.kv_len > 256 and tasks[STEADY.tile_q] <= 2 * PROCESSORS)
+def _family(width: int) -> str:
+    """Of the wider head dim, padded, up to 128."""
+    return "slim" if width <= 32 else "narrow" if width <= 64 else "whole" if len(pieces_of(width)) == 1 else "pieces"
 
 
-def forward_schedule(problem: Problem) -> Schedule:
+def _microseconds(schedule: Schedule, pace: Pace, heads: int, rows: int, keys: int) -> tuple[float, int]:
+    """(of so many heads, all batch entries together; rounds). A head's last tile of queries may be shorter, by whole warpgroups; all rounds
+    but one are as long as tiles are on average, one as the longest."""
+    tiles, rows = -(-rows // schedule.tile_q), -(-rows // 64) * 64
+    programs = schedule.programs * PROCESSORS
+    rounds = -(-heads * tiles // programs)
+    last = heads * tiles - (rounds - 1) * programs
+    mean, longest = (pace.start + pace.key * keys * of / schedule.tile_q for of in (rows / tiles, min(rows, schedule.tile_q)))
+    return (rounds - 1) * mean + longest * (pace.alone if last <= PROCESSORS else 1.0), rounds
+
+
+@functools.lru_cache(maxsize=4096)
+def _soonest(family: str, heads: int, rows: int, keys: int) -> Schedule:
+    """What takes least time for so many heads, all batch entries together, without a mask. In few rounds nothing is gained by asking for
+    tasks, and what counts them need not be cleared."""
+    found = []
+    for schedule, pace in _PACES[family].items():
+        microseconds, rounds = _microseconds(schedule, pace, heads, rows, keys)
+        if rounds <= pace.rounds:
+            found.append((microseconds, replace(schedule, strided=schedule.strided or rounds <= pace.placed)))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def sizes_of(operands: Operands) -> Sizes | None:
+    """Of dense operands, as `forward_schedule` takes them."""
+    return None if operands.cu_q is not None else (operands.query.shape[0], operands.query.shape[2], operands.key.shape[2])
+
+
+def alternatives_of(problem: Problem) -> tuple[Schedule, ...]:
+    """Schedules between which the lengths at hand decide; none where they do not."""
+    formula, width = problem.formula, max(width_of(problem.head_dim), width_of(problem.value_dim))
+    is_open = formula.block_size is None and not formula.dropout and formula.layout is Layout.DENSE and width <= 128
+    return tuple(_PACES[_family(width)]) if is_open and _asked(problem) == "full" else ()
+
+
+def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
     """Of the tables above, by padded head dims, what is asked, and keys; the last step where words of a mask have no room in tiles of fewer
-    keys, of which each takes as many words."""
+    keys, of which each takes as many words. Dense and without a mask: what takes least time for `sizes`, (B, Sq, Skv), or where these are
+    not known for the powers of two that a problem has."""
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
     if width > 192 or value_width > 128:
         return WIDE if max(width, value_width) == 256 else WIDER
@@ -232,11 +291,11 @@ def forward_schedule(problem: Problem) -> Schedule:
     asked, is_dense = _asked(problem), formula.layout is Layout.DENSE
     if width > 128:
         return _steady(problem, is_full=problem.variant.mask == const(True))
-    width = max(width, value_width)
-    family = "narrow" if width <= 64 else "whole" if len(pieces_of(width)) == 1 else "pieces"
-    if (family, asked) == ("whole", "full") and is_dense and _is_few(problem):
-        return STEADY
-    steps = (_DENSE if is_dense else _PACKED).get((family, asked), ((_ANY, C2),))
+    family = _family(max(width, value_width))
+    if asked == "full" and is_dense:
+        batch, rows, keys = sizes or (problem.batch, problem.q_len, problem.kv_len)
+        return _soonest(family, batch * problem.q_heads, rows, keys)
+    steps = (_DENSE if is_dense else _PACKED).get((family.replace("slim", "narrow"), asked), ((_ANY, C2),))
     found = next(schedule for keys, schedule in steps if problem.kv_len <= keys)
     has_room = asked != "list" or not is_dense or word_bytes(problem, found.tile_q, found.tile_kv) <= WORDS_AT_MOST
     return found if has_room else steps[-1][1]
