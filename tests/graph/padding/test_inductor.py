@@ -116,6 +116,22 @@ def test_batched_products_concatenation_and_views():
     assert cat[1] % 4 == 0
 
 
+# PAD-03
+def test_both_passes_of_a_softmax_write_padded_rows():
+    def step(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    leaves = [torch.randn(2, 1023, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(step(*leaves).sum(), leaves)
+    settings = {**options(STRIDED), "joint_custom_pre_pass": None}
+    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(step, options=settings)(*leaves))
+    assert len(codes) == 2
+    for code in codes:
+        assert {strides for sizes, strides in allocations(code) if sizes == (2, 1023, 1023)} == {(1023 * 1024, 1024, 1)}
+    for leaf, gradient in zip(leaves, expected):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=2e-3, atol=1e-4)
+
+
 # PAD-06
 @pytest.mark.parametrize("which", ["rows", "columns"])
 def test_a_symbolic_size(which):

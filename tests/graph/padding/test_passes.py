@@ -7,6 +7,9 @@ from machines import Recorder, compiled, machine
 
 from foci.graph.padding import Machine
 from foci.graph.padding.operators import OPERATORS
+from foci.graph.padding.reading import value_of
+
+aten = torch.ops.aten
 
 
 def run_both(function, *inputs, recorder=None, **options):
@@ -53,12 +56,14 @@ def test_logits_that_the_user_sees_keep_their_strides():
 
 
 # PAD-03
-def test_a_view_of_the_logits_that_the_user_sees():
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_view_of_the_logits_that_the_user_sees(trained):
     def both(x, w):
         logits = (x.view(-1, 64) @ w.t()).view(4, 64, 2047)
         return logits, logits.view(-1, 2047).logsumexp(1)
 
-    run_both(both, torch.randn(4, 64, 64, requires_grad=True), torch.randn(2047, 64, requires_grad=True))
+    recorder = run_both(both, torch.randn(4, 64, 64, requires_grad=trained), torch.randn(2047, 64, requires_grad=trained))
+    assert recorder.how()["mm"] == "written twice"
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -123,6 +128,41 @@ def test_concatenation():
 def test_producer_behind_views():
     recorder = run_both(lambda x, w: torch.relu(x).view(128, 2046) @ w, torch.randn(4, 32, 2046), torch.randn(2046, 64))
     assert recorder.strides("padded") == [(32 * 2048, 2048, 1)]
+
+
+# PAD-03
+def test_every_product_of_both_passes_reads_and_writes_padded_rows():
+    def chain(x, w, v):
+        weights = torch.softmax((x @ w).view(4, 32, 2047) * 0.5, -1)
+        return torch.cat([weights, weights.tanh()], 1).view(-1, 2047) @ v
+
+    given = [torch.randn(*sizes, requires_grad=True) for sizes in ((128, 64), (64, 2047), (2047, 32))]
+    recorder = run_both(chain, *given)
+    of_products = [aten.mm.default, OPERATORS["padded_mm"]]
+    per_pass = [[node for node in graph.graph.nodes if node.target in of_products] for graph in recorder.graphs]
+    assert [len(products) for products in per_pass] == [2, 4]
+    for node in (node for products in per_pass for node in products):
+        for matrix in (*node.args[:2], node):
+            assert [stride % 4 for stride in value_of(matrix).stride() if stride > 1] == [0], node
+    # the concatenation is written in place, the gradient in front of the first product's view too
+    assert recorder.strides("padded_cat") == [(64 * 2048, 2048, 1)]
+    assert (32 * 2048, 2048, 1) in recorder.strides("padded")
+
+
+# PAD-03
+def test_the_gradient_of_a_concatenation_is_cut_from_padded_rows():
+    given = [torch.randn(*sizes, requires_grad=True) for sizes in ((64, 1000), (64, 1047), (2047, 64))]
+    recorder = run_both(lambda a, b, w: torch.cat([a.sin(), b.cos()], 1) @ w, *given)
+    assert recorder.strides("padded_cat") == [(2048, 1)]
+    assert recorder.strides("padded_mm") == [(2048, 1)]
+
+
+# PAD-03
+def test_the_gradient_behind_a_view_has_padded_rows():
+    given = torch.randn(4, 32, 2046, requires_grad=True), torch.randn(2046, 64, requires_grad=True)
+    recorder = run_both(lambda x, w: torch.relu(x).view(128, 2046) @ w, *given)
+    assert recorder.strides("padded") == [(32 * 2048, 2048, 1)]
+    assert recorder.strides("padded_mm") == [(2048, 1)]
 
 
 def test_a_view_that_padding_would_break_is_refused():
@@ -200,10 +240,81 @@ def test_frozen_weights_are_padded_once():
     assert all(node.target is not OPERATORS["padded"] for node in done.graph_module.graph.nodes)
 
 
-def test_convolution_inputs_stay():
-    weight = torch.randn(8, 4, 3, 3)
-    recorder = run_both(lambda x, w: F.conv2d(torch.relu(x), weight).flatten(2).mT @ w, torch.randn(1, 4, 34, 1025), torch.randn(8, 16))
-    assert all(padding.how is None for padding in recorder.paddings if padding.tensor.startswith("relu"))
+# What a product reads with padded rows, and a convolution too.
+READ_TWICE = {"pointwise": lambda x: torch.relu(x), "cat": lambda x: torch.cat([x.sin(), x], 1), "input": lambda x: x}
+
+
+# PAD-03
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("made", READ_TWICE)
+def test_inputs_of_convolutions_keep_their_strides(made, grow):
+    def both(x, kernel, w):
+        read = READ_TWICE[made](x)
+        return F.conv2d(read, kernel), read @ w
+
+    x, w = torch.randn(1, 4, 5, 1025, requires_grad=True), torch.randn(1025, 16, requires_grad=True)
+    kernel = torch.randn(2, READ_TWICE[made](x).shape[1], 3, 3, requires_grad=True)
+    recorder = run_both(both, x, kernel, w, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
+    given = [
+        (node.name, operand.name, value.shape, value.stride())
+        for graph in recorder.graphs
+        for node in graph.graph.nodes
+        if "convolution" in str(node.target)
+        for operand in node.all_input_nodes
+        if (value := value_of(operand)) is not None and not value.is_contiguous()
+    ]
+    assert given == []
+    if not grow and made != "input":
+        refused = {padding.reason for padding in recorder.paddings if padding.sizes == tuple(READ_TWICE[made](x).shape)}
+        assert "convolution would copy it" in refused
+    else:
+        assert any(padding.how for padding in recorder.paddings)
+
+
+@torch.library.custom_op("foci_test::looked_at", mutates_args=())
+def looked_at(x: torch.Tensor) -> torch.Tensor:
+    """An operation of the user's own, which asks for strides."""
+    LOOKS.append(x.stride())
+    return x.sum(1)
+
+
+@looked_at.register_fake
+def _(x):
+    return x.new_empty(x.shape[0])
+
+
+LOOKS: list[tuple[int, ...]] = []
+
+
+# PAD-03
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize(
+    "made", [lambda a, b: a @ b, lambda a, b: (a[:, :1] + b[0]).sin(), lambda a, b: torch.cat([b, b], 0)], ids=["product", "loop", "cat"]
+)
+def test_an_operation_of_the_user_sees_the_strides_that_it_would(made, grow):
+    def both(a, b, w):
+        read = made(a, b)
+        return looked_at(read), read @ w
+
+    LOOKS.clear()
+    given = torch.randn(128, 64), torch.randn(64, 2047), torch.randn(2047, 32)
+    recorder = run_both(both, *given, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
+    assert LOOKS == [(2047, 1)] * 2
+    assert any(padding.how for padding in recorder.paddings)
+
+
+# PAD-03
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("grow", [False, True])
+def test_views_that_the_user_sees_of_what_products_pad(grow, trained):
+    def views(x, w, v):
+        logits = x @ w
+        weights = logits.softmax(-1)
+        return logits[:, 3:1000], logits.t(), weights.detach(), weights.view(4, 16, 2047), weights @ v
+
+    given = [torch.randn(*sizes, requires_grad=trained) for sizes in ((64, 48), (48, 2047), (2047, 32))]
+    recorder = run_both(views, *given, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
+    assert any(padding.how for padding in recorder.paddings)
 
 
 def test_channels_last_stays():

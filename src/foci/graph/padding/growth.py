@@ -96,7 +96,8 @@ class _Rewrite:
     Attributes:
         growth: that is done.
         remade: the operations that run with grown dims, in their order.
-        made: by node, the one with grown dims that takes its place.
+        made: by node, the one with grown dims that takes its place, masked where a reader needed that.
+        first: by node, the same before anything was masked.
         fills: by node with grown dims, what stands in its padding, if that is known.
         maxima: by maximum over a grown dim, what it was taken of.
     """
@@ -105,6 +106,7 @@ class _Rewrite:
     growth: Growth
     remade: dict[fx.Node, None]
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    first: dict[fx.Node, fx.Node] = field(default_factory=dict)
     fills: dict[fx.Node, Fill | None] = field(default_factory=dict)
     maxima: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -215,7 +217,7 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
     if node.target is aten.amax.default:
         state.maxima[made] = made.args[0]  # type: ignore[assignment]
     if growth.dims(node):
-        state.made[node] = made
+        state.made[node] = state.first[node] = made
         state.fills[made] = _fill(state, node, made)
     else:
         node.replace_all_uses_with(made)
@@ -314,6 +316,8 @@ def _mask(state: _Rewrite, node: fx.Node, dim: int) -> fx.Node:
 def _cut(state: _Rewrite, node: fx.Node) -> None:
     """Whoever cannot take the grown result gets it in its own size and strides."""
     current = state.made[node]
+    if any(reader < current for reader in node.users):
+        current = state.first[node]  # what was masked for a later reader does not exist yet
     value = value_of(node)
     assert value is not None
     with state.graph.inserting_before(current.next):

@@ -14,7 +14,20 @@ from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows
 from foci.graph.padding.legal import Fix, How
 from foci.graph.padding.model import Machine, machine_of
 from foci.graph.padding.operators import OPERATORS
-from foci.graph.padding.reading import VIEWS, Matrix, Product, base_of, chain_to, hints, location_of, meta_like, products_of, value_of
+from foci.graph.padding.reading import (
+    VIEWS,
+    Matrix,
+    Origin,
+    Product,
+    base_of,
+    chain_to,
+    hints,
+    location_of,
+    meta_like,
+    origin_of,
+    products_of,
+    value_of,
+)
 from foci.graph.padding.report import Padding
 from foci.graph.padding.strides import LOAD, pad_strides, padding_bytes
 
@@ -211,7 +224,7 @@ def _written_twice(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> No
     base.append(usual)
     usual.meta = dict(base.meta)
     usual.meta["val"] = value
-    loops = {reader for reader in base.users if reader is not usual and reader.op != "output" and reader.target not in VIEWS}
+    loops = {reader for reader in base.users if reader is not usual and origin_of(reader) is not Origin.OTHER}
     keep = {*direct, *loops} if not readers else set(direct)
     base.replace_all_uses_with(usual, delete_user_cb=lambda reader: reader is not usual and reader not in keep)
     made = _swap(base, OPERATORS[_WRITERS[base.target]], (*_writer_arguments(base), *_grow(fix)))
