@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,18 +107,27 @@ def _ragged(tensor: Tensor) -> int:
     return tensor._ragged_idx  # type: ignore[attr-defined, no-any-return]
 
 
-def _extremes(tensor: Tensor) -> tuple[int | None, int | None]:
-    """Longest and shortest sequence of a NestedTensor; computed once for a set of offsets, which keeps them."""
+def _extremes(tensor: Tensor, among: Sequence[Tensor] = ()) -> tuple[int | None, int | None]:
+    """Longest and shortest sequence of a NestedTensor, which keeps them; of others with the same sequences, the first that knows tells."""
     nested: Any = tensor
     if nested.offsets().shape[0] == 1:
         return 0, 0
     if torch.compiler.is_compiling():
         return nested._maybe_max_seqlen, nested._maybe_min_seqlen
-    return nested._get_max_seqlen(), nested._get_min_seqlen()
+    alike: list[Any] = [other for other in among if other.is_nested and _has_sequences_of(other, nested)]
+    chosen = next((other for other in alike if None not in (other._maybe_max_seqlen, other._maybe_min_seqlen)), nested)
+    return chosen._get_max_seqlen(), chosen._get_min_seqlen()
 
 
-def _pack(tensor: Tensor, batch: int) -> Packed:
-    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length; a batch of one repeated. H may lack."""
+def _has_sequences_of(one: Any, other: Any) -> bool:
+    return one.offsets() is other.offsets() and one.lengths() is other.lengths()
+
+
+def _pack(tensor: Tensor, batch: int, among: Tensors) -> Packed:
+    """A NestedTensor as it is; a dense [B or 1, H, S, D] as B sequences of one length; a batch of one repeated. H may lack.
+
+    `among`: tensors of the same call, whose sequences may be the same.
+    """
     if not tensor.is_nested:
         heads, length, dim = tensor.shape[1:] if tensor.dim() == 4 else (1, *tensor.shape[1:])
         values = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor
@@ -128,11 +138,11 @@ def _pack(tensor: Tensor, batch: int) -> Packed:
     if tensor.dim() == 3:
         values = values.unsqueeze(0)
     if tensor.shape[0] == batch:
-        return Packed(values.unsqueeze(0), offsets, lengths, *_extremes(tensor))
+        return Packed(values.unsqueeze(0), offsets, lengths, *_extremes(tensor, among))
     heads, tokens, dim = values.shape
     repeated = values.unsqueeze(1).expand(heads, batch, tokens, dim).reshape(1, heads, batch * tokens, dim)
     starts = (torch.arange(batch + 1, device=tensor.device) * tokens + offsets[0]).clamp_max(batch * tokens)
-    return Packed(repeated, starts, (lengths if lengths is not None else offsets.diff()).expand(batch), *_extremes(tensor))
+    return Packed(repeated, starts, (lengths if lengths is not None else offsets.diff()).expand(batch), *_extremes(tensor, among))
 
 
 def _unpack(values: Tensor, like: Packed, *, heads: bool) -> Tensor:
@@ -174,7 +184,7 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.shape[0] not in (1, batch):
             raise ValueError(f"{name} has batch size {tensor.shape[0]}; it must be {batch} or 1")
-    q, k, v = (_pack(t, batch) for t in tensors)
+    q, k, v = (_pack(t, batch, tensors) for t in tensors)
     if k.values.shape[2] != v.values.shape[2]:
         raise ValueError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
     _check_sequences(k, v)

@@ -229,3 +229,47 @@ def test_no_call_on_packed_tensors_reads_a_number_of_the_device(registered):
         out = foci.varlen_attn(query, key, key, *OFFSETS, 5, 7, window_size=(-1, 0))
         assert out.shape == query.shape
         torch.autograd.grad(out.sum(), (query, key))
+
+
+def nested_unread(number, *rest, lengths=None):
+    """[B, ragged, *rest], of which only the extremes are known to the host."""
+    tokens, low, high = ((8, 3, 5), (11, 4, 7))[number]
+    values = torch.randn(tokens, *rest, device="meta", requires_grad=True)
+    offsets = OFFSETS[number].clone()  # its own, which no other is known to equal
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, min_seqlen=low, max_seqlen=high)
+
+
+def dense_unread(*sizes):
+    return torch.randn(*sizes, device="meta", requires_grad=True)
+
+
+def one_unread():
+    return torch.nested.nested_tensor_from_jagged(
+        dense_unread(8, 4, 8), torch.tensor([0, 8]).to("meta"), min_seqlen=8, max_seqlen=8
+    ).transpose(1, 2)
+
+
+UNREAD = {
+    "dense query": lambda: (dense_unread(2, 4, 5, 8), *[nested_unread(1, 4, 8).transpose(1, 2)] * 2),
+    "dense keys": lambda: (nested_unread(0, 4, 8).transpose(1, 2), *[dense_unread(2, 4, 5, 8)] * 2),
+    "keys for all": lambda: (nested_unread(0, 4, 8).transpose(1, 2), *[dense_unread(1, 4, 5, 8)] * 2),
+    "one sequence of keys": lambda: (nested_unread(0, 4, 8).transpose(1, 2), one_unread(), one_unread()),
+    "offsets of each": lambda: tuple(nested_unread(n, 4, 8).transpose(1, 2) for n in (0, 1, 1)),
+    "one head of keys": lambda: (nested_unread(0, 4, 8).transpose(1, 2), *[nested_unread(1, 1, 8).transpose(1, 2)] * 2),
+    "narrowed": lambda: (nested_unread(0, 4, 8, lengths=torch.tensor([2, 4]).to("meta")).transpose(1, 2),) * 3,
+    "without heads": lambda: (nested_unread(0, 8), *[nested_unread(1, 8)] * 2),
+    "ragged before the length": lambda: (nested_unread(0, 4, 8),) * 3,
+}
+
+
+# JAG-08
+@pytest.mark.parametrize("registered", [Unread], indirect=True)
+@pytest.mark.parametrize("asked", [None, foci.AuxRequest(lse=True)], ids=["out", "logsumexp"])
+@pytest.mark.parametrize("name", UNREAD)
+def test_no_layout_of_nested_tensors_has_a_number_of_the_device_read(registered, name, asked):
+    query, key, value = UNREAD[name]()
+    attend = foci.scaled_dot_product_attention if name == "ragged before the length" else foci.attention
+    for _ in range(2):
+        out = attend(query, key, value, **({} if attend is not foci.attention else {"return_aux": asked}))
+        out = out[0] if isinstance(out, tuple) else out
+        torch.autograd.grad((out.values() if out.is_nested else out).sum(), (query, key, value))

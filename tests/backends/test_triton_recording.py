@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from recordings import SLOPES, VARIANTS, Compiled, addressed, made, operands_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
@@ -53,6 +54,33 @@ def test_a_second_call_launches_what_the_first_worked_out(logs, name):
         assert before[0] in temporaries or not differing, (before, after)
         assert all(isinstance(before[2][at], int) for at in differing)
         assert len(differing) <= 3
+
+
+class Unread(TorchDispatchMode):
+    """No number of a tensor is read."""
+
+    READING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select, torch.ops.aten.equal)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket not in self.READING, function
+        return function(*args, **(kwargs or {}))
+
+
+# JAG-08
+@pytest.mark.parametrize("name", ["plain", "causal", "causal lower right", "alibi", "document", "dropout"])
+def test_no_pass_over_sequences_reads_a_number_of_the_device(logs, name, monkeypatch):
+    score, mask, options = VARIANTS.get(name, (None, masks.causal_lower_right(), {}))
+    bound = bind(score, mask, torch.device("cpu"))
+    for offsets in ((0, 56, 256), (0, 200, 200)):
+        operands = operands_of(bound, **options, offsets=torch.tensor(offsets))
+        attention = made(operands, bound.variant, layout=Layout.JAGGED, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout")
+        with monkeypatch.context() as patched, Unread():
+            for reader in ("tolist", "numpy", "cpu", "__array__"):  # which on the CPU no operation is asked for
+                patched.setattr(torch.Tensor, reader, None)
+            for _ in range(2):  # the second is launched as it was noted
+                results = attention.forward(operands)
+                attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    assert {"attention_forward", "attention_query_gradient", "attention_key_gradient"} <= {entry[0] for entry in logs[1]}
 
 
 def test_captured_tensors_are_those_of_the_call(logs):
