@@ -50,7 +50,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)
-@pytest.mark.parametrize(("length", "page"), [(1, 8), (5, 12), (1, 32), (20, 32)])
+@pytest.mark.parametrize(("length", "page"), [(1, 8), (5, 12), (1, 32), (16, 32), (20, 32)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_each_row_in_one_piece(backend, device, length, page, name):
     given = inputs(length, page, device=device)

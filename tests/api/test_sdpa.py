@@ -1,5 +1,6 @@
 """`foci.scaled_dot_product_attention` against torch's math path, forward and backward."""
 
+import os
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from drawn import rand
 from torch.nn.attention import bias as torch_bias
 
 import foci
+from foci.backends.cpu import build
 
 SHAPES = [
     ((5, 8), (7, 8), (7, 6)),
@@ -440,6 +442,60 @@ def test_many_batch_entries_and_heads(backend):
     q, k, v = (torch.randn(1, 65540, 1, 2) for _ in range(3))
     with use(backend):
         torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), v)
+
+
+OPTIONS = {
+    "bool mask": lambda s, t: {"attn_mask": torch.ones(s[3], s[4], dtype=torch.bool)},
+    "float mask": lambda s, t: {"attn_mask": t(s[0], s[1], s[3], s[4])},
+    "dropout": lambda s, t: {"dropout_p": 0.4},
+}
+
+
+# SDPA-13
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 3, 4), (2, 0, 0, 3, 4), (2, 4, 2, 0, 4), (2, 4, 2, 3, 0)], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_empty_sizes_with_masks_and_grouped_heads(name, sizes, backend):
+    b, q_heads, kv_heads, sq, skv = sizes
+    learned = [torch.randn(*shape, requires_grad=True) for shape in ((b, q_heads, sq, 8), (b, kv_heads, skv, 8), (b, kv_heads, skv, 6))]
+
+    def leaf(*shape):
+        learned.append(torch.randn(*shape, requires_grad=True))
+        return learned[-1]
+
+    options = OPTIONS[name](sizes, leaf)
+    with use(backend):
+        out = foci.scaled_dot_product_attention(*learned[:3], **options, enable_gqa=True)
+    assert out.shape == (b, q_heads, sq, 6)
+    assert not out.any()
+    for tensor, gradient in zip(learned, torch.autograd.grad(out.sum(), learned, materialize_grads=True)):
+        assert gradient.shape == tensor.shape
+        assert not gradient.any()
+
+
+# SDPA-13
+@pytest.mark.parametrize(
+    "backend", ["reference", "blocked", "cpu", "aten", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+)
+@pytest.mark.parametrize("far", ["batch", "heads", "rows"])
+def test_tensors_over_more_than_two_to_the_31_elements(far, backend):
+    """Of which few are used, so that the others take no memory."""
+    if backend == "cpu" and build.obstacle() is not None:
+        pytest.skip(str(build.obstacle()))
+    sizes, most = (2, 2, 20, 16), 2**31
+    strides = {"batch": (most, 320, 16, 1), "heads": (320, most, 16, 1), "rows": (320, 640, most // 19 + 16, 1)}[far]
+    whole = torch.empty(most + 10000, dtype=torch.float16)
+    views = [whole.as_strided(sizes, strides, 1280 * n) for n in range(3)]
+    assert sum((size - 1) * stride for size, stride in zip(sizes, strides)) > most
+    near = [torch.randn(sizes).half().requires_grad_() for _ in views]
+    for view, tensor in zip(views, near):
+        view.copy_(tensor.detach())
+    found = []
+    with foci.use(backend):
+        for given in (near, [view.requires_grad_() for view in views]):
+            out = foci.scaled_dot_product_attention(*given, is_causal=True)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), given)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_memory_layout_of_the_result():

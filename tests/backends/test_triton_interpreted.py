@@ -32,7 +32,12 @@ PARTS = {
     "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
     "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
     "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
-    "paged": ("tests/api/test_paged.py", "triton and cpu and (decoding-1-32 or window-5-12 or score-1-8 or gradients_of_query)", 4),
+    "paged": (
+        "tests/api/test_paged.py",
+        "triton and cpu and (decoding-1-32 or decoding-16-32 or window-5-12 or score-1-8 or gradients_of_query)",
+        5,
+    ),
+    "far": ("tests/api/test_sdpa.py", "two_to_the_31 and triton and batch", 1),
     "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
     "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
 }

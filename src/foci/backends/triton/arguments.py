@@ -8,6 +8,7 @@ said by `Config.UNIT` instead: strides travel in units of so many elements.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -24,6 +25,7 @@ __all__ = [
     "encode",
     "encode_strides",
     "encode_word",
+    "is_countable_by_eights",
     "table_config",
 ]
 
@@ -152,6 +154,12 @@ def encode_strides(strides: tuple[int, int, int, int], unit: int) -> Strides:
     """Strides of a [B, H, S, D] tensor as `Strides` holds them."""
     b, h, s, d = strides
     return Strides(4 * (b // unit) + 3, 4 * (h // unit) + 3, 4 * (s // unit) + 3, 4 * d + 3)
+
+
+def is_countable_by_eights(strides: Iterable[int]) -> bool:
+    """Whether kernels may be told strides in units of 8 elements: from 2^31 elements on the number of units fits into 32 bits, in which it
+    is multiplied by 8 again, and the product does not; from 2^32 on the number is one of 64 bits."""
+    return not any(2**31 <= stride < 2**32 for stride in strides)
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from foci.backends.contract import Given
-from foci.backends.triton.arguments import Strides, encode
+from foci.backends.triton.arguments import Strides, encode, is_countable_by_eights
 from foci.backends.triton.captures import capture_gradient
 from foci.backends.triton.functions import float_early, jit_function, lies_of
 from foci.backends.triton.learned import attention_bias_gradient
@@ -100,7 +100,7 @@ def bias_gradient(
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
     strides = _by_name(_way_of(learned.derivative), target)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
-    is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3])
+    is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3]) and is_countable_by_eights(steps[:3])
     units = tuple(step // 8 for step in steps[:3]) if is_contiguous else steps[:3]
     programs = grid.batch // learned.entries * grid.heads * grid.tiles[0]
     stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]

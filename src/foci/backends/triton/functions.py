@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.triton import mathematics
+from foci.backends.triton.arguments import is_countable_by_eights
 from foci.backends.triton.bounds import within
 from foci.backends.triton.exponents import ARGUMENTS, exponent_of, slope_of
 from foci.backends.triton.lines import plane_of
@@ -59,7 +60,8 @@ def lies_of(captures: Sequence[Tensor]) -> tuple[Lie, ...]:
     first = 0
     for t in captures:
         contiguous = t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
-        aligned = contiguous and all(stride % 8 == 0 for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+        steps = [stride for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+        aligned = contiguous and all(stride % 8 == 0 for stride in steps) and is_countable_by_eights(steps)
         lies.append(Lie(t.dim(), contiguous, aligned, first))
         first += t.dim()
     return tuple(lies)

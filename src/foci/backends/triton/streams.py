@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foci.backends.triton.arguments import Config
+from foci.backends.triton.arguments import Config, is_countable_by_eights
 from foci.backends.triton.schedules import padded
 from foci.backends.triton.tiles import FAR
 
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     Attributes:
         strides: of each dimension, 0 where its length is 1, whatever torch says of it.
-        is_aligned: rows begin at multiples of 8 elements and 16 bytes, and have no gaps.
+        is_aligned: rows begin at multiples of 8 elements and 16 bytes, and have no gaps; and strides `is_countable_by_eights`.
         takes_descriptor: a tensor descriptor may describe it: besides, no stride is 0 and each is a multiple of 16 bytes.
         is_wide: offsets within a tile may need 64 bits.
     """
@@ -43,7 +43,7 @@ def layout_of(tensor: Tensor) -> Layout:
     b_stride, h_stride, s_stride, d_stride = tensor.stride()
     strides = (b_stride if b > 1 else 0, h_stride if h > 1 else 0, s_stride if s > 1 else 0, d_stride if d > 1 else 0)
     together = strides[0] | strides[1] | strides[2]
-    is_aligned = together % 8 == 0 and (d == 1 or d_stride == 1) and tensor.data_ptr() % 16 == 0
+    is_aligned = together % 8 == 0 and (d == 1 or d_stride == 1) and tensor.data_ptr() % 16 == 0 and is_countable_by_eights(strides)
     steps = not ((b > 1 and b_stride == 0) or (h > 1 and h_stride == 0) or (s > 1 and s_stride == 0))
     is_describable = is_aligned and steps and together * tensor.element_size() % 16 == 0
     return Layout(strides, is_aligned, is_describable, max(strides[2:]) * 512 >= 2**31)
