@@ -163,6 +163,7 @@ VARIANTS = {
     "alibi": (scores.alibi(SLOPES), masks.causal(), {}),
     "document": (None, foci.Mask(lambda b, h, q, k, ids=DOCUMENTS: ids[q] == ids[k]), {}),
     "decode": (None, None, {"lengths": (1, 4096)}),
+    "split": (None, masks.causal_lower_right(), {"lengths": (128, 4096)}),
     "jagged": (None, masks.causal(), {"offsets": torch.tensor([0, 56, 256])}),
     "dropout": (None, None, {"seed": torch.tensor([1])}),
 }

@@ -510,6 +510,42 @@ def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few)
         assert choose(asked, H200).plan.backend == "hopper"
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "lengths", "dim", "backend"),
+    [
+        (2, (16, 16), (128, 4096), 64, "triton"),
+        (1, (16, 16), (128, 8192), 128, "triton"),
+        (1, (32, 8), (64, 8192), 128, "triton"),
+        (1, (16, 16), (256, 4096), 128, "triton"),
+        (4, (16, 16), (128, 8192), 128, "triton"),
+        (8, (16, 16), (128, 1024), 64, "hopper"),
+        (4, (16, 16), (128, 1024), 128, "hopper"),
+        (8, (16, 16), (128, 8192), 128, "hopper"),
+    ],
+)
+def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, lengths, dim, backend):
+    given = {"batch": batch, **dict(zip(("q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"), (*heads, *lengths, dim, dim)))}
+    decision = choose(problem(**given), H200)
+    assert decision.plan.backend == backend
+    assert ("keys split" in decision.table()) == (backend == "triton")
+    # with gradients the forward alone
+    trained = choose(problem(**given, **TRAINED), H200)
+    assert trained.plan.backend == "hopper"
+    assert ("the forward taken from triton" in BACKEND.note(trained.problem, H200)) == (backend == "triton")
+
+
+@pytest.mark.parametrize(("length", "way"), [(4096, "triton"), (512, "hopper")])
+def test_a_forward_with_gradients_is_tritons_where_keys_are_split(length, way, monkeypatch):
+    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
+    came = []
+    monkeypatch.setattr(training.TritonKernel, "_forward", lambda *args: came.append("triton"))
+    monkeypatch.setattr(training.HopperKernel, "_forward", lambda *args: came.append("hopper"))
+    query, key = torch.empty(2, 16, 128, 64, device="meta"), torch.empty(2, 16, length, 64, device="meta")
+    asked = problem(**NARROW, **TRAINED, q_len=128, kv_len=length)
+    training.TrainingKernel(Plan("hopper", asked, H200))._forward(Operands(query, key, key), None, None)
+    assert came == [way]
+
+
 @pytest.mark.parametrize("heads", [1, 64])
 def test_a_backward_taken_from_triton_costs_what_it_costs_there(heads):
     given = {**KINDS["pair"], "batch": 1, "q_heads": heads, "kv_heads": heads, "q_len": 1024, "kv_len": 1024}

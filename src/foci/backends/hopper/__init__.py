@@ -16,6 +16,7 @@ from foci.backends.hopper.rates import Pair, rates_of
 from foci.backends.hopper.schedules import PROCESSORS, alternatives_of, forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
+from foci.backends.triton import forward_cost, splits_keys
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem, Target
 
@@ -78,6 +79,8 @@ class HopperBackend:
         said = f"{how}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
+        if splits_keys(problem, target):
+            said = "few queries: keys split over programs, the forward taken from triton"
         is_own = rates.backward.is_ahead
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
@@ -86,16 +89,12 @@ class HopperBackend:
         return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
-        Programs that take task after task have been seen to lose nothing by rows that are not there, but those of a warpgroup."""
-        schedule, rates = forward_schedule(problem), rates_of(problem)
-        rows = 64 if schedule.persistent else schedule.tile_q
-        tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
-        flops = 2.0 * max(PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
-        part = 0.5 if is_causal(problem.variant) else 1.0
-        forward = _LAUNCH + part * flops / _TRITON * rates.forward.triton / rates.forward.hopper
+        """Launches and flops. Where gradients are wanted and keys are split, the forward is that of `triton`."""
+        rates, is_split = rates_of(problem), splits_keys(problem, target)
         if not problem.needs_backward:
-            return forward
+            return _forward_cost(problem, rates.forward, is_split=is_split)
+        forward = forward_cost(problem, target) if is_split else _forward_cost(problem, rates.forward, is_split=False)
+        part = 0.5 if is_causal(problem.variant) else 1.0
         triton = rates.backward.triton / rates.busy
         return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * triton / rates.backward.best
 
@@ -117,6 +116,19 @@ class HopperBackend:
     def row_kernels(self, target: Target, /) -> RowKernels | None:
         """Those of the backend triton: memory is what they wait for."""
         return TRITON.row_kernels(target)
+
+
+def _forward_cost(problem: Problem, rates: Pair, *, is_split: bool) -> float:
+    """Of the forward of this backend: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
+    Programs that take task after task have been seen to lose nothing by rows that are not there, but those of a warpgroup; where there are
+    so few that `triton` splits keys, each takes as long as its rows."""
+    schedule = forward_schedule(problem)
+    rows = 64 if schedule.persistent else schedule.tile_q
+    if schedule.persistent and is_split:
+        rows = min(schedule.tile_q, -(-problem.q_len // 64) * 64)
+    tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
+    flops = 2.0 * max(PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
+    return _LAUNCH + (0.5 if is_causal(problem.variant) else 1.0) * flops / _TRITON * rates.triton / rates.hopper
 
 
 def _taken(problem: Problem, widths: tuple[int, int]) -> str:

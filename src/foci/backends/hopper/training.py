@@ -13,13 +13,13 @@ from foci.backends.hopper.rates import rates_of
 from foci.backends.triton.kernel import TritonKernel
 from foci.backends.triton.recording import Recorder
 from foci.backends.triton.sparsity import Sequences
-from foci.problem import Operands
+from foci.problem import Operands, Results
 
 __all__ = ["TrainingKernel"]
 
 
 class TrainingKernel(HopperKernel, HopperGradients):
-    """Forward and backward of a plan.
+    """Forward and backward of a plan. A forward of few queries over many keys, which are split, is that of `triton`.
 
     `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
     """
@@ -32,6 +32,10 @@ class TrainingKernel(HopperKernel, HopperGradients):
     def foresees(self) -> bool:
         """Not where tables of a mask are made by themselves."""
         return self.is_prefix or not self.takes_own
+
+    def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+        by = HopperKernel if self.split_kind(operands) is None else TritonKernel
+        return by._forward(self, operands, sequences, recorder)
 
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None

@@ -14,11 +14,11 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of
+from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, takes_splits
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
-__all__ = ["BACKEND", "TritonBackend"]
+__all__ = ["BACKEND", "TritonBackend", "forward_cost", "splits_keys"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _FLOPS: Final[dict[int, float]] = {80: 1.6e14, 86: 6e13, 89: 1.5e14, 90: 4.5e14, 100: 6e14}
@@ -57,7 +57,7 @@ class TritonBackend:
     def _reject_size(self, problem: Problem, target: Target) -> str | None:
         """Whether every kernel has a schedule that fits the device's shared memory."""
         dims = (padded(problem.head_dim), padded(problem.value_dim))
-        kinds = ["forward", "forward_sparse", "forward_listed", "decode"]
+        kinds = ["forward", "forward_sparse", "forward_listed", "decode", "split"]
         if problem.needs_backward:
             kinds += [
                 "query_gradient",
@@ -77,16 +77,19 @@ class TritonBackend:
                 return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with {size}"
         return None
 
+    def note(self, problem: Problem, target: Target, /) -> str:
+        """Whether keys are split."""
+        return "few queries: keys split over programs, whose results combine" if splits_keys(problem, target) else ""
+
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops at the rate such kernels reach, half of them under the causal mask; of a backward less, where multiprocessors
         are idle. In the interpreter no one should want to wait."""
         if target.device == "cpu":
             return 1e3 + problem.flops / 1e6
-        rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
-        seconds = problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
+        forward = forward_cost(problem, target)
         if not problem.needs_backward:
-            return _FORWARD + seconds
-        return _FORWARD + seconds + _BACKWARD + 2.5 * seconds / busy_part(problem, target.arch)
+            return forward
+        return forward + _BACKWARD + 2.5 * (forward - _FORWARD) / busy_part(problem, target.arch)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched."""
@@ -120,6 +123,18 @@ def _reject_target(target: Target) -> str | None:
     if target.device == "cuda" and target.arch < 80:
         return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
     return None
+
+
+def forward_cost(problem: Problem, target: Target) -> float:
+    """What a forward costs on a GPU."""
+    rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
+    return _FORWARD + problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
+
+
+def splits_keys(problem: Problem, target: Target) -> bool:
+    """Whether a forward splits keys over programs, whatever its lengths within those that the problem stands for."""
+    heads, lengths = (problem.q_heads, problem.kv_heads), (problem.q_len, problem.kv_len // 2 + 1)
+    return takes_splits(problem.formula) and split_kind(problem.batch, heads, lengths, target.arch) is not None
 
 
 def _derivatives(problem: Problem) -> tuple[CaptureDerivative, ...]:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Few queries against many keys: the keys are split over programs, the heads of a group share one tile, partial results combine.
+"""Few queries against many keys: the keys are split over programs, the heads of a group share tiles, partial results combine.
 
 Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
@@ -37,10 +37,10 @@ class Pages(NamedTuple):
 
 
 @triton.jit
-def key_tile(source, strides, pages, b, h, first, length, c, DIM: tl.constexpr, COLS: tl.constexpr):
-    """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`."""
+def key_tile(source, strides, pages, b, h, first, length, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`, which without EDGE none is."""
     if pages is None:
-        return stream_tile(source, strides, b, h, b * 0, first, length, c, True, c.TILE_KV, DIM, COLS)
+        return stream_tile(source, strides, b, h, b * 0, first, length, c, EDGE, c.TILE_KV, DIM, COLS)
     else:
         row = pages.table + b.to(tl.int64) * number(pages.stride)
         if pages.SIZE % c.TILE_KV == 0:
@@ -74,6 +74,38 @@ def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.con
 
 
 @triton.jit
+def fold_split(
+    state, queries, k, v, pages, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total and maximum. `given`: strides,
+    table, numbers, environment."""
+    acc, total, most = state
+    strides, table, numbers, env = given
+    b, h, kv_h, q_idx, q_len, kv_len, factor = at
+    row, first, before, gap, low, high = run
+    tile = visited(table, row, low, first, before, gap, c)
+    for i in tl.range(low, high, num_stages=c.STAGES):
+        current = tile
+        here = start_of(tile, c, c.TILE_KV)
+        tile = visited(table, row, i + 1, first, before, gap, c)
+        keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, EDGE, c.D, c.D_PAD)
+        qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
+        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
+        higher = tl.maximum(most, tl.max(x, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2((x - shift[:, None]) * factor)
+        alpha = tl.exp2((most - shift) * factor)
+        total = total * alpha + tl.sum(p, 1)
+        if c.DROPOUT:
+            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
+        values = key_tile(v, strides.v, pages, b, kv_h, here, kv_len, c, EDGE, c.DV, c.DV_PAD)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
+        most = higher
+    return acc, total, most
+
+
+@triton.jit
 def attention_decode(
     q,
     k,
@@ -90,16 +122,19 @@ def attention_decode(
     splits,
     score: tl.constexpr,
     mask: tl.constexpr,
+    APART: tl.constexpr,
     pages=None,
 ):
-    """Unnormalised results of one group of heads over one split of the keys; `pages` says where they lie, if not in one piece.
+    """Unnormalised results of a tile of rows of one group of heads over one split of the keys; `pages` says where they lie, if not in one
+    piece. APART: tiles of keys that are attended to as a whole come in a loop of their own, which asks no mask.
 
-    partial: float32 [B, Hkv, splits, TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits, TILE_Q].
-    Row r of a tile is query r % Sq of head r // Sq of the group.
+    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits,
+    size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the same keys, run together.
     """
     pid = tl.program_id(0)
-    split = pid % number(splits)
-    bh = pid // number(splits)
+    part_of = pid // number(size.tasks)
+    split = part_of % number(splits)
+    bh = part_of // number(splits)
     kv_heads = number(size.heads) // number(size.group)
     b = bh // kv_heads
     kv_h = bh - b * kv_heads
@@ -107,7 +142,8 @@ def attention_decode(
     kv_len = number(size.columns)
     if pages is not None:
         kv_len = tl.minimum(tl.load(pages.lengths + b), kv_len).to(tl.int32)
-    r = tl.arange(0, c.TILE_Q)
+    lane = tl.arange(0, c.TILE_Q)
+    r = pid % number(size.tasks) * c.TILE_Q + lane
     used = r < number(size.group) * q_len
     inside = tl.where(used, r, 0)
     h = (kv_h * number(size.group) + inside // q_len)[:, None]
@@ -122,38 +158,32 @@ def attention_decode(
     factor = LOG2E
     if c.PLAIN:
         factor = numbers.scale * LOG2E
+    # one table for all queries of the group
     line, full_first, full, part_first, before, gap, part = visits(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
-    first = part_first if c.MODE == "ranges" else full_first
     count = full + part
     share = tl.cdiv(count, number(splits))
-    low = split * share
+    low = tl.minimum(split * share, count)
     high = tl.minimum(low + share, count)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
     total = tl.zeros([c.TILE_Q], tl.float32)
     most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    state = (acc, total, most)
+    at = (b, h, kv_h, q_idx, q_len, kv_len, factor)
+    given = (strides, table, numbers, env)
     MASKED: tl.constexpr = c.MODE != "all"
-    tile = visited(table, line, tl.minimum(low, count), first, count, count, c)
-    for i in tl.range(low, high, num_stages=c.STAGES):
-        here = start_of(tile, c, c.TILE_KV)
-        tile = visited(table, line, i + 1, first, count, count, c)
-        keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, c.D, c.D_PAD)
-        qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
-        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, tile), numbers, env, c, score, mask, MASKED, True)
-        higher = tl.maximum(most, tl.max(x, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2((x - shift[:, None]) * factor)
-        alpha = tl.exp2((most - shift) * factor)
-        total = total * alpha + tl.sum(p, 1)
-        if c.DROPOUT:
-            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
-        values = key_tile(v, strides.v, pages, b, kv_h, here, kv_len, c, c.DV, c.DV_PAD)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
-        most = higher
+    if APART:
+        run = (line, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
+        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, False, False)
+        run = (line, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
+        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
+    else:
+        run = (line, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
+        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
+    acc, total, most = state
     out = pid.to(tl.int64) * c.TILE_Q
-    tl.store(partial + (out + r)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
-    tl.store(partial_max + out + r, most * factor)
-    tl.store(partial_total + out + r, total)
+    tl.store(partial + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
+    tl.store(partial_max + out + lane, most * factor)
+    tl.store(partial_total + out + lane, total)
 
 
 @triton.jit
@@ -177,7 +207,7 @@ def combine_splits(
     most = float("-inf")
     for start in range(0, number(splits), CHUNK):
         s = start + tl.arange(0, CHUNK)
-        here = (base + s) * c.TILE_Q + row
+        here = (base + s) * (number(size.tasks) * c.TILE_Q) + row
         m = tl.load(partial_max + here, mask=s < number(splits), other=float("-inf"))
         t = tl.load(partial_total + here, mask=s < number(splits), other=0.0)
         higher = tl.maximum(most, tl.max(m, 0))

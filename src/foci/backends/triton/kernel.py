@@ -29,7 +29,18 @@ from foci.backends.triton.forward import attention_forward
 from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
 from foci.backends.triton.known import KnownPasses, find_pass, keep_pass, source_of_places
 from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule, padded, reads_of, schedule_for, scratch_of, shared_bytes, splits_for, tile_bytes
+from foci.backends.triton.schedules import (
+    Schedule,
+    padded,
+    reads_of,
+    schedule_for,
+    scratch_of,
+    shared_bytes,
+    split_kind,
+    splits_for,
+    takes_splits,
+    tile_bytes,
+)
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
 from foci.backends.triton.surroundings import stream_of
@@ -92,6 +103,7 @@ class TritonKernel(KnownPasses):
         self.reads_tiles = self.tile_bytes > 0
         formula = self.problem.formula
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
+        self.takes_splits = takes_splits(formula)
         self.is_by_bounds = formula.block_size is None and within(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
         # a mask that is read takes little room beside what is streamed: two programs share a multiprocessor; beside a bias they do not fit
@@ -159,8 +171,8 @@ class TritonKernel(KnownPasses):
                     statistic.fill_(-math.inf)
         elif out.numel():
             call = self.begin(operands, {"out": out}, sequences, recorder)
-            if self.is_decode(operands):
-                self._decode(call, outputs)
+            if (kind := self.split_kind(operands)) is not None:
+                self._decode(call, kind, outputs)
                 return Results(*outputs)
             schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
@@ -175,45 +187,56 @@ class TritonKernel(KnownPasses):
             )  # fmt: skip
         return Results(*outputs)
 
-    def is_decode(self, operands: Operands) -> bool:
-        """Few rows for each group of heads, and many keys; one table of visits for the whole group."""
-        (_, heads, length, _), (_, kv_heads, keys, _) = operands.query.shape, operands.key.shape
-        if operands.cu_q is not None or operands.blocks is not None or "h" in self.variant.mask.variables():
-            return False
-        return length <= 16 and heads // kv_heads * length <= 64 and keys >= (32 if self.plan.target.arch == 0 else 1024)
+    def split_kind(self, operands: Operands) -> str | None:
+        """The kernel that splits keys over programs, None where they are not split."""
+        if not self.takes_splits:
+            return None
+        (batch, heads, length, _), (_, kv_heads, keys, _) = operands.query.shape, operands.key.shape
+        return split_kind(batch, (heads, kv_heads), (length, keys), self.plan.target.arch)
 
-    def _decode(self, call: Pass, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def _decode(self, call: Pass, kind: str, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         query, key = call.operands.query, call.operands.key
-        found = self.schedule("decode")
-        rows = padded(query.shape[1] // key.shape[1] * query.shape[2])
-        schedule = Schedule(rows, found.tile_kv, found.warps, found.stages, found.descriptors)
-        visits = self.visits(call, schedule, "queries")
+        schedule = self.rows_schedule(kind, query, key)
+        visits = self.group_visits(call, schedule)
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
-        groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(key.shape[2], schedule.tile_kv)
-        taken = shared_bytes("decode", schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
-        splits = splits_for(groups, tiles, self.plan.target.arch, taken)
-        self.split(call, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+        taken = shared_bytes(kind, schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
+        tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
+        # large tiles take up to all registers that a thread may have
+        together = 8 // schedule.warps if kind == "split" else 16
+        splits = splits_for(tiles, triton.cdiv(key.shape[2], schedule.tile_kv), self.plan.target.arch, taken, together)
+        self.split(call, kind, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+
+    def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
+        """That of a kernel whose tiles hold rows of a group of heads: those of a decode all of them."""
+        found = self.schedule(kind)
+        return found if kind == "split" else replace(found, tile_q=padded(query.shape[1] // key.shape[1] * query.shape[2]))
+
+    def group_visits(self, call: Pass, schedule: Schedule) -> Visits:
+        """The tiles of keys that any query of a group of heads attends to, whatever the tiles of rows."""
+        return self.visits(call, replace(schedule, tile_q=padded(call.operands.query.shape[2])), "queries")
 
     def split(
-        self, call: Pass, schedule: Schedule, visits: Visits, config: Config, splits: int, streams: tuple[Any, Any],
+        self, call: Pass, kind: str, schedule: Schedule, visits: Visits, config: Config, splits: int, streams: tuple[Any, Any],
         outputs: tuple[Tensor, Tensor, Tensor | None], pages: Pages | None,
     ) -> None:  # fmt: skip
-        """Decodes with the keys of a group of heads split over programs; `streams` are what keys and values are read from."""
-        query, rows, width = call.operands.query, schedule.tile_q, self.dims[1]
-        programs = query.shape[0] * call.operands.key.shape[1] * splits
+        """Attends with the keys of a group of heads split over programs; `streams` are what keys and values are read from."""
+        query, key, rows, width = call.operands.query, call.operands.key, schedule.tile_q, self.dims[1]
+        tiles = row_tiles(schedule, query, key)
+        programs = query.shape[0] * key.shape[1] * tiles * splits
         partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
-        size = self.size(call, query.shape[1], visits.tasks)
+        size = self.size(call, query.shape[1], tiles)
         call.recorder.launch(
             attention_decode, (programs,),
             query, *streams, partial, most, total, call.strides, size, visits.table, call.numbers, call.environment, config,
-            encode(splits), call.functions.score, call.functions.mask, pages, num_warps=schedule.warps,
+            encode(splits), call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
         )  # fmt: skip
-        columns = min(32, self.dims[1])
+        # few rows of many splits, or many rows of few
+        chunk, columns, warps = (64, min(32, width), 4) if kind == "decode" else (8, min(128, width), 2)
         call.recorder.launch(
-            combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], self.dims[1] // columns),
-            partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), 64, columns, num_warps=4,
+            combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], width // columns),
+            partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), chunk, columns, num_warps=warps,
         )  # fmt: skip
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -387,6 +410,11 @@ class TritonKernel(KnownPasses):
         """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
         query, key = call.operands.query, call.operands.key
         return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
+
+
+def row_tiles(schedule: Schedule, query: Tensor, key: Tensor) -> int:
+    """Tiles of the rows of a group of heads."""
+    return int(triton.cdiv(query.shape[1] // key.shape[1] * query.shape[2], schedule.tile_q))
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

@@ -108,7 +108,7 @@ class PagedKernel:
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
         pages = Pages(lengths, table, encode(table.stride(0)), encode(table.stride(1)), tl.constexpr(key.shape[2]))
-        kernel.split(call, schedule, visits, config, splits, (stream(key), stream(operands.value)), outputs, pages)
+        kernel.split(call, "decode", schedule, visits, config, splits, (stream(key), stream(operands.value)), outputs, pages)
         return Results(*outputs)
 
     def _schedule(self, operands: Operands) -> Schedule:

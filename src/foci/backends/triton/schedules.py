@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.ir.expr import Expr
-from foci.problem import Problem
+from foci.problem import Formula, Layout, Problem, bucket
 from foci.variant import Variant
 
 __all__ = [
@@ -28,7 +28,9 @@ __all__ = [
     "schedule_for",
     "scratch_of",
     "shared_bytes",
+    "split_kind",
     "splits_for",
+    "takes_splits",
     "tile_bytes",
 ]
 
@@ -46,6 +48,7 @@ KINDS: Final = (
     "captures",
     "bias_gradient",
     "decode",
+    "split",
 )
 
 
@@ -129,6 +132,7 @@ LIKE: Final = {
     "query_gradient_sparse": "query_gradient",
     "key_gradient_dropped": "key_gradient_scored",
     "bias_gradient": "query_gradient",
+    "split": "forward",
 }
 """Kernels that take the rows of another where the table has none of their own."""
 
@@ -175,7 +179,7 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     scores = schedule.tile_q * schedule.tile_kv
     buffers = max(schedule.stages, 1)
     spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
-    if kind.startswith("forward") or kind == "decode":
+    if kind.startswith("forward") or kind in ("decode", "split"):
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
         return rows + buffers * schedule.tile_kv * wide + spare + 64  # and what masks of 128 x 128 reduce through it
     if kind == "captures":
@@ -223,16 +227,48 @@ def busy_part(problem: Problem, arch: int) -> float:
     return 7 / (3 / min(1.0, rows / processors) + 4 / min(1.0, keys / processors))
 
 
-def splits_for(groups: int, tiles: int, arch: int, taken: int) -> int:
-    """Programs that share the keys of each of `groups` decodes of `tiles` tiles: the fewest, of four tiles or more, that leave a twentieth
-    of the device idle at most; or of those the ones that leave least.
+def takes_splits(formula: Formula) -> bool:
+    """Whether keys may be split: one table says which are visited by all queries of the heads that share keys."""
+    return formula.layout is Layout.DENSE and formula.block_size is None and "h" not in formula.variant.mask.variables()
+
+
+def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arch: int) -> str | None:
+    """Which kernel's schedule a forward takes that splits keys over programs, None where it splits none: "decode" where one tile holds the
+    rows of all heads that share keys, "split" where several do.
+
+    Up to 16 queries leave a tile of one head mostly empty: heads share tiles whatever the batch. More queries, up to 256, gain by it where
+    tiles of 128 rows would keep half of the multiprocessors busy at most. A split has four tiles of 128 keys or more (`splits_for`), and
+    results meet in a launch more, so that keys must be more than 1024. That much is decided by lengths and batch to a power of two, as
+    plans count them.
+
+    Args:
+        batch: B.
+        heads: Hq and Hkv.
+        lengths: Sq and Skv.
+        arch: as in `schedule_for`; the interpreter, which is for tests, splits fewer keys, of fewer queries.
+    """
+    (q_heads, kv_heads), (length, keys) = heads, lengths
+    group = q_heads // kv_heads
+    queries_at_most, keys_at_least = (32, 128) if arch == 0 else (256, 1024)
+    if length <= 16 and group * length <= 64 and keys >= (32 if arch == 0 else 1024):
+        return "decode"
+    tiles = bucket(batch) * kv_heads * -(-group * bucket(length) // 128)
+    if length > queries_at_most or bucket(keys) <= keys_at_least or 2 * tiles > MULTIPROCESSORS.get(arch, 108):
+        return None
+    return "decode" if group * length <= 64 else "split"
+
+
+def splits_for(groups: int, tiles: int, arch: int, taken: int, together: int = 16) -> int:
+    """Programs that share the keys of each of `groups` tiles of rows, which go through `tiles` tiles of keys: the fewest, of four tiles or
+    more, that leave a twentieth of the device idle at most; or of those the ones that leave least.
 
     Args:
         arch: as in `schedule_for`.
         taken: shared memory of a program, which decides how many a multiprocessor holds.
+        together: how many its registers have room for.
     """
     if arch == 0:
         return min(3, tiles)
-    slots = MULTIPROCESSORS.get(arch, 108) * max(1, LIMITS.get(arch, 101376) // taken)
+    slots = MULTIPROCESSORS.get(arch, 108) * max(1, min(together, LIMITS.get(arch, 101376) // taken))
     idle = {n: -(-groups * n // slots) * slots / (groups * n) - 1 for n in range(1, max(1, tiles // 4) + 1)}
     return next((n for n, share in idle.items() if share <= 0.05), min(idle, key=lambda n: idle[n]))
