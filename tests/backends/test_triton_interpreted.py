@@ -39,7 +39,7 @@ PARTS = {
     ),
     "far": ("tests/api/test_sdpa.py", "two_to_the_31 and triton and batch", 1),
     "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
-    "splits": ("tests/backends/test_triton_splits.py", "formula and (groups or lower or list or keys) or learn or masks_of", 7),
+    "splits": ("tests/backends/test_triton_splits.py", "groups or lower or without or learn or blocks", 5),
     "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
 }
 
