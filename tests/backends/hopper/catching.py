@@ -22,24 +22,24 @@ class _Caught(Exception):
 
 
 class _Instead:
-    """Stands in for the kernel: `does` takes its arguments by name."""
+    """Stands in for a kernel: `does` takes its arguments by name."""
 
-    signature = backward.attention_gradients.signature
-
-    def __init__(self, does):
-        self.does = does
+    def __init__(self, kernel, does):
+        self.signature, self.does = kernel.signature, does
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.does(dict(zip(self.signature.parameters, args, strict=True)))
 
 
-def gradients_with(does, asked, operands, results, cotangents, sums=None):
+def gradients_with(does, asked, operands, results, cotangents, sums=None, *, few=False):
     """Gradients of a problem that the kernel takes, where `does`, given its arguments by name, stands in for it. `sums`: other than the
-    schedule has."""
+    schedule has. `few`: the kernel of few queries."""
     kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
+    assert (kernel.few is not None) == few
     assert kernel.fused is not None
     kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums, goes_round=kernel.fused.goes_round and sums is None)
-    with mock.patch.object(backward, "attention_gradients", _Instead(does)):
+    name = "attention_few_gradients" if few else "attention_gradients"
+    with mock.patch.object(backward, name, _Instead(getattr(backward, name), does)):
         return kernel.backward(operands, results, cotangents)
 
 

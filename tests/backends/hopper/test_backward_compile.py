@@ -34,7 +34,7 @@ TABLES = ("mark_tiles", "pack_queries", "rank_packed", "rank_tiles")
 # bytes that releases of Triton which the backend is not written for spill besides
 SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
 LAUNCHED = {
-    backward: (*GRADIENTS, "begin_gradients", "clear_turns", "finish_query_gradient", *TABLES),
+    backward: (*GRADIENTS, "begin_gradients", "clear_turns", "finish_query_gradient", "add_shares", *TABLES),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 
@@ -91,6 +91,16 @@ CASES = {
     "few queries, D 16, softcap": {"batch": 32, "rows": 1, "few": True, "dim": 16, "score": scores.softcap(20.0)},
     "few queries, D 96, alibi": {"batch": 32, "rows": 64, "few": True, "dim": 96, "score": scores.alibi(4), "dtype": torch.float16},
     "few queries, softcap": {"batch": 32, "rows": 128, "few": True, "score": scores.softcap(20.0)},
+    "few queries of several programs": {"batch": 4, "rows": 100, "few": True, "shares": True},
+    "few queries of several programs, D 64": {"batch": 4, "rows": 128, "few": True, "shares": True, "dim": 64},
+    "few queries of several programs, D 96, softcap": {
+        "batch": 4,
+        "rows": 64,
+        "few": True,
+        "shares": True,
+        "dim": 96,
+        "score": scores.softcap(20.0),
+    },
 }
 
 
@@ -102,12 +112,15 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     found = stand_in(LAUNCHED, 90)
     monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
     monkeypatch.setattr(backward, "processors_of", lambda device: case.get("processors", 132))
+    if case.get("shares"):
+        monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 64)
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
     wanted = {"begin_gradients"} if case.keys() & {"dropout", "few"} else {keys, "attention_query_gradient", "begin_gradients"}
     wanted |= {"attention_kept_gradient"} if case.get("kept") else set()
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"attention_few_gradients"} if case.get("few") else set()
+    wanted |= {"add_shares"} if case.get("shares") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
     for one in found:

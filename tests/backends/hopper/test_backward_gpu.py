@@ -19,6 +19,7 @@ pytestmark = [
 
 ALL = (True, True, True)
 FEW = {"batch": 8, "heads": 8}
+SHARED = {"batch": 2, "heads": 8}
 LENGTHS = [300, 1, 0, 128, 515, 64]
 CASES = {
     "plain": {"rows": 1024},
@@ -175,6 +176,21 @@ CASES = {
         "score": foci.Score(lambda s, b, h, q, k: (s * s).sqrt() + s / 2),
     },
     "few queries, float16, negative scale": {**FEW, "rows": 128, "keys": 777, "dtype": torch.float16, "scale": -0.1},
+    "few queries, shared keys": {**SHARED, "rows": 128, "keys": 4096},
+    "few queries, shared keys, D 64": {**SHARED, "rows": 64, "keys": 4000, "dim": 64},
+    "few queries, shared keys, D 64, many": {"batch": 2, "heads": 20, "rows": 100, "keys": 1999, "dim": 64},
+    "few queries, shared keys, D 16, float16": {**SHARED, "rows": 1, "keys": 5555, "dim": 16, "dtype": torch.float16},
+    "few queries, shared keys, D 96, softcap": {**SHARED, "rows": 77, "keys": 4097, "dim": 96, "score": scores.softcap(20.0)},
+    "few queries, shared keys, D 72, Dv 80": {**SHARED, "rows": 128, "keys": 2111, "dim": 72, "value_dim": 80},
+    "few queries, shared keys, alibi": {**SHARED, "rows": 100, "keys": 3333, "score": scores.alibi(8)},
+    "few queries, shared keys, both signs": {
+        **SHARED,
+        "rows": 70,
+        "keys": 2600,
+        "dim": 64,
+        "score": foci.Score(lambda s, b, h, q, k: (s * s).sqrt() + s / 2),
+    },
+    "few queries, shared keys, one head": {"batch": 1, "heads": 1, "rows": 30, "keys": 40000, "dim": 64},
     "D 24, grouped heads, causal": {"mask": masks.causal(), "dim": 24, "rows": 300, "heads": 8, "kv_heads": 2},
 }
 
@@ -223,6 +239,8 @@ def test_gradients_are_those_of_float64(name, way):
         "D 256",
         "few queries",
         "few queries, many heads, D 64",
+        "few queries, shared keys",
+        "few queries, shared keys, D 64, many",
     ],
 )
 def test_gradients_have_the_same_bits_each_time(name):

@@ -12,7 +12,7 @@ import foci
 from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
-from foci.backends.hopper.backward_schedules import FUSED, few_schedule, fused_schedule
+from foci.backends.hopper.backward_schedules import FUSED, few_schedule, few_shares, fused_schedule
 from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of
 from foci.backends.hopper.rates import MEASURED, rates_of
 from foci.backends.hopper.schedules import forward_schedule
@@ -487,7 +487,10 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
         ({"score": scores.softcap(20.0)}, True),
         ({"score": scores.alibi(16), **NARROW}, True),
         ({"batch": 4}, True),
-        ({"batch": 2}, False),
+        ({"batch": 2}, True),
+        ({"batch": 2, "kv_len": 512}, False),
+        ({"batch": 1}, False),
+        ({"batch": 1, "kv_len": 2048}, True),
         ({"q_len": 256}, False),
         ({"kv_len": 64}, True),
         ({"kv_heads": 4}, False),
@@ -632,3 +635,21 @@ def test_unaligned_operands_make_an_unaligned_problem():
 
 def test_it_is_a_backend_among_the_others():
     assert "hopper" in foci.backends.names()
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "expected"),
+    [
+        (128, 1024, (16, 1)),
+        (32, 4096, (16, 4)),
+        (16, 8192, (16, 8)),
+        (16, 4097, (9, 8)),
+        (64, 1024, (8, 2)),
+        (64, 1000, (16, 1)),
+        (8, 1 << 20, (1024, 16)),
+        (24, 3000, (10, 5)),
+    ],
+)
+def test_programs_of_a_head_of_few_queries(heads, keys, expected):
+    """As many as there are multiprocessors for, none of less than 512 keys but the last."""
+    assert few_shares(heads, keys, 64) == expected

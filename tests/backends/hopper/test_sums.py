@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from catching import DEVICE, gradients_with, launched_with, needs_gpu_or_interpreter
 
+from foci.backends.hopper import backward_schedules
 from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
 
@@ -139,3 +141,28 @@ def test_dq_is_the_sums_that_tiles_of_keys_have_added_to(dim, sums, jagged, monk
     assert torch.equal(dq[:, :, within], (wanted * problem[1].scale).half()[:, :, within])
     assert (dq[:, :, ~within] == 0).all()
     assert dq[:, :, within].any(-1).any(1).all()
+
+
+@pytest.mark.parametrize(("dim", "keys", "shares"), [(64, 700, 11), (96, 130, 3), (128, 400, 7), (24, 64, 1)])
+def test_dq_of_few_queries_is_the_shares_of_their_keys(dim, keys, shares, monkeypatch):
+    """In order, and nothing of rows that are not there."""
+    monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 8)
+    monkeypatch.setattr(backward_schedules, "HEADS_OF_FEW_QUERIES", 1)
+    asked, operands, results, cotangents = posed(monkeypatch, dim, 4, jagged=False, rows=101)
+    asked, key = replace(asked, q_len=128, kv_len=1024), torch.zeros(2, 4, keys, dim, device=DEVICE).half()
+    operands, found = replace(operands, key=key, value=key), []
+
+    def leave(args):
+        if args["shares"] is None:
+            assert args["dq"] is not None
+            return
+        sums, count, tiles = args["shares"]
+        assert (count >> 2, tiles >> 2) == (shares, -(-keys // 64 // shares))
+        found.append(sums.view(2, 4, shares, 128, -1))
+        found[0][..., :101, :] = torch.randn(2, 4, shares, 101, found[0].shape[-1], device=DEVICE)
+
+    dq = gradients_with(leave, asked, operands, results, cotangents, few=True).query
+    assert bool(found) == (shares > 1)
+    if found:
+        wanted = found[0].sum(2)[..., :101, :dim] * operands.scale
+        torch.testing.assert_close(dq.float(), wanted, rtol=2e-3, atol=1e-4)

@@ -18,13 +18,15 @@ from torch import Tensor
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.arguments import Config, Marked
-from foci.backends.hopper.backward_few import attention_few_gradients
+from foci.backends.hopper.backward_few import Shares, attention_few_gradients
 from foci.backends.hopper.backward_fused import attention_gradients
 from foci.backends.hopper.backward_kept import Chunk, attention_kept_gradient
 from foci.backends.hopper.backward_keys import attention_key_gradient
 from foci.backends.hopper.backward_queries import attention_query_gradient
 from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.backward_schedules import (
+    ADDED,
+    ADDING,
     AT_ONCE,
     BEGUN,
     FINISHED,
@@ -36,6 +38,7 @@ from foci.backends.hopper.backward_schedules import (
     Cut,
     Fused,
     few_schedule,
+    few_shares,
     fused_schedule,
     is_prefix,
     kept_heads,
@@ -45,7 +48,7 @@ from foci.backends.hopper.backward_schedules import (
     widths_of,
 )
 from foci.backends.hopper.backward_split import attention_split_gradient
-from foci.backends.hopper.backward_sums import begin_gradients, finish_query_gradient
+from foci.backends.hopper.backward_sums import add_shares, begin_gradients, finish_query_gradient
 from foci.backends.hopper.backward_turns import SHARE_LINE, Order, slot_numbers
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.functions import Functions, functions_of
@@ -170,7 +173,7 @@ class HopperGradients(host.TritonKernel):
         elif keeping is not None and dq is not None:
             self._kept(call, streams, dq, (dk, dv), keeping)
         elif few is not None:
-            self._few(call, streams, (lse2, delta), tuple(grads.values()), few)
+            self._few(call, streams, (lse2, delta), (grads["dq"], grads["dk"], grads["dv"]), few)
         else:
             self._apart(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
@@ -219,14 +222,27 @@ class HopperGradients(host.TritonKernel):
             call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _few(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, ...], cut: Cut) -> None:
-        """All gradients of heads of few queries, a program for each."""
+    def _few(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor], cut: Cut) -> None:
+        """All gradients of heads of few queries, a program for each, or several where there are few heads of many keys."""
         functions, of, (batch, heads) = self._functions(call.operands, "q_idx"), streams.of, streams.query.shape[:2]
+        config, size, (dq, dk, dv) = self._cut_config(call, cut, "all"), self.size(call, heads, 1), grads
+        tiles, programs = few_shares(batch * heads, int(call.columns), cut.tile_kv)
+        shares = None
+        if programs > 1:
+            shape = (batch * heads * programs, 128, self.widths[0])
+            sums = call.recorder.empty(shape, (shape[1] * shape[2], shape[2], 1), torch.float32, streams.query)
+            shares = Shares(sums, encode(programs), encode(tiles))
         call.recorder.launch(
-            attention_few_gradients, (batch * heads,),
-            *(of(t, 64) for t in streams[:4]), *rows, *(of(t, 64) for t in grads), self.size(call, heads, 1), call.operands.scale,
-            call.environment, self._cut_config(call, cut, "all"), functions.pre, functions.both, functions.mask, num_warps=4,
+            attention_few_gradients, (batch * heads * programs,),
+            *(of(t, 64) for t in streams[:4]), *rows, of(dq, 64) if shares is None else None, of(dk, 64), of(dv, 64), shares, size,
+            call.operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
+        if shares is not None:
+            call.recorder.launch(
+                add_shares, (batch * heads, -(-call.rows * self.widths[0] // ADDED)),
+                shares.sums, dq, call.strides.dq, size, shares.count, call.operands.scale, config, call.unit, ADDED, 8,
+                num_warps=4, maxnreg=ADDING,
+            )  # fmt: skip
 
     def _keeping(self, call: host.Pass, query: Tensor, cut: Cut) -> _Keeping | None:
         """Where gradients of scores are kept; None where too few heads fit to fill the card."""

@@ -1,12 +1,15 @@
 # mypy: ignore-errors
-"""All gradients of a head of few queries in one program, which holds them all and goes through its keys once.
+"""All gradients of a head of few queries in one program, which holds them all and goes through its keys once; or in several of a share of
+the keys each, whose sums of dq are added afterwards.
 
 Two warpgroups hold 64 queries each, and a warp brings tiles of keys and values by TMA. A warpgroup sums dq of its queries in registers.
 Both leave their weights and gradients of scores in shared memory, where one finds what dv of the tile needs, the other what dk needs. No
-other program has these keys, so both leave finished: no float32 sums in memory, no turns.
+other program has these keys, so both leave finished: no turns, and float32 sums in memory of nothing but shares of dq.
 
 A tile's dv and dk are computed a tile later, beside the scores of the next one: so neither warpgroup waits for the other's.
 """
+
+from typing import Any, NamedTuple
 
 from foci.backends.hopper.backward_tiles import steepened, weights_of
 from foci.backends.hopper.interface import (
@@ -27,6 +30,15 @@ from foci.backends.triton.tiles import number
 ROWS = gl.constexpr(64)
 
 
+class Shares(NamedTuple):
+    """Where several programs take the keys of a head: `count` of them, encoded, of `tiles` tiles of keys each, encoded, the last of what is
+    left; dq without its scale goes to `sums`, float32 [B, H, count, 128, D_PAD]."""
+
+    sums: Any
+    count: Any
+    tiles: Any
+
+
 @gluon.jit
 def few_producer(sources, held, buffers, bars, at, c):
     """One warp: queries and gradients of out once, then tiles of keys and values."""
@@ -34,18 +46,18 @@ def few_producer(sources, held, buffers, bars, at, c):
     q_tiles, do_tiles = held
     k_tiles, v_tiles = buffers
     q_full, k_full, v_full, empty, handed_full = bars
-    b, h, q_len, kv_len = at
+    b, h, q_len, kv_len, low, count = at
     mbarrier.expect(q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
         copy_pieces_in(q, b, h, half * ROWS, 0, q_len, q_full, nth(q_tiles, half), c.JAGGED)
         copy_pieces_in(do, b, h, half * ROWS, 0, q_len, q_full, nth(do_tiles, half), c.JAGGED)
-    for i in range(0, (kv_len + c.TILE_KV - 1) // c.TILE_KV):
+    for i in range(0, count):
         stage = i % c.STAGES
         mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        copy_pieces_in(k, b, h, i * c.TILE_KV, 0, kv_len, k_full.index(stage), nth(k_tiles, stage), c.JAGGED)
+        copy_pieces_in(k, b, h, (low + i) * c.TILE_KV, 0, kv_len, k_full.index(stage), nth(k_tiles, stage), c.JAGGED)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        copy_pieces_in(v, b, h, i * c.TILE_KV, 0, kv_len, v_full.index(stage), nth(v_tiles, stage), c.JAGGED)
+        copy_pieces_in(v, b, h, (low + i) * c.TILE_KV, 0, kv_len, v_full.index(stage), nth(v_tiles, stage), c.JAGGED)
 
 
 @gluon.jit
@@ -65,10 +77,10 @@ def begin_keys(handed, rows, n, handed_full, nought, c):
 @gluon.jit
 def leave_keys(target, room, found, n, at, factor, c):
     """Begins to copy dv or dk of the n-th tile of keys to memory, once the one before has left this room."""
-    b, h, q_len, kv_len = at
+    b, h, q_len, kv_len, low, count = at
     tma.store_wait(0)
     thread_barrier()
-    copy_pieces_out(target, b, h, n * c.TILE_KV, 0, kv_len, room, scaled(found, factor), c.JAGGED)
+    copy_pieces_out(target, b, h, (low + n) * c.TILE_KV, 0, kv_len, room, scaled(found, factor), c.JAGGED)
 
 
 @gluon.jit
@@ -83,7 +95,7 @@ def fold_few(
     q_full, k_full, v_full, empty, handed_full = bars
     target, room, factor = leaving
     lse2, delta, q_idx = rows
-    b, h, q_len, kv_len = at
+    b, h, q_len, kv_len, low, count = at
     first, end = run
     zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, S)
     for i in range(first, end):
@@ -99,8 +111,8 @@ def fold_few(
         dp = begin_scores(nth(do_tiles, half + nought), nth(v_tiles, stage), zero, False)
         found = begin_keys(handed[half], held[1 - half], i - 1, handed_full, nought, c)
         s = warpgroup_mma_wait(len(keys) + 2 * len(found), deps=[s])
-        kv_idx = i * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
-        p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, i), scale, env, aux, c, both, mask, False, EDGE)
+        kv_idx = (low + i) * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
+        p, slope = weights_of(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, low + i), scale, env, aux, c, both, mask, False, EDGE)
         # both warpgroups have read what lay here: they handed the tile before over after that
         handed[0].index(mine).store(p.to(keys[0].dtype))
         steep = steepened(p, slope, c, EDGE)
@@ -123,12 +135,12 @@ def few_consumer(
     half: gl.constexpr, held, buffers, bars, handed, rooms, outputs, row_values, at, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dq of 64 queries, and dv of all keys or dk of all keys."""
+    """One warpgroup: dq of 64 queries, and dv of all keys of the program or dk of all of them."""
     S: gl.constexpr = product(c.TILE_KV)
-    heads, scale, env = told
-    dq_out, dk_out, dv_out = outputs
+    heads, slot, scale, env = told
+    dq_out, dk_out, dv_out, shares = outputs
     lse_rows, delta_rows = row_values
-    b, h, q_len, kv_len = at
+    b, h, q_len, kv_len, low, count = at
     row = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     head = (b * heads + h).to(gl.int64) * q_len
     # rows that are not there have no weights
@@ -142,8 +154,7 @@ def few_consumer(
         leaving = (dv_out, room, 1.0)
     else:
         leaving = (dk_out, room, scale)
-    count = (kv_len + c.TILE_KV - 1) // c.TILE_KV
-    whole = kv_len // c.TILE_KV
+    whole = gl.minimum(kv_len // c.TILE_KV - low, count)
     if not c.PLAIN:
         # a function may make of rows that are not there what no weight makes zero
         whole = gl.where(q_len < 2 * ROWS, 0, whole)
@@ -153,18 +164,38 @@ def few_consumer(
     dq = fold_few(dq, held, buffers, bars, handed, leaving, rows, at, (whole, count), scale, env, aux, c, half, both, mask, True)
     found = finish_sums(begin_keys(handed[half], held[1 - half], count - 1, bars[4], here_and_now(0), c))
     leave_keys(leaving[0], room, found, count - 1, at, leaving[2], c)
-    tma.store_wait(0)
-    thread_barrier()
-    copy_pieces_out(dq_out, b, h, half * ROWS, 0, q_len, room, scaled(dq, scale), c.JAGGED)
+    if shares is None:
+        tma.store_wait(0)
+        thread_barrier()
+        copy_pieces_out(dq_out, b, h, half * ROWS, 0, q_len, room, scaled(dq, scale), c.JAGGED)
+    else:
+        put_share(shares.sums + slot * (2 * ROWS * c.D_PAD), dq, half, q_len, c)
     tma.store_wait(0)
 
 
 @gluon.jit
+def put_share(sums, dq, half: gl.constexpr, q_len, c):
+    """Leaves a program's sums of 64 queries where `sums` says."""
+    at = 0
+    for i in gl.static_range(len(dq)):
+        put_piece(sums + at, dq[i], half, q_len, c.D_PAD, dq[i].shape[1])
+        at = at + dq[i].shape[1]
+
+
+@gluon.jit
+def put_piece(sums, found, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
+    """WIDTH columns of them, in lines of `pitch`."""
+    row = half * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, product(WIDTH))), 1)
+    column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, product(WIDTH))), 0)
+    gl.store(sums + row * pitch + column, found, mask=row + column * 0 < q_len)
+
+
+@gluon.jit
 def attention_few_gradients(
-    q, k, v, do, lse, delta, dq, dk, dv, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
+    q, k, v, do, lse, delta, dq, dk, dv, shares, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
 ):
     """dq, dk and dv of one head of up to 128 queries, as many query heads as heads of keys. Tensors come as descriptors of 64 rows or
-    keys; lse in base 2 and delta [B, H, Sq] as pointers."""
+    keys; lse in base 2 and delta [B, H, Sq] as pointers. `shares`: None, or `Shares`, and then no dq."""
     DTYPE: gl.constexpr = q.dtype
     q_tiles = buffers_of(DTYPE, 2, ROWS, c.D_PAD)
     do_tiles = buffers_of(DTYPE, 2, ROWS, c.DV_PAD)
@@ -177,14 +208,23 @@ def attention_few_gradients(
     bars = (barriers(1, 1).index(0), barriers(c.STAGES, 1), barriers(c.STAGES, 1), barriers(c.STAGES, 2), barriers(2, 2))
     fence_async_shared()
     heads = number(size.heads)
-    b = gl.program_id(0) // heads
-    at = (b, gl.program_id(0) - b * heads, number(size.rows), number(size.columns))
+    kv_len = number(size.columns)
+    tiles = (kv_len + c.TILE_KV - 1) // c.TILE_KV
+    head = gl.program_id(0)
+    low = 0
+    count = tiles
+    if shares is not None:
+        head = head // number(shares.count)
+        low = (gl.program_id(0) - head * number(shares.count)) * number(shares.tiles)
+        count = gl.minimum(tiles - low, number(shares.tiles))
+    b = head // heads
+    at = (b, head - b * heads, number(size.rows), kv_len, low, count)
     held, buffers, handed, rows = (q_tiles, do_tiles), (k_tiles, v_tiles), (weights, steps), (lse, delta)
-    told = (heads, scale, env)
+    told = (heads, gl.program_id(0), scale, env)
     gl.warp_specialize(
         [
-            (few_consumer, (0, held, buffers, bars, handed, rooms, (dq, dk, dv), rows, at, told, c, pre, both, mask)),
-            (few_consumer, (1, held, buffers, bars, handed, rooms, (dq, dk, dv), rows, at, told, c, pre, both, mask)),
+            (few_consumer, (0, held, buffers, bars, handed, rooms, (dq, dk, dv, shares), rows, at, told, c, pre, both, mask)),
+            (few_consumer, (1, held, buffers, bars, handed, rooms, (dq, dk, dv, shares), rows, at, told, c, pre, both, mask)),
             (few_producer, ((q, do, k, v), held, buffers, bars, at, c)),
         ],
         [4, 1],

@@ -14,6 +14,8 @@ from foci.backends.triton.schedules import padded, tile_bytes
 from foci.problem import Layout, Problem
 
 __all__ = [
+    "ADDED",
+    "ADDING",
     "AT_ONCE",
     "BEGUN",
     "FINISHED",
@@ -26,6 +28,7 @@ __all__ = [
     "Cut",
     "Fused",
     "few_schedule",
+    "few_shares",
     "fused_schedule",
     "is_prefix",
     "kept_heads",
@@ -96,7 +99,9 @@ FEW_QUERIES: Final = {
 }
 """Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
 HEADS_OF_FEW_QUERIES: Final = 64
-"""Fewest heads, batch entries included, of which each is one program's: with fewer, half of the multiprocessors or more are idle."""
+"""Fewest heads, batch entries included, or shares of their keys, of a program each: with fewer, half of the multiprocessors are idle."""
+KEYS_OF_A_SHARE: Final = 512
+"""Fewest keys of a program where several take those of a head: what their sums of dq cost is that of a few tiles."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`
     (64, "full"): (_NARROW, True),
@@ -132,8 +137,12 @@ BEGUN: Final = 4096
 once, and that few heads have programs for every multiprocessor."""
 FINISHED: Final = 32
 """Columns of 64 rows that a program of `finish_query_gradient` writes, likewise; fewer where a head dim has no whole number of them."""
+ADDED: Final = 1024
+"""Numbers of dq that a program of `add_shares` writes, of eight shares at a time."""
+ADDING: Final = 128
+"""Most registers of a thread of it."""
 REGISTERS: Final = 64
-"""Most of a thread of these two: told none, the assembler makes do with so few that loads wait for each other."""
+"""Most of a thread of the kernels before and after: told none, the assembler makes do with so few that loads wait for each other."""
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
@@ -145,7 +154,7 @@ def widths_of(problem: Problem) -> tuple[int, int]:
 
 def few_schedule(problem: Problem) -> Cut | None:
     """How one kernel computes all gradients where a program holds all queries of a head; None where several do, or tiles of keys add up dq.
-    A head's tiles of keys come one after the other, so there must be heads for half of the multiprocessors."""
+    A program's tiles of keys come one after the other, so there must be heads, or shares of their keys, for half of the multiprocessors."""
     formula, variant = problem.formula, problem.variant
     if not _is_unmasked(problem) or formula.dropout or tile_bytes(variant):
         return None
@@ -153,8 +162,21 @@ def few_schedule(problem: Problem) -> Cut | None:
     if not is_small or not all((problem.query_grad, problem.key_grad, problem.value_grad)):
         return None
     widths = widths_of(problem)
-    has_heads = problem.batch * problem.q_heads >= HEADS_OF_FEW_QUERIES
-    return FEW_QUERIES.get(widths[0]) if has_heads and widths[0] == widths[1] else None
+    found, heads = FEW_QUERIES.get(widths[0]), problem.batch * problem.q_heads
+    if found is None or widths[0] != widths[1]:
+        return None
+    return found if heads * few_shares(heads, problem.kv_len, found.tile_kv)[1] >= HEADS_OF_FEW_QUERIES else None
+
+
+def few_shares(heads: int, keys: int, tile: int) -> tuple[int, int]:
+    """(tiles of keys of a program, programs of a head) where a program holds all queries of a head: as many as there are multiprocessors
+    for, of `KEYS_OF_A_SHARE` keys or more, so that none is without a tile.
+
+    `heads`: all batch entries together. `tile`: keys of one.
+    """
+    tiles = -(-keys // tile)
+    share = -(-tiles // max(1, min(PROCESSORS // heads, keys // KEYS_OF_A_SHARE)))
+    return share, -(-tiles // share)
 
 
 def kept_schedule(problem: Problem) -> Cut | None:

@@ -112,3 +112,27 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
     at = head + (q_start + rows).to(tl.int64) * (number(strides.s) * UNIT)
     tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_shares(shares, dq, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """dq of heads of up to 128 queries whose keys several programs took, NUMBERS of a head by each program; shares are added in order.
+
+    Args:
+        shares: float32 [B, H, count, 128, D_PAD]; `count` is encoded.
+        dq: [B, H, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
+        AT_ONCE: how many shares are on their way together.
+    """
+    head = tl.program_id(0)
+    b = head // number(size.heads)
+    h = head - b * number(size.heads)
+    at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    added = tl.zeros([NUMBERS], tl.float32)
+    for start in range(0, number(count), AT_ONCE):
+        n = start + tl.arange(0, AT_ONCE)
+        slot = (head * number(count) + n).to(tl.int64) * (128 * c.D_PAD)
+        added += tl.sum(tl.load(shares + slot[:, None] + at[None, :], mask=(n < number(count))[:, None], other=0.0), 0)
+    row, column = at // c.D_PAD, at % c.D_PAD
+    to = b.to(tl.int64) * (number(strides.b) * UNIT) + h.to(tl.int64) * (number(strides.h) * UNIT)
+    to += row.to(tl.int64) * (number(strides.s) * UNIT) + column
+    tl.store(dq + to, (added * scale).to(dq.dtype.element_ty), mask=(row < number(size.rows)) & (column < c.D))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.backward_schedules import few_schedule, fused_schedule
+from foci.backends.hopper.backward_schedules import few_schedule, few_shares, fused_schedule
 from foci.backends.hopper.kinds import kind_of
 from foci.backends.hopper.schedules import PROCESSORS
 from foci.backends.triton.schedules import busy_part, padded
@@ -111,8 +111,9 @@ def rates_of(problem: Problem) -> Rates:
     dropped, measured = DROPPED.get(width, DROPPED[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
     found = dropped if problem.formula.dropout else measured
     backward, busy = found.backward, busy_part(problem, 90)
-    if few_schedule(problem) is not None:
-        part = min(1.0, problem.batch * problem.q_heads / PROCESSORS)
+    if (few := few_schedule(problem)) is not None:
+        heads = problem.batch * problem.q_heads
+        part = min(1.0, heads * few_shares(heads, problem.kv_len, few.tile_kv)[1] / PROCESSORS)
         return Rates(found.forward, Pair(FEW_QUERIES[width].hopper * part, FEW_QUERIES[width].triton * busy), busy)
     is_whole = fused_schedule(problem) is not None
     own = _summed(problem, backward.fused) if is_whole else backward.apart
