@@ -488,9 +488,9 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
         ({"score": scores.alibi(16), **NARROW}, True),
         ({"batch": 4}, True),
         ({"batch": 2}, True),
-        ({"batch": 2, "kv_len": 512}, False),
-        ({"batch": 1}, False),
-        ({"batch": 1, "kv_len": 2048}, True),
+        ({"batch": 2, "kv_len": 256}, False),
+        ({"batch": 1}, True),
+        ({"batch": 1, "kv_len": 512}, False),
         ({"q_len": 256}, False),
         ({"kv_len": 64}, True),
         ({"kv_heads": 4}, False),
@@ -644,12 +644,13 @@ def test_it_is_a_backend_among_the_others():
         (32, 4096, (16, 4)),
         (16, 8192, (16, 8)),
         (16, 4097, (9, 8)),
-        (64, 1024, (8, 2)),
-        (64, 1000, (16, 1)),
+        (64, 512, (4, 2)),
+        (64, 500, (8, 1)),
+        (32, 600, (5, 2)),
         (8, 1 << 20, (1024, 16)),
         (24, 3000, (10, 5)),
     ],
 )
 def test_programs_of_a_head_of_few_queries(heads, keys, expected):
-    """As many as there are multiprocessors for, none of less than 512 keys but the last."""
+    """As many as there are multiprocessors for, none of less than 256 keys but the last."""
     assert few_shares(heads, keys, 64) == expected
