@@ -37,6 +37,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
         (8, (16, 16), (128, 4096), None),
         (1, (16, 16), (128, 1025), "split"),
         (1, (16, 16), (128, 1024), None),
+        (1, (0, 0), (128, 4096), None),
     ],
 )
 def test_keys_are_split_where_few_queries_leave_multiprocessors_idle(batch, heads, lengths, kind):

@@ -537,6 +537,15 @@ def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, length
     assert ("the forward taken from triton" in BACKEND.note(trained.problem, H200)) == (backend == "triton")
 
 
+# SDPA-13
+@pytest.mark.parametrize("given", [{}, TRAINED], ids=["forward", "trained"])
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_no_heads_are_planned_for_as_well(given, kv_heads):
+    decision = choose(problem(q_heads=0, kv_heads=kv_heads, **given), H200)
+    assert decision.plan is not None
+    assert "no heads" in decision.table()
+
+
 @pytest.mark.parametrize(("length", "way"), [(4096, "triton"), (512, "hopper")])
 def test_a_forward_with_gradients_is_tritons_where_keys_are_split(length, way, monkeypatch):
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")

@@ -53,6 +53,8 @@ class HopperBackend:
         outputs, formula = problem.formula.outputs, problem.formula
         if problem.dtype not in (torch.float16, torch.bfloat16):
             return f"computes in float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+        if 0 in (problem.q_heads, problem.kv_heads):
+            return "has no program for no heads"
         if max(problem.head_dim, problem.value_dim) > 256:
             return f"head dims go to 256; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
         if problem.head_dim % 8 or problem.value_dim % 8:

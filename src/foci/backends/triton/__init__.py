@@ -14,7 +14,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, takes_splits
+from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, takes_splits, vector_bytes
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -70,9 +70,9 @@ class TritonBackend:
         outputs = problem.formula.outputs
         if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
             kinds.append("captures")
-        scratch = scratch_of(problem)
+        scratch, vectors = scratch_of(problem), vector_bytes(problem.variant)
         for kind in kinds:
-            if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch) is None:
+            if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch, vectors=vectors) is None:
                 size = f"D = {problem.head_dim}, Dv = {problem.value_dim}"
                 return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with {size}"
         return None

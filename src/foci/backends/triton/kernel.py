@@ -40,6 +40,7 @@ from foci.backends.triton.schedules import (
     splits_for,
     takes_splits,
     tile_bytes,
+    vector_bytes,
 )
 from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
 from foci.backends.triton.streams import laid_out, layout_of, streamed
@@ -101,6 +102,7 @@ class TritonKernel(KnownPasses):
         self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
         self.tile_bytes = tile_bytes(self.variant)
         self.reads_tiles = self.tile_bytes > 0
+        self.read = {"scratch": scratch_of(self.problem), "vectors": vector_bytes(self.variant)}
         formula = self.problem.formula
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
         self.takes_splits = takes_splits(formula)
@@ -127,7 +129,7 @@ class TritonKernel(KnownPasses):
         """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
         found = self.schedules.get(kind)
         if found is None:
-            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
+            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, **self.read)
             assert found is not None, "a plan is made only where a schedule exists"
             found = fitted(found, self.problem.formula.block_size)
             self.schedules[kind] = found
@@ -200,7 +202,7 @@ class TritonKernel(KnownPasses):
         visits = self.group_visits(call, schedule)
         config = self.config(call, schedule, visits)
         stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
-        taken = shared_bytes(kind, schedule, self.dims, self.problem.dtype.itemsize, scratch=scratch_of(self.problem))
+        taken = shared_bytes(kind, schedule, self.dims, self.problem.dtype.itemsize, **self.read)
         tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
         # large tiles take up to all registers that a thread may have
         together = 8 // schedule.warps if kind == "split" else 16

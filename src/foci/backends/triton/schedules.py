@@ -32,6 +32,7 @@ __all__ = [
     "splits_for",
     "takes_splits",
     "tile_bytes",
+    "vector_bytes",
 ]
 
 KINDS: Final = (
@@ -153,6 +154,16 @@ def tile_bytes(variant: Variant) -> int:
     return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in reads_of(variant.score) | reads_of(variant.mask))
 
 
+@functools.lru_cache(maxsize=1024)
+def vector_bytes(variant: Variant) -> int:
+    """Bytes that each key reads from captured tensors by itself, or each query where that is more: they are loaded ahead as well."""
+    loads = {e for part in (variant.score, variant.mask) for e in part.walk() if e.op == "load"}
+    return max(
+        sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads if {one, other} & e.variables() == {one})
+        for one, other in (("kv_idx", "q_idx"), ("q_idx", "kv_idx"))
+    )
+
+
 def reads_of(expr: Expr) -> set[Expr]:
     """What is read by (q, kv) at once."""
     return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
@@ -163,7 +174,7 @@ def scratch_of(problem: Problem) -> int:
     return tile_bytes(problem.variant) + 4 * problem.formula.outputs.weights or int(problem.formula.dropout)
 
 
-def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: int) -> int:
+def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize: int, *, scratch: int, vectors: int = 0) -> int:
     """An upper bound of the shared memory that a kernel takes.
 
     Args:
@@ -173,12 +184,15 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
         itemsize: bytes of an element of query, key and value.
         scratch: bytes that each score reads from captured tensors by (q, kv), which streams like keys and values; or 1 with
             dropout. Such tiles also change layout through shared memory.
+        vectors: `vector_bytes`, which stream likewise.
     """
     # a float32 product passes its operands through shared memory once more, as the sum of two tf32 numbers
     wide = sum(dims) * itemsize * (2 if itemsize == 4 else 1)
     scores = schedule.tile_q * schedule.tile_kv
     buffers = max(schedule.stages, 1)
-    spare = 2048 + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
+    streamed = schedule.tile_q if kind.startswith(("key_gradient", "value_gradient")) else schedule.tile_kv
+    beside = max(2048, 512 + (buffers - 1) * streamed * vectors)
+    spare = beside + (scores * (4 + buffers * scratch) if scratch or itemsize == 4 else 0)
     if kind.startswith("forward") or kind in ("decode", "split"):
         rows = schedule.tile_q * max(dims) * itemsize * (2 if itemsize == 4 else 1)
         return rows + buffers * schedule.tile_kv * wide + spare + 64  # and what masks of 128 x 128 reduce through it
@@ -186,7 +200,7 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
         return (schedule.tile_q + schedule.tile_kv) * wide + scores * 4 + spare
     if kind == "bias_gradient" and itemsize < 4:
         # tiles that are read stream, and one of sums, and what changes layout, lie beside them
-        return (schedule.tile_q + buffers * schedule.tile_kv) * wide + scores * (buffers * scratch + 6) + 2048
+        return (schedule.tile_q + buffers * schedule.tile_kv) * wide + scores * (buffers * scratch + 6) + beside
     if kind.startswith("query_gradient") or kind == "bias_gradient":
         return schedule.tile_q * wide + buffers * schedule.tile_kv * wide + 2 * scores * itemsize + spare
     stationary = wide if kind != "value_gradient_alone" else wide * dims[0] // sum(dims)
@@ -199,7 +213,7 @@ def rows_of(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule
     return SCHEDULES.get((family, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
 
 
-def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0) -> Schedule | None:
+def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0, vectors: int = 0) -> Schedule | None:
     """The first row of the table that fits the device's shared memory; None when none does.
 
     Args: as `shared_bytes`; `arch` 0 is Triton's interpreter, which takes the smallest tiles.
@@ -210,7 +224,7 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     rows = rows_of(family_of(arch), kind, itemsize, width)
     limit = LIMITS.get(arch, 101376)
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
-        if shared_bytes(kind, row, dims, itemsize, scratch=scratch) <= limit:
+        if shared_bytes(kind, row, dims, itemsize, scratch=scratch, vectors=vectors) <= limit:
             # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
             return replace(row, turned=True) if itemsize == 4 and kind.startswith(("key_gradient", "value_gradient")) else row
     return None
@@ -222,8 +236,8 @@ def busy_part(problem: Problem, arch: int) -> float:
     if arch != 90:
         return 1.0
     processors = MULTIPROCESSORS[arch]
-    rows = problem.batch * problem.q_heads * -(-problem.q_len // 64)
-    keys = problem.batch * problem.kv_heads * -(-problem.kv_len // 64)
+    rows = problem.batch * max(1, problem.q_heads) * -(-problem.q_len // 64)
+    keys = problem.batch * max(1, problem.kv_heads) * -(-problem.kv_len // 64)
     return 7 / (3 / min(1.0, rows / processors) + 4 / min(1.0, keys / processors))
 
 
@@ -248,6 +262,8 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
         arch: as in `schedule_for`; the interpreter, which is for tests, splits fewer keys, of fewer queries.
     """
     (q_heads, kv_heads), (length, keys) = heads, lengths
+    if kv_heads == 0:
+        return None
     group = q_heads // kv_heads
     queries_at_most, keys_at_least = (32, 128) if arch == 0 else (256, 1024)
     if length <= 16 and group * length <= 64 and keys >= (32 if arch == 0 else 1024):

@@ -20,7 +20,18 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan
-from foci.backends.triton.schedules import LIKE, LIMITS, SCHEDULES, Schedule, family_of, padded, schedule_for, scratch_of, shared_bytes
+from foci.backends.triton.schedules import (
+    LIKE,
+    LIMITS,
+    SCHEDULES,
+    Schedule,
+    family_of,
+    padded,
+    schedule_for,
+    scratch_of,
+    shared_bytes,
+    vector_bytes,
+)
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 __all__ = ["Scheduled", "Store", "TunedKernel", "candidates", "fitted", "key_of"]
@@ -55,8 +66,8 @@ def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     and stages, as far as they fit the device's shared memory by `shared_bytes`."""
     p, arch = plan.problem, plan.target.arch
     dims, itemsize = (padded(p.head_dim), padded(p.value_dim)), p.dtype.itemsize
-    scratch = scratch_of(p)
-    own = schedule_for(kind, arch, dims, itemsize, scratch=scratch)
+    read = {"scratch": scratch_of(p), "vectors": vector_bytes(p.variant)}
+    own = schedule_for(kind, arch, dims, itemsize, **read)
     if own is None or arch == 0:
         return () if own is None else (fitted(own, p.formula.block_size),)
     names = (kind, LIKE.get(kind, kind))
@@ -64,7 +75,7 @@ def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
     near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
     limit = LIMITS.get(arch, min(LIMITS.values()))
-    fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, scratch=scratch) <= limit]
+    fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, **read) <= limit]
     return tuple(dict.fromkeys(fitted(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
 
 
