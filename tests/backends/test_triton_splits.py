@@ -155,6 +155,20 @@ def test_captured_tensors_learn_where_keys_are_split(taken):
 
 @runs
 @pytest.mark.skipif(HAS_GPU, reason="so few keys are split in the interpreter alone")
+@pytest.mark.parametrize(("large", "apart"), [(1e3, 0.5), (1e6, 0.25), (8e6, 0.5), (8e8, 64.0)])
+def test_large_scores_of_two_splits_are_told_apart(large, apart, taken):
+    query, key, value = torch.zeros(1, 1, 17, 16), torch.zeros(1, 1, 160, 16), torch.zeros(1, 1, 160, 16)
+    query[..., 0], key[..., 0], value[..., 3, 0] = 1.0, -large, 1.0
+    key[..., 3, 0], key[..., 155, 0] = large + 2 * apart, large + apart  # numbers that float32 has
+    with foci.use("triton"):
+        out, aux = foci.attention(query, key, value, scale=1.0, return_aux=foci.AuxRequest(lse=True))
+    assert taken == ["decode"]
+    torch.testing.assert_close(out[..., 0], torch.full((1, 1, 17), apart).sigmoid(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(aux.lse, torch.full((1, 1, 17), large + 2 * apart), rtol=2e-3 if large < 1e4 else 1e-6, atol=0)
+
+
+@runs
+@pytest.mark.skipif(HAS_GPU, reason="so few keys are split in the interpreter alone")
 @pytest.mark.parametrize(
     "options", [{"mask": foci.Mask(lambda b, h, q, k: k <= q + 20 * h)}, {"block_mask": True}], ids=["heads", "blocks"]
 )

@@ -128,8 +128,8 @@ def attention_decode(
     """Unnormalised results of a tile of rows of one group of heads over one split of the keys; `pages` says where they lie, if not in one
     piece. APART: tiles of keys that are attended to as a whole come in a loop of their own, which asks no mask.
 
-    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (in base 2) and partial_total: float32 [B, Hkv, splits,
-    size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the same keys, run together.
+    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `scores_of` gives them) and partial_total: float32
+    [B, Hkv, splits, size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the same keys, run together.
     """
     pid = tl.program_id(0)
     part_of = pid // number(size.tasks)
@@ -182,7 +182,7 @@ def attention_decode(
     acc, total, most = state
     out = pid.to(tl.int64) * c.TILE_Q
     tl.store(partial + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
-    tl.store(partial_max + out + lane, most * factor)
+    tl.store(partial_max + out + lane, most)
     tl.store(partial_total + out + lane, total)
 
 
@@ -202,6 +202,9 @@ def combine_splits(
     row = (h % number(size.group)) * q_len + query
     base = ((b * (heads // number(size.group)) + kv_h) * number(splits)).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = LOG2E
+    if c.PLAIN:
+        factor = numbers.scale * LOG2E
     acc = tl.zeros([COLUMNS], tl.float32)
     total = 0.0
     most = float("-inf")
@@ -212,8 +215,9 @@ def combine_splits(
         t = tl.load(partial_total + here, mask=s < number(splits), other=0.0)
         higher = tl.maximum(most, tl.max(m, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        alpha = tl.exp2(most - shift)
-        weight = tl.exp2(m - shift)
+        # differences first: the product of a large score is rounded
+        alpha = tl.exp2((most - shift) * factor)
+        weight = tl.exp2((m - shift) * factor)
         rows = tl.load(partial + here[:, None] * c.DV_PAD + d[None, :], mask=(s < number(splits))[:, None], other=0.0)
         acc = acc * alpha + tl.sum(rows * weight[:, None], 0)
         total = total * alpha + tl.sum(t * weight, 0)
@@ -227,6 +231,7 @@ def combine_splits(
     if tl.program_id(1) != 0:
         return
     at = bh.to(tl.int64) * q_len + query
-    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), most * LN2 + tl.log(total)))
+    natural = most * (factor * LN2)
+    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)))
     if row_max is not None:
-        tl.store(row_max + at, tl.where(total == 0.0, float("-inf"), most * LN2))
+        tl.store(row_max + at, tl.where(total == 0.0, float("-inf"), natural))
