@@ -128,8 +128,9 @@ def attention_decode(
     """Unnormalised results of a tile of rows of one group of heads over one split of the keys; `pages` says where they lie, if not in one
     piece. APART: tiles of keys that are attended to as a whole come in a loop of their own, which asks no mask.
 
-    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `scores_of` gives them) and partial_total: float32
-    [B, Hkv, splits, size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the same keys, run together.
+    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `scores_of` gives them) and partial_total:
+    float32 [B, Hkv, splits, size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the
+    same keys, run together.
     """
     pid = tl.program_id(0)
     part_of = pid // number(size.tasks)
