@@ -488,9 +488,9 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
         ({"score": scores.alibi(16), **NARROW}, True),
         ({"batch": 4}, True),
         ({"batch": 2}, True),
-        ({"batch": 2, "kv_len": 256}, False),
+        ({"batch": 2, "kv_len": 128}, False),
         ({"batch": 1}, True),
-        ({"batch": 1, "kv_len": 512}, False),
+        ({"batch": 1, "kv_len": 256}, False),
         ({"q_len": 256}, False),
         ({"kv_len": 64}, True),
         ({"kv_heads": 4}, False),
@@ -520,7 +520,7 @@ def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few)
         (1, (16, 16), (128, 8192), 128, "triton"),
         (1, (32, 8), (64, 8192), 128, "triton"),
         (1, (16, 16), (256, 4096), 128, "triton"),
-        (4, (16, 16), (128, 8192), 128, "triton"),
+        (4, (16, 16), (128, 8192), 128, "hopper"),  # in two, which is slower than 64 programs that take all keys
         (8, (16, 16), (128, 1024), 64, "hopper"),
         (4, (16, 16), (128, 1024), 128, "hopper"),
         (8, (16, 16), (128, 8192), 128, "hopper"),
@@ -530,7 +530,8 @@ def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, length
     given = {"batch": batch, **dict(zip(("q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"), (*heads, *lengths, dim, dim)))}
     decision = choose(problem(**given), H200)
     assert decision.plan.backend == backend
-    assert ("keys split" in decision.table()) == (backend == "triton")
+    if backend == "triton":
+        assert "keys split" in decision.table()
     # with gradients the forward alone
     trained = choose(problem(**given, **TRAINED), H200)
     assert trained.plan.backend == "hopper"
@@ -546,14 +547,14 @@ def test_no_heads_are_planned_for_as_well(given, kv_heads):
     assert "no heads" in decision.table()
 
 
-@pytest.mark.parametrize(("length", "way"), [(4096, "triton"), (512, "hopper")])
-def test_a_forward_with_gradients_is_tritons_where_keys_are_split(length, way, monkeypatch):
+@pytest.mark.parametrize(("batch", "length", "way"), [(2, 4096, "triton"), (2, 512, "hopper"), (4, 8192, "hopper")])
+def test_a_forward_with_gradients_is_tritons_where_keys_are_split(batch, length, way, monkeypatch):
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     came = []
     monkeypatch.setattr(training.TritonKernel, "_forward", lambda *args: came.append("triton"))
     monkeypatch.setattr(training.HopperKernel, "_forward", lambda *args: came.append("hopper"))
-    query, key = torch.empty(2, 16, 128, 64, device="meta"), torch.empty(2, 16, length, 64, device="meta")
-    asked = problem(**NARROW, **TRAINED, q_len=128, kv_len=length)
+    query, key = torch.empty(batch, 16, 128, 128, device="meta"), torch.empty(batch, 16, length, 128, device="meta")
+    asked = problem(**TRAINED, batch=batch, q_len=128, kv_len=length)
     training.TrainingKernel(Plan("hopper", asked, H200))._forward(Operands(query, key, key), None, None)
     assert came == [way]
 
@@ -653,13 +654,13 @@ def test_it_is_a_backend_among_the_others():
         (32, 4096, (16, 4)),
         (16, 8192, (16, 8)),
         (16, 4097, (9, 8)),
-        (64, 512, (4, 2)),
-        (64, 500, (8, 1)),
-        (32, 600, (5, 2)),
+        (64, 256, (2, 2)),
+        (64, 250, (4, 1)),
+        (32, 600, (3, 4)),
         (8, 1 << 20, (1024, 16)),
         (24, 3000, (10, 5)),
     ],
 )
 def test_programs_of_a_head_of_few_queries(heads, keys, expected):
-    """As many as there are multiprocessors for, none of less than 256 keys but the last."""
+    """As many as there are multiprocessors for, none of less than 128 keys but the last."""
     assert few_shares(heads, keys, 64) == expected

@@ -9,14 +9,13 @@ from typing import Final
 
 import torch
 
-from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, widths_of
+from foci.backends.hopper.costs import backward_cost, forward_cost, split_cost, takes_split
 from foci.backends.hopper.rates import Pair, rates_of
-from foci.backends.hopper.schedules import PROCESSORS, alternatives_of, forward_schedule, in_words, width_of
+from foci.backends.hopper.schedules import alternatives_of, forward_schedule, in_words, width_of
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
-from foci.backends.triton import forward_cost, splits_keys
 from foci.backends.triton.schedules import padded
 from foci.problem import Layout, Problem, Target
 
@@ -24,12 +23,6 @@ __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
 VERSIONS: Final = ("3.6",)
 """Releases of Triton whose Gluon the kernels are written for."""
-
-_TRITON: Final = 4.5e14
-"""The rate that the backend triton estimates its cost by; ours is estimated from it, by how the measured ones compare."""
-_LAUNCH: Final = 2e-5
-_BACKWARD: Final = 5e-5
-"""What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
 
 
 class HopperBackend:
@@ -81,7 +74,7 @@ class HopperBackend:
         said = f"{how}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
-        if splits_keys(problem, target):
+        if takes_split(problem, target):
             said = "few queries: keys split over programs, the forward taken from triton"
         is_own = rates.backward.is_ahead
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
@@ -91,14 +84,11 @@ class HopperBackend:
         return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops. Where gradients are wanted and keys are split, the forward is that of `triton`."""
-        rates, is_split = rates_of(problem), splits_keys(problem, target)
+        """Launches and flops. Where gradients are wanted and splitting keys is sooner done, the forward is that of `triton`."""
+        forward = forward_cost(problem, target)
         if not problem.needs_backward:
-            return _forward_cost(problem, rates.forward, is_split=is_split)
-        forward = forward_cost(problem, target) if is_split else _forward_cost(problem, rates.forward, is_split=False)
-        part = 0.5 if is_causal(problem.variant) else 1.0
-        triton = rates.backward.triton / rates.busy
-        return forward + _BACKWARD + 2.5 * part * problem.flops / _TRITON * triton / rates.backward.best
+            return forward
+        return min(forward, split_cost(problem, target)) + backward_cost(problem)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Each is compiled when it is first launched."""
@@ -118,19 +108,6 @@ class HopperBackend:
     def row_kernels(self, target: Target, /) -> RowKernels | None:
         """Those of the backend triton: memory is what they wait for."""
         return TRITON.row_kernels(target)
-
-
-def _forward_cost(problem: Problem, rates: Pair, *, is_split: bool) -> float:
-    """Of the forward of this backend: rows come in tiles, which few queries leave mostly empty, and too few tiles leave multiprocessors so.
-    Programs that take task after task have been seen to lose nothing by rows that are not there, but those of a warpgroup; where there are
-    so few that `triton` splits keys, each takes as long as its rows."""
-    schedule = forward_schedule(problem)
-    rows = 64 if schedule.persistent else schedule.tile_q
-    if schedule.persistent and is_split:
-        rows = min(schedule.tile_q, -(-problem.q_len // 64) * 64)
-    tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
-    flops = 2.0 * max(PROCESSORS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
-    return _LAUNCH + (0.5 if is_causal(problem.variant) else 1.0) * flops / _TRITON * rates.triton / rates.hopper
 
 
 def _taken(problem: Problem, widths: tuple[int, int]) -> str:

@@ -100,7 +100,7 @@ FEW_QUERIES: Final = {
 """Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
 HEADS_OF_FEW_QUERIES: Final = 64
 """Fewest heads, batch entries included, or shares of their keys, of a program each: with fewer, half of the multiprocessors are idle."""
-KEYS_OF_A_SHARE: Final = 256
+KEYS_OF_A_SHARE: Final = 128
 """Fewest keys of a program where several take those of a head: what their sums of dq cost is that of a few tiles."""
 FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     # (both head dims, padded, 64 for narrower ones; kind): how it is cut up, and `Fused.defers`

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.backward import HopperGradients
+from foci.backends.hopper.costs import takes_split
 from foci.backends.hopper.kernel import HopperKernel
 from foci.backends.hopper.rates import rates_of
 from foci.backends.triton.kernel import TritonKernel
@@ -19,7 +20,8 @@ __all__ = ["TrainingKernel"]
 
 
 class TrainingKernel(HopperKernel, HopperGradients):
-    """Forward and backward of a plan. A forward of few queries over many keys, which are split, is that of `triton`.
+    """Forward and backward of a plan. A forward of few queries over many keys is that of `triton`, which splits keys, where that is sooner
+    done.
 
     `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
     """
@@ -27,6 +29,7 @@ class TrainingKernel(HopperKernel, HopperGradients):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.takes_own = rates_of(self.problem).backward.is_ahead
+        self.takes_split = takes_split(self.problem, plan.target)
 
     @property
     def foresees(self) -> bool:
@@ -34,7 +37,8 @@ class TrainingKernel(HopperKernel, HopperGradients):
         return self.is_prefix or not self.takes_own
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
-        by = HopperKernel if self.split_kind(operands) is None else TritonKernel
+        kind = self.split_kind(operands)
+        by = HopperKernel if kind is None or (kind == "split" and not self.takes_split) else TritonKernel
         return by._forward(self, operands, sequences, recorder)
 
     def _backward(

@@ -14,7 +14,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, takes_splits, vector_bytes
+from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, split_part, takes_splits, vector_bytes
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -128,6 +128,8 @@ def _reject_target(target: Target) -> str | None:
 def forward_cost(problem: Problem, target: Target) -> float:
     """What a forward costs on a GPU."""
     rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
+    if splits_keys(problem, target):
+        rate *= split_part(problem, target.arch)
     return _FORWARD + problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
 
 
