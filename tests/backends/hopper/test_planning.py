@@ -547,16 +547,20 @@ def test_no_heads_are_planned_for_as_well(given, kv_heads):
     assert "no heads" in decision.table()
 
 
-@pytest.mark.parametrize(("batch", "length", "way"), [(2, 4096, "triton"), (2, 512, "hopper"), (4, 8192, "hopper")])
-def test_a_forward_with_gradients_is_tritons_where_keys_are_split(batch, length, way, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch", "rows", "length", "way"),
+    [(2, 128, 4096, "triton"), (2, 64, 4096, "triton"), (2, 128, 512, "hopper"), (4, 128, 8192, "hopper"), (4, 64, 4096, "hopper")],
+)
+def test_a_forward_with_gradients_is_tritons_where_that_is_sooner_done_as_explain_says(batch, rows, length, way, monkeypatch):
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     came = []
     monkeypatch.setattr(training.TritonKernel, "_forward", lambda *args: came.append("triton"))
     monkeypatch.setattr(training.HopperKernel, "_forward", lambda *args: came.append("hopper"))
-    query, key = torch.empty(batch, 16, 128, 128, device="meta"), torch.empty(batch, 16, length, 128, device="meta")
-    asked = problem(**TRAINED, batch=batch, q_len=128, kv_len=length)
+    query, key = torch.empty(batch, 16, rows, 128, device="meta"), torch.empty(batch, 16, length, 128, device="meta")
+    asked = problem(**TRAINED, batch=batch, q_len=rows, kv_len=length)
     training.TrainingKernel(Plan("hopper", asked, H200))._forward(Operands(query, key, key), None, None)
     assert came == [way]
+    assert ("the forward taken from triton" in BACKEND.note(asked, H200)) == (way == "triton")
 
 
 @pytest.mark.parametrize("heads", [1, 64])

@@ -147,7 +147,7 @@ def test_dq_is_the_sums_that_tiles_of_keys_have_added_to(dim, sums, jagged, monk
 def test_dq_of_few_queries_is_the_shares_of_their_keys(dim, keys, shares, monkeypatch):
     """In order, and nothing of rows that are not there."""
     monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 8)
-    monkeypatch.setattr(backward_schedules, "HEADS_OF_FEW_QUERIES", 1)
+    monkeypatch.setattr(backward_schedules, "PROGRAMS_OF_FEW_QUERIES", 1)
     asked, operands, results, cotangents = posed(monkeypatch, dim, 4, jagged=False, rows=101)
     asked, key = replace(asked, q_len=128, kv_len=1024), torch.zeros(2, 4, keys, dim, device=DEVICE).half()
     operands, found = replace(operands, key=key, value=key), []

@@ -98,7 +98,7 @@ FEW_QUERIES: Final = {
     128: Cut(128, 64, 2),
 }
 """Of the kernel that holds all queries of a head, by the padded head dims: as many stages as have room, up to four."""
-HEADS_OF_FEW_QUERIES: Final = 64
+PROGRAMS_OF_FEW_QUERIES: Final = 64
 """Fewest heads, batch entries included, or shares of their keys, of a program each: with fewer, half of the multiprocessors are idle."""
 KEYS_OF_A_SHARE: Final = 128
 """Fewest keys of a program where several take those of a head: what their sums of dq cost is that of a few tiles."""
@@ -165,7 +165,7 @@ def few_schedule(problem: Problem) -> Cut | None:
     found, heads = FEW_QUERIES.get(widths[0]), problem.batch * problem.q_heads
     if found is None or widths[0] != widths[1]:
         return None
-    return found if heads * few_shares(heads, problem.kv_len, found.tile_kv)[1] >= HEADS_OF_FEW_QUERIES else None
+    return found if heads * few_shares(heads, problem.kv_len, found.tile_kv)[1] >= PROGRAMS_OF_FEW_QUERIES else None
 
 
 def few_shares(heads: int, keys: int, tile: int) -> tuple[int, int]:

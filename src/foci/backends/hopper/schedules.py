@@ -273,7 +273,7 @@ def sizes_of(operands: Operands) -> Sizes | None:
 
 
 def alternatives_of(problem: Problem) -> tuple[Schedule, ...]:
-    """Schedules between which the lengths at hand decide; none where they do not."""
+    """Schedules between which the lengths at hand decide: of dense problems without a mask or a score. None where they do not."""
     formula, width = problem.formula, max(width_of(problem.head_dim), width_of(problem.value_dim))
     is_open = formula.block_size is None and not formula.dropout and formula.layout is Layout.DENSE and width <= 128
     return tuple(_PACES[_family(width)]) if is_open and _asked(problem) == "full" else ()
@@ -284,6 +284,10 @@ def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
     keys, of which each takes as many words. Dense and without a mask: what takes least time for `sizes`, (B, Sq, Skv), or where these are
     not known for the powers of two that a problem has."""
     formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
+    family = _family(max(width, value_width))
+    if alternatives_of(problem):
+        batch, rows, keys = sizes or (problem.batch, problem.q_len, problem.kv_len)
+        return _soonest(family, batch * problem.q_heads, rows, keys)
     if width > 192 or value_width > 128:
         return WIDE if max(width, value_width) == 256 else WIDER
     if formula.block_size is not None or formula.dropout:
@@ -291,10 +295,6 @@ def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
     asked, is_dense = _asked(problem), formula.layout is Layout.DENSE
     if width > 128:
         return _steady(problem, is_full=problem.variant.mask == const(True))
-    family = _family(max(width, value_width))
-    if asked == "full" and is_dense:
-        batch, rows, keys = sizes or (problem.batch, problem.q_len, problem.kv_len)
-        return _soonest(family, batch * problem.q_heads, rows, keys)
     steps = (_DENSE if is_dense else _PACKED).get((family.replace("slim", "narrow"), asked), ((_ANY, C2),))
     found = next(schedule for keys, schedule in steps if problem.kv_len <= keys)
     has_room = asked != "list" or not is_dense or word_bytes(problem, found.tile_q, found.tile_kv) <= WORDS_AT_MOST

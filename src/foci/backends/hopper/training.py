@@ -23,7 +23,8 @@ class TrainingKernel(HopperKernel, HopperGradients):
     """Forward and backward of a plan. A forward of few queries over many keys is that of `triton`, which splits keys, where that is sooner
     done.
 
-    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`.
+    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`. `takes_split`: whether the forward is by
+    those, as `explain` says.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -37,8 +38,7 @@ class TrainingKernel(HopperKernel, HopperGradients):
         return self.is_prefix or not self.takes_own
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
-        kind = self.split_kind(operands)
-        by = HopperKernel if kind is None or (kind == "split" and not self.takes_split) else TritonKernel
+        by = TritonKernel if self.takes_split else HopperKernel
         return by._forward(self, operands, sequences, recorder)
 
     def _backward(

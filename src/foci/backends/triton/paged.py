@@ -20,7 +20,7 @@ from foci.backends.triton.decode import Pages
 from foci.backends.triton.kernel import TritonKernel, is_elsewhere
 from foci.backends.triton.known import find_pass, keep_pass
 from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule, padded
+from foci.backends.triton.schedules import Schedule, padded, shares_tile
 from foci.backends.triton.sparsity import Sequences, sequences_of, visits_of
 from foci.backends.triton.streams import streamed
 from foci.backends.triton.surroundings import stream_of
@@ -93,7 +93,7 @@ class PagedKernel:
         (_, heads, length, _), kv_heads = operands.query.shape, operands.key.shape[1]
         if "h" in self.native.variant.mask.variables() or self.native.problem.formula.outputs.column_sums:
             return False
-        return length <= 16 and heads // kv_heads * length <= 64 and operands.max_kv > 0
+        return shares_tile(heads // kv_heads, length) and operands.max_kv > 0
 
     def _decode(self, operands: Operands, recorder: Recorder) -> Results:
         kernel, query, key = self.native, operands.query, operands.key

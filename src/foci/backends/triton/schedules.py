@@ -28,6 +28,7 @@ __all__ = [
     "schedule_for",
     "scratch_of",
     "shared_bytes",
+    "shares_tile",
     "split_kind",
     "split_part",
     "splits_for",
@@ -247,6 +248,11 @@ def takes_splits(formula: Formula) -> bool:
     return formula.layout is Layout.DENSE and formula.block_size is None and "h" not in formula.variant.mask.variables()
 
 
+def shares_tile(group: int, length: int) -> bool:
+    """Whether a decode takes so many queries of each head of a group: one tile holds all rows."""
+    return length <= 16 and group * length <= 64
+
+
 def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arch: int) -> str | None:
     """Which kernel's schedule a forward takes that splits keys over programs, None where it splits none: "decode" where one tile holds the
     rows of all heads that share keys, "split" where several do.
@@ -267,7 +273,7 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
         return None
     group = q_heads // kv_heads
     queries_at_most, keys_at_least = (32, 128) if arch == 0 else (256, 1024)
-    if length <= 16 and group * length <= 64 and keys >= (32 if arch == 0 else 1024):
+    if shares_tile(group, length) and keys >= (32 if arch == 0 else 1024):
         return "decode"
     tiles = bucket(batch) * kv_heads * -(-group * bucket(length) // 128)
     if length > queries_at_most or bucket(keys) <= keys_at_least or 2 * tiles > MULTIPROCESSORS.get(arch, 108):
