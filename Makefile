@@ -9,7 +9,7 @@ JOBS ?= 2
 NEWEST := 3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test newest docs lint format bench changelog clean
+.PHONY: help venv resolve demo test newest docs lint format bench changelog clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
@@ -22,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
 	touch $@
+
+# No settings of this machine's pip count: a wheel or an index that others lack would hide a pin that PyPI cannot meet.
+resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alone
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= $(BIN)/python -m pip install --quiet \
+		--dry-run --ignore-installed --constraint constraints.txt '.[demo,test]'
 
 demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci; pictures in demo-output/
 	$(BIN)/foci demo
