@@ -1,6 +1,7 @@
 """The CPU backend's own promises: building and caching, threads, determinism, strides, tails. Results: tests/conformance."""
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -116,10 +117,52 @@ def test_private_gradients_only_where_tasks_meet():
     bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
     full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
     by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
-    assert partition(sites_of(full, (True,)), (bias,), (1, 2, 4)).shared == (True,)
-    assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).shared == (False,)
-    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).shared == (True,)
-    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).shared == (False,)
+    assert partition(sites_of(full, (True,)), (bias,), (1, 2, 4)).copies == ((1, 1, 1),)
+    assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).copies == ((3, 1, 1),)
+    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).copies == ((1, 1, 1),)
+    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).copies == ((1, 1, 4),)
+
+
+# SDPA-04
+@pytest.mark.parametrize(
+    ("heads", "length", "sizes", "parts", "copies"),
+    [
+        (8, 512, (2, 8, 1), (2, 8, 1), 2),
+        (8, 512, (64, 8, 1), (2, 8, 1), 2),
+        (1, 512, (2, 8, 1), (2, 8, 1), 16),  # shared by all: as many as threads may need
+        (1, 512, (64, 16, 1), (1, 16, 1), 16),
+        (1, 2048, (8, 8, 2), (1, 8, 2), 8),  # each split has keys of its own
+        (1, 16384, (8, 8, 8), (1, 1, 8), 1),
+    ],
+)
+def test_a_large_shared_bias_has_few_copies_of_its_gradient(heads, length, sizes, parts, copies):
+    bias = torch.zeros(1).expand(heads, length, length)
+    shared = bind(lambda s, b, h, q, k: s + (bias[h, q, k] if heads > 1 else bias[0, q, k]), None, torch.device("cpu")).variant.score
+    found = partition(sites_of(shared, (True,)), (bias,), sizes)
+    assert found.parts == parts
+    assert math.prod(found.copies[0]) == copies
+
+
+# SDPA-04, SDPA-16
+@pytest.mark.parametrize("shape", [(3, 700, 700), (1, 700, 700), (5, 3, 300, 300)])
+def test_gradients_of_a_large_shared_bias(shape):
+    torch.manual_seed(0)
+    bias, tensors = torch.randn(shape), qkv(5, 3, shape[-1], 8)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaf = bias.clone().requires_grad_()
+            attention(*tensors, bias=leaf).pow(2).sum().backward()
+            found.append(leaf.grad)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    query, key, value = (t.double() for t in tensors)
+    leaf = bias.double().requires_grad_()
+    ((query @ key.mT * 8**-0.5 + leaf).softmax(-1) @ value).pow(2).sum().backward()
+    torch.testing.assert_close(found[0].double(), leaf.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_tanh_is_close_everywhere():

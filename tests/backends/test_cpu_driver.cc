@@ -61,7 +61,7 @@ template <int HEAD, int VALUE, bool DROPS = false> void check(int heads, int kv_
   call.query = q.tensor(), call.key = k.tensor(), call.value = v.tensor(), call.out = out.tensor();
   call.grad_out = go.tensor(), call.grad_query = gq.tensor(), call.grad_key = gk.tensor(), call.grad_value = gv.tensor();
   call.lse = lse, call.batch = 1, call.q_heads = heads, call.kv_heads = kv_heads, call.q_len = call.q_tokens = rows, call.kv_len = call.kv_tokens = keys;
-  call.scale = 0.7, call.keep_scale = 1, call.threads = 2, call.splits = splits, call.copies = kv_heads * splits;
+  call.scale = 0.7, call.keep_scale = 1, call.threads = 2, call.splits = splits, call.batch_parts = call.batch, call.head_parts = kv_heads, call.split_parts = splits;
   const int64_t seed = 12345;
   if (DROPS) call.seed = &seed, call.threshold = 1u << 30, call.keep_scale = 4.0 / 3;
   if (forward<Plan<HEAD, VALUE, DROPS>>(call) != DONE || backward<Plan<HEAD, VALUE, DROPS>>(call) != DONE) ++failures;

@@ -24,10 +24,11 @@ __all__ = ["CpuKernel"]
 
 Entry = Callable[[bytes], int]
 Tensors = tuple[Tensor | None, ...]
-_LAYOUT: Final = struct.Struct("<61q2d8q")
+_LAYOUT: Final = struct.Struct("<61q2d7q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _NO_GRADIENTS: Final = (None, None, None, None)
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
+_ADDED_IN_PLACE: Final = 16  # copies of a gradient, at most
 _MOST_SPLITS: Final = 8  # the sums of dQ of more cost what their balance gains
 
 _threads_after_fork: int | None = None
@@ -88,9 +89,7 @@ class Arguments:
             return False
         return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
 
-    def packed(
-        self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int, int] = (1, 0, 0, 0, 1)
-    ) -> bytes:
+    def packed(self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int] = (1, 1, 1, 1)) -> bytes:
         """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients.
 
         `gradients` says where those of captured tensors go, `tasks` how the backward's tasks are split and grouped.
@@ -159,14 +158,8 @@ class CpuKernel:
         sites = sites_of(problem.variant.score, problem.capture_grads)
         sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
         rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
-        groups = sums.partition
-        batch, head, split = map(int, groups.axes)
-        gradients = sums.described()
-        _check(
-            self._backward(
-                arguments.packed((results.out, cotangents.out, *grads), rows, gradients, (splits, batch, head, split, groups.copies))
-            )
-        )
+        tasks = (splits, *sums.partition.parts)
+        _check(self._backward(arguments.packed((results.out, cotangents.out, *grads), rows, sums.described(), tasks)))
         return Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
 
     def _zeros(self, operands: Operands) -> Gradients:
@@ -216,23 +209,31 @@ class CaptureSums:
     def __init__(self, sites: Sequence[CaptureDerivative], captures: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
         self.sites, self.captures = sites, captures
         self.partition = partition(sites, captures, sizes)
-        copies = {slot: 1 if self.partition.shared[slot] else self.partition.count for slot in {site.slot for site in sites}}
-        self.sums = {slot: captures[slot].new_zeros((n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
+        copies = {site.slot: self.partition.copies[site.slot] for site in sites}
+        self.sums = {slot: captures[slot].new_zeros((*n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
 
     def described(self) -> bytes:
-        """For each site, where it adds to and how far the groups' copies are apart."""
+        """For each site, where it adds to and how far the copies of batch entries, heads and splits are apart."""
         entries: list[int] = []
         for site in self.sites:
             sums = self.sums[site.slot]
-            entries += (sums.data_ptr(), sums.stride(0) if sums.shape[0] > 1 else 0)
+            entries += (sums.data_ptr(), *(stride if n > 1 else 0 for stride, n in zip(sums.stride()[:3], sums.shape[:3], strict=True)))
         return struct.pack(f"<{len(entries)}q", *entries)
 
     def results(self, wanted: tuple[bool, ...]) -> Tensors:
         """The gradients, in the tensors' dtypes: zeros where a wanted one is never read."""
         return tuple(
-            None if not want else torch.zeros_like(t) if slot not in self.sums else self.sums[slot].sum(0).to(t.dtype)
+            None if not want else torch.zeros_like(t) if slot not in self.sums else self._total(slot).to(t.dtype)
             for slot, (t, want) in enumerate(zip(self.captures, wanted, strict=True))
         )
+
+    def _total(self, slot: int) -> Tensor:
+        copies = self.sums[slot].flatten(0, 2)
+        if len(copies) > _ADDED_IN_PLACE:
+            return copies.sum(0)
+        for other in copies[1:]:
+            copies[0] += other  # fresh memory for a sum of large copies costs more than the sum
+        return copies[0]
 
 
 def _check(status: int) -> None:

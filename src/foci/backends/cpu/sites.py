@@ -23,7 +23,9 @@ from foci.ir.ops import cast
 __all__ = ["Partition", "add_sites", "partition", "sites_of"]
 
 _ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, Run* runs"
-_BUDGET = 1 << 28  # bytes of private copies of gradients
+_SMALL = 1 << 22  # bytes of gradients, all copies together, that are not worth a thought
+_LEAST_GROUPS = 16  # of tasks, where more take copies that are not small
+_BUDGET = 1 << 28  # bytes beyond which groups are joined all the same
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,19 +93,15 @@ def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
 
 @dataclass(frozen=True)
 class Partition:
-    """How tasks are grouped, as the kernel's `partition_of` does it, and which captured tensors the groups share.
+    """How the tasks of a backward pass are grouped, as the kernel's `Partition` does it: those of one group run in order.
 
     Attributes:
-        axes: whether groups differ by batch entry, by kv head, by split of the keys; unused where `copies` is set.
-        copies: number of groups among which tasks take turns, or 0.
-        count: number of groups.
-        shared: for each captured tensor, whether all groups add to one gradient since no two touch the same element.
+        parts: number of groups by batch entry, by kv head and by split of the keys; a task's are its own, modulo these.
+        copies: for each captured tensor, the copies of its gradient along the same axes: 1 where no two groups touch one element.
     """
 
-    axes: tuple[bool, bool, bool]
-    copies: int
-    count: int
-    shared: tuple[bool, ...]
+    parts: tuple[int, int, int]
+    copies: tuple[tuple[int, int, int], ...]
 
 
 def _plain_axes(sites: Sequence[CaptureDerivative], slot: int) -> tuple[bool, bool, bool]:
@@ -113,26 +111,31 @@ def _plain_axes(sites: Sequence[CaptureDerivative], slot: int) -> tuple[bool, bo
 
 
 def partition(sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int]) -> Partition:
-    """Groups tasks so that no two groups write to the same memory, with few private copies of large gradients.
+    """Groups tasks so that no two groups write to the same memory, by the sizes alone: threads do not change the order of sums.
+
+    Every task is a group of its own where the private copies of gradients that this takes are small. Else groups are joined, those
+    first that save most, while there are enough of them for the threads of a machine.
 
     Args:
         sites: what is differentiated.
         captures: the captured tensors, by slot.
         sizes: number of batch entries, kv heads and splits.
     """
-    tasks = math.prod(sizes)
     wanted = {site.slot for site in sites}
-    owned = {slot: tuple(p or n == 1 for p, n in zip(_plain_axes(sites, slot), sizes, strict=True)) for slot in wanted}
-    large = [slot for slot in wanted if not all(owned[slot]) and captures[slot].numel() * 4 * tasks > _BUDGET]
-    copies, axes = tasks, (False, False, False)
-    if large:
-        common = tuple(all(owned[slot][i] for slot in large) for i in range(3))
-        groups = math.prod(n for n, use in zip(sizes, common, strict=True) if use)
-        if groups > 1:
-            copies, axes = 0, (common[0], common[1], common[2])
-        else:
-            copies = max(1, min(tasks, _BUDGET // (4 * sum(captures[slot].numel() for slot in large))))
-    count = copies or math.prod(n for n, use in zip(sizes, axes, strict=True) if use)
-    used = axes if not copies else (True, True, True)
-    shared = tuple(slot in wanted and all(own for own, use in zip(owned[slot], used, strict=True) if use) for slot in range(len(captures)))
-    return Partition(axes, copies, count, shared)
+    owned = {slot: _plain_axes(sites, slot) for slot in wanted}
+
+    def copies_of(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
+        b, h, s = (1 if own else n for own, n in zip(owned[slot], parts, strict=True))
+        return b, h, s
+
+    def size_of(parts: Sequence[int]) -> int:
+        return sum(4 * captures[slot].numel() * math.prod(copies_of(slot, parts)) for slot in wanted)
+
+    parts = sizes
+    while size_of(parts) > _SMALL:
+        halved = [tuple(-(-n // 2) if i == axis else n for i, n in enumerate(parts)) for axis in range(3)]
+        b, h, s = min(halved, key=size_of)
+        if size_of((b, h, s)) == size_of(parts) or (b * h * s < _LEAST_GROUPS and size_of(parts) <= _BUDGET):
+            break
+        parts = b, h, s
+    return Partition(parts, tuple(copies_of(slot, parts) if slot in wanted else (1, 1, 1) for slot in range(len(captures))))

@@ -321,19 +321,29 @@ template <class P> struct BackwardTile {
   }
 };
 
-// Which tasks share a partition: those of one partition run one after the other, in order, and write to the same gradients of
-// captured tensors. Either by some of batch entry, kv head and split, or in turn among `copies`.
-FOCI_INLINE int64_t partition_of(const Call& call, int64_t task) {
-  if (call.copies) return task % call.copies;
-  const int64_t split = task % call.splits, hkv = task / call.splits % call.kv_heads, b = task / call.splits / call.kv_heads;
-  int64_t id = call.by_batch ? b : 0;
-  id = call.by_head ? id * call.kv_heads + hkv : id;
-  return call.by_split ? id * call.splits + split : id;
-}
-FOCI_INLINE int64_t partitions(const Call& call) {
-  if (call.copies) return call.copies;
-  return (call.by_batch ? call.batch : 1) * (call.by_head ? call.kv_heads : 1) * (call.by_split ? call.splits : 1);
-}
+// Tasks that run one after the other, in order, and add to the same gradients of captured tensors: those whose batch entry, kv
+// head and split are this one's, modulo the number of parts.
+struct Partition {
+  int batch, head, split;
+  Partition(const Call& call, int64_t i)
+      : batch((int)(i / call.split_parts / call.head_parts)), head((int)(i / call.split_parts % call.head_parts)), split((int)(i % call.split_parts)) {}
+
+  static int64_t count(const Call& call) { return call.batch_parts * call.head_parts * call.split_parts; }
+
+  template <class F> FOCI_INLINE void visit(const Call& call, F each) const {
+    for (int b = batch; b < call.batch; b += (int)call.batch_parts)
+      for (int hkv = head; hkv < call.kv_heads; hkv += (int)call.head_parts)
+        for (int part = split; part < call.splits; part += (int)call.split_parts) each(b, hkv, part);
+  }
+
+  // Where the gradient of each site is added to.
+  template <int SITES> FOCI_INLINE void find_sinks(const Call& call, float** sinks) const {
+    for (int n = 0; n < SITES; ++n) {
+      const int64_t* site = call.gradients + 4 * n;
+      sinks[n] = (float*)site[0] + batch * site[1] + head * site[2] + split * site[3];
+    }
+  }
+};
 
 // The sum over all splits of one tile's dQ, scaled, to where the caller wants it.
 template <class P> void write_grad_query(const Call& call, const Sequence& s, int h, int q0, float* total, int64_t splits, int64_t stride) {
@@ -369,15 +379,11 @@ template <class P> void backward_task(const Call& call, const Sequence& s, int h
   }
 }
 
-template <class P> FOCI_INLINE void find_sinks(const Call& call, int64_t partition, float** sinks) {
-  for (int n = 0; n < P::SITES; ++n) sinks[n] = (float*)call.gradients[2 * n] + partition * call.gradients[2 * n + 1];
-}
-
 // Many small heads: a task packs its own queries and finishes its own dQ, in memory that stays in the cache.
 template <class P> int backward_small(const Call& call, int64_t most_tiles) {
   typedef Gradient<P> G;
   constexpr int64_t TILE = ROWS * G::DQ_ROW;
-  const int64_t group = call.q_heads / call.kv_heads, tasks = call.batch * call.kv_heads;
+  const int64_t group = call.q_heads / call.kv_heads;
   int status = DONE;
 #pragma omp parallel num_threads((int)call.threads)
   {
@@ -386,18 +392,19 @@ template <class P> int backward_small(const Call& call, int64_t most_tiles) {
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
     QueryTile<P>* query = (QueryTile<P>*)query_memory.data;
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t partition = 0; partition < partitions(call); ++partition) {
+    for (int64_t i = 0; i < Partition::count(call); ++i) {
+      const Partition partition(call, i);
       float* sinks[P::SITES ? P::SITES : 1];
-      find_sinks<P>(call, partition, sinks);
-      for (int64_t task = call.copies ? partition : 0; task < tasks; task += call.copies ? call.copies : 1) {
-        if (!ready || partition_of(call, task) != partition) continue;
-        const Sequence s = sequence(call, (int)(task / call.kv_heads));
-        const int hkv = (int)(task % call.kv_heads), count = (s.q_len + ROWS - 1) / ROWS;
+      partition.template find_sinks<P::SITES>(call, sinks);
+      partition.visit(call, [&](int b, int hkv, int) {
+        if (!ready) return;
+        const Sequence s = sequence(call, b);
+        const int count = (s.q_len + ROWS - 1) / ROWS;
         for (int j = 0; j < group * count; ++j) query[j].pack(call, s, (int)(hkv * group) + j / count, j % count * ROWS);
         backward_task(call, s, hkv, 0, *(BackwardTile<P>*)tile_memory.data, query, (float*)sums.data, sinks);
         if constexpr (P::GRAD_Q)
           for (int j = 0; j < group * count; ++j) write_grad_query<P>(call, s, (int)(hkv * group) + j / count, j % count * ROWS, (float*)sums.data + j * TILE, 1, 0);
-      }
+      });
     }
   }
   return status;
@@ -405,7 +412,7 @@ template <class P> int backward_small(const Call& call, int64_t most_tiles) {
 
 template <class P> int backward(const Call& call) {
   typedef Gradient<P> G;
-  const int64_t group = call.q_heads / call.kv_heads, splits = call.splits, tasks = call.batch * call.kv_heads * splits;
+  const int64_t group = call.q_heads / call.kv_heads, splits = call.splits;
   const int64_t most_tiles = group * ((call.q_len + ROWS - 1) / ROWS);
   if (splits == 1 && most_tiles * (int64_t)sizeof(QueryTile<P>) <= 1 << 20) return backward_small<P>(call, most_tiles);
   const Buffer order_memory(call.batch * sizeof(int)), base_memory((call.batch + 1) * sizeof(int64_t));
@@ -439,16 +446,16 @@ template <class P> int backward(const Call& call) {
       query[at].pack(call, s, (int)(local / count), (int)(local % count) * ROWS);
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t partition = 0; partition < partitions(call); ++partition) {
+    for (int64_t part = 0; part < Partition::count(call); ++part) {
+      const Partition partition(call, part);
       float* sinks[P::SITES ? P::SITES : 1];
-      find_sinks<P>(call, partition, sinks);
-      for (int64_t task = call.copies ? partition : 0; task < tasks; task += call.copies ? call.copies : 1) {
-        if (!tile_memory.data || partition_of(call, task) != partition) continue;
-        const int split = (int)(task % splits), hkv = (int)(task / splits % call.kv_heads), n = (int)(task / splits / call.kv_heads);
+      partition.template find_sinks<P::SITES>(call, sinks);
+      partition.visit(call, [&](int n, int hkv, int split) {
+        if (!tile_memory.data) return;
         const Sequence s = sequence(call, order[n]);
         const int64_t count = (s.q_len + ROWS - 1) / ROWS, first = base[n] + hkv * group * count;
         backward_task(call, s, hkv, split, tile, query + first, sums + splits * first * TILE + split * group * count * TILE, sinks);
-      }
+      });
     }
     if constexpr (P::GRAD_Q) {
       i = 0;

@@ -21,14 +21,14 @@ struct Call {
   int64_t q_tokens, kv_tokens;                      // rows of the contiguous outputs above: Sq and Skv, or Tq and Tkv
   const int64_t *cu_q, *cu_kv, *q_lengths, *kv_lengths;
   const int64_t* captures;   // for each tensor: address, sizes, strides (see Captured)
-  const int64_t* gradients;  // for each load that is differentiated: float32 address, floats from one partition to the next
+  const int64_t* gradients;  // for each load that is differentiated: float32 address, floats between the copies of a partition's batch entries, heads, splits
   const int64_t* ints;
   const double* floats;
   const int64_t* seed;
   double scale, keep_scale;
   int64_t threshold, drop_all, threads;
   int64_t splits;             // parts of the keys in the backward
-  int64_t by_batch, by_head, by_split, copies;  // how the backward's tasks are partitioned (see Partition)
+  int64_t batch_parts, head_parts, split_parts;  // how the backward's tasks are partitioned (see Partition)
 };
 
 // One entry or sequence of the batch.
