@@ -15,7 +15,7 @@ from foci.core import Function
 from foci.jagged import heads_of, is_nested, padded_sizes
 from foci.prepare import describe
 from foci.problem import Outputs
-from foci.variant import Mask, Score, check_length
+from foci.variant import Mask, Score, check_heads, check_length
 
 __all__ = ["MaskLike", "ScoreLike", "broadcast", "causal_bias", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
 
@@ -23,17 +23,21 @@ MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
 
 
-def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tensor) -> Function:
-    """Score function and bias as one function, or None.
+def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tensor, *, heads: int | None = None) -> Function:
+    """Score function and bias as one function, or None. `heads`: how many query heads there are, where query is not [B, Hq, Sq, D].
 
     Raises:
         TypeError: for a score that is no function, or a bias that is no floating tensor.
-        ValueError: for a bias of a wrong shape or device.
+        ValueError: for a score of another number of heads, or a bias of a wrong shape or device.
     """
     if score is not None and not callable(score):
         raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
     if isinstance(score, Mask):
         raise TypeError("score is a Mask: pass it as mask=")
+    if heads is None and (query.layout is torch.jagged or (query.dim() == 4 and not query.is_nested)):  # others: by the check of shapes
+        heads = heads_of(query)
+    if heads is not None:
+        check_heads(score, heads)
     function = score.function if isinstance(score, Score) else score
     if bias is None:
         return function

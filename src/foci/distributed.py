@@ -79,9 +79,9 @@ def attention(
     if outputs.column_sums and shards == "sequence":
         raise ValueError('column_sums of shards="sequence" are sums over the rows of all ranks; ask for weights or row_max')
     mask_function = mask_parts(mask, query, key, holds_many=True)[0]
-    score_function, sink = score_parts(score, None, query, key), checked_sink(sink, query)
-    group = _group(group)
+    sink, group = checked_sink(sink, query), _group(group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    score_function = score_parts(score, None, query, key, heads=query.shape[1] * (ranks if shards == "heads" else 1))
     if shards == "heads":
         part = Part(first_head=rank * query.shape[1])
     else:

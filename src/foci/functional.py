@@ -387,7 +387,7 @@ def varlen_attn(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
     )  # fmt: skip
-    functions = score_parts(score, None, query, key), _varlen_mask(window_size, mask, query, key)
+    functions = score_parts(score, None, query, key, heads=query.shape[1]), _varlen_mask(window_size, mask, query, key)
     results = run_packed((query, key, value), *functions, extras, _check_sequences)
     return (results.out, results.lse) if outputs.lse else results.out
 

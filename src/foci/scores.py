@@ -87,7 +87,7 @@ def alibi(slopes: int | Tensor, *, symmetric: bool = False) -> Score:
         distance = kv_idx - q_idx
         return score + slope(h) * (-torch.abs(distance) if symmetric else distance)
 
-    return Score(penalise, name="alibi")
+    return Score(penalise, name="alibi", heads=slopes.shape[0] if isinstance(slopes, Tensor) else slopes)
 
 
 @picklable
@@ -128,7 +128,7 @@ def temperature(value: float | Tensor) -> Score:
     if isinstance(value, Tensor):
         each = value
         _check_floating("value", each, ranks=(1,), shape="a number or [Hq]")
-        return Score(lambda score, b, h, q_idx, kv_idx: score / each[h], name="temperature")
+        return Score(lambda score, b, h, q_idx, kv_idx: score / each[h], name="temperature", heads=each.shape[0])
     _check_positive("value", value)
     inverse = 1.0 / value
     return Score(lambda score, b, h, q_idx, kv_idx: score * inverse, name="temperature")
@@ -184,7 +184,7 @@ def relative_position(table: Tensor) -> Score:
         at = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
         return score + (table[h, at] if by_head else table[at])
 
-    return Score(add, name="relative_position")
+    return Score(add, name="relative_position", heads=table.shape[0] if by_head else None)
 
 
 @picklable
@@ -219,7 +219,7 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
         at = torch.clamp(kv_idx - q_idx, -max_distance, max_distance) + max_distance
         return score + table[buckets[at], h]
 
-    return Score(add, name="t5_bias")
+    return Score(add, name="t5_bias", heads=table.shape[1])
 
 
 def _t5_buckets(distances: Tensor, count: int, bidirectional: bool, max_distance: int) -> Tensor:

@@ -15,7 +15,7 @@ from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
 from foci.ir.trace import length_symbol
 
-__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_length", "kv_len", "picklable", "q_len"]
+__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_heads", "check_length", "kv_len", "picklable", "q_len"]
 
 _Made = TypeVar("_Made", bound="Mask | Score")
 _Arguments = ParamSpec("_Arguments")
@@ -144,20 +144,25 @@ class Score(_Recorded):
         function: of the scaled score and four 0-d integers, returning the new score; made of what a `Mask` may be
             made of.
         name: for printing.
+        heads: number of query heads that it is for, such as a slope for each; a call with another number is then an error. A score
+            composed of it is for as many.
 
     Raises:
-        TypeError: for a function that cannot be called.
+        TypeError: for a function that cannot be called, or a number of heads that is no integer.
 
     Example:
         >>> import foci
         >>> capped = foci.scores.alibi(8) >> foci.scores.softcap(30.0)
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None, heads: int | None = None) -> None:
         if not callable(function) or isinstance(function, Mask):
             raise TypeError(f"function must be a function (score, b, h, q_idx, kv_idx) -> score; got {type(function).__name__}")
+        if heads is not None and (isinstance(heads, bool) or not isinstance(heads, (int, torch.SymInt))):
+            raise TypeError(f"heads must be an integer or None; got {type(heads).__name__}")
         self.function = function
         self.name = name
+        self.heads = heads
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(score, b, h, q_idx, kv_idx)
@@ -165,7 +170,9 @@ class Score(_Recorded):
     def __rshift__(self, other: Callable[..., Any]) -> Score:
         first, then = self.function, _score_function(other)
         both = Score(
-            lambda score, b, h, q_idx, kv_idx: then(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx), name=_joined(self, ">>", other)
+            lambda score, b, h, q_idx, kv_idx: then(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx),
+            name=_joined(self, ">>", other),
+            heads=_common_heads(self, other),
         )
         return _recorded(both, operator.rshift, (self, other))
 
@@ -188,6 +195,24 @@ def check_length(mask: Any, q_len: int, kv_len: int, said: str) -> None:
     length = mask.length if isinstance(mask, Mask) else None
     if length is not None and not q_len == kv_len == length:
         raise ValueError(f"{_label(mask)} is for {length} queries and keys; {said} {q_len} and {kv_len}")
+
+
+def check_heads(score: Any, heads: int) -> None:
+    """Refuses a number of query heads that a score is not for.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    wanted = score.heads if isinstance(score, Score) else None
+    if wanted is not None and wanted != heads:
+        raise ValueError(f"{_label(score)} is for {wanted} query heads; query has {heads}")
+
+
+def _common_heads(first: Score, second: Any) -> int | None:
+    counts = [score.heads for score in (first, second) if isinstance(score, Score) and score.heads is not None]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        raise ValueError(f"{_label(first)} is for {counts[0]} query heads, {_label(second)} for {counts[1]}: they do not compose")
+    return counts[0] if counts else None
 
 
 def _label(value: Any) -> str:

@@ -16,6 +16,7 @@ Q, K = t(2, 4, 6, 8), t(2, 4, 10, 8)
 PACKED, CU = t(10, 4, 8), torch.tensor([0, 4, 10])
 BLOCKS = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
 TABLE = t(4)
+NESTED = torch.nested.nested_tensor([t(3, 4, 8), t(5, 4, 8)], layout=torch.jagged).transpose(1, 2)
 
 
 def attention(**kwargs):
@@ -75,6 +76,30 @@ CASES = {
     "Mask of a number": (lambda: foci.Mask(3), TypeError, r"^function must be a function \(b, h, q_idx, kv_idx\) -> bool; got int"),
     "Mask of a score": (lambda: foci.Mask(foci.scores.softcap(2.0)), TypeError, r"^function must be a function \(b, h, q_idx, kv_idx\) -> bool; got Score"),
     "Mask's length": (lambda: foci.Mask(lambda b, h, i, j: i > j, length="long"), TypeError, r"^length must be an integer or None; got str"),
+    "alibi of other heads": (attention(score=foci.scores.alibi(2)), ValueError, r"^alibi is for 2 query heads; query has 4$"),
+    "alibi of more heads": (attention(score=foci.scores.alibi(8)), ValueError, r"^alibi is for 8 query heads; query has 4$"),
+    "learned slopes": (attention(score=foci.scores.alibi(t(5))), ValueError, r"^alibi is for 5 query heads; query has 4$"),
+    "temperatures": (attention(score=foci.scores.temperature(t(5))), ValueError, r"^temperature is for 5 query heads; query has 4$"),
+    "distances by head": (attention(score=foci.scores.relative_position(t(5, 3))), ValueError, r"^relative_position is for 5 query heads; query has 4$"),
+    "buckets by head": (attention(score=foci.scores.t5_bias(t(8, 5))), ValueError, r"^t5_bias is for 5 query heads; query has 4$"),
+    "heads of a composition": (
+        attention(score=foci.scores.softcap(2.0) >> foci.scores.alibi(2)), ValueError, r"^\(softcap\(2.0\) >> alibi\) is for 2 query heads; query has 4$"
+    ),
+    "heads that differ": (
+        lambda: foci.scores.alibi(2) >> foci.scores.temperature(t(4)), ValueError,
+        r"^alibi is for 2 query heads, temperature for 4: they do not compose$"
+    ),
+    "Score's heads": (lambda: foci.Score(lambda s, b, h, i, j: s, heads="two"), TypeError, r"^heads must be an integer or None; got str"),
+    "flex alibi": (lambda: foci.flex_attention(Q, K, K, score_mod=foci.scores.alibi(2)), ValueError, r"^alibi is for 2 query heads; query has 4$"),
+    "varlen alibi": (varlen(PACKED, PACKED, PACKED, CU, CU, 6, 6, score=foci.scores.alibi(2)), ValueError, r"^alibi is for 2 query heads; query has 4$"),
+    "paged alibi": (
+        lambda: foci.paged_attention(Q, K, K, torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3, 4]), score=foci.scores.alibi(2)),
+        ValueError, r"^alibi is for 2 query heads; query has 4$"
+    ),
+    "nested alibi": (lambda: foci.attention(*[NESTED] * 3, score=foci.scores.alibi(2)), ValueError, r"^alibi is for 2 query heads; query has 4$"),
+    "module's alibi": (
+        lambda: foci.nn.MultiheadAttention(8, 4, score=foci.scores.alibi(2))(*[t(3, 2, 8)] * 3), ValueError, r"^alibi is for 2 query heads; query has 4$"
+    ),
     "Score of a tensor": (lambda: foci.Score(t(3)), TypeError, r"^function must be a function \(score, b, h, q_idx, kv_idx\) -> score; got Tensor"),
     "dilated window of None": (lambda: foci.masks.dilated_window(None, dilation=2), TypeError, r"^left must be an integer, got None"),
     "no dilation": (lambda: foci.masks.dilated_window(2, dilation=None), TypeError, r"^dilation must be an integer, got None"),

@@ -27,6 +27,8 @@ TABLE = torch.linspace(-1.5, 2.0, 12, dtype=torch.float64)
 MATRIX = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).view(6, 4)
 INTS = torch.tensor([3, -7, 5, 2, -1, 4, 6, -2, 9, 1, 0, 8])
 EDGES = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+GENERATOR = torch.Generator().manual_seed(0)
+DROPOUT = torch.nn.Dropout(0.5)
 
 
 def traced(function):
@@ -201,6 +203,7 @@ HIDDEN = {
     "python numbers": lambda s, b, h, q, kv: s * math.pi if len(TABLE) == 12 else s,
     "tensor of one number": lambda s, b, h, q, kv: s * torch.tensor(0.5, dtype=torch.float64) + torch.tensor([1, 2])[1],
     "negative and none indices": lambda s, b, h, q, kv: MATRIX[-1, q] + MATRIX[None, kv].sum(),
+    "dropout outside of training": lambda s, b, h, q, kv: s + F.dropout(TABLE, 0.5, False)[kv] + F.alpha_dropout(TABLE)[q],
     "shape": lambda s, b, h, q, kv: s * TABLE.shape[0] + MATRIX[kv].shape[0],
 }  # fmt: skip
 
@@ -249,7 +252,18 @@ REFUSED = {
     "item assignment": (lambda s, b, h, q, kv: TABLE.__setitem__(q, 1) or s, "__setitem__|setitem"),
     "sort": (lambda s, b, h, q, kv: MATRIX[kv].sort().values[0], "Tensor.sort"),
     "argmax": (lambda s, b, h, q, kv: MATRIX[kv].argmax() + s, "Tensor.argmax"),
-    "random": (lambda s, b, h, q, kv: torch.rand_like(s), "torch.rand_like"),
+    "random of a symbol": (lambda s, b, h, q, kv: torch.rand_like(s), "torch.rand_like"),
+    "random": (lambda s, b, h, q, kv: s + torch.rand(()), "torch.rand, a random number,"),
+    "random row": (lambda s, b, h, q, kv: s + torch.randn(6)[kv], "torch.randn, a random number,"),
+    "random integers": (lambda s, b, h, q, kv: s * torch.randint(0, 5, ()), "torch.randint, a random number,"),
+    "random of a table": (lambda s, b, h, q, kv: s + torch.randn_like(TABLE)[kv], "torch.randn_like, a random number,"),
+    "random order": (lambda s, b, h, q, kv: s + torch.randperm(6)[kv], "torch.randperm, a random number,"),
+    "random in place": (lambda s, b, h, q, kv: s + torch.empty(6).uniform_()[kv], "torch.uniform_, a random number,"),
+    "random by a generator": (lambda s, b, h, q, kv: s + torch.rand((), generator=GENERATOR), "torch.rand, a random number,"),
+    "bernoulli": (lambda s, b, h, q, kv: s * torch.bernoulli(EDGES.abs() / 3)[kv % 4], "torch.bernoulli, a random number,"),
+    "dropout of a table": (lambda s, b, h, q, kv: s + F.dropout(TABLE)[kv], "torch.dropout, a random number,"),
+    "dropout by a module": (lambda s, b, h, q, kv: s + DROPOUT(TABLE)[kv], "torch.dropout, a random number,"),
+    "dropout of a score": (lambda s, b, h, q, kv: F.dropout(s, 0.1), "torch.dropout"),
     "loop over a row": (lambda s, b, h, q, kv: sum(x for x in MATRIX[kv]), "iteration"),
     "range": (lambda s, b, h, q, kv: s * len(range(q)), "conversion to a Python integer"),
     "math": (lambda s, b, h, q, kv: math.sqrt(s), "conversion to a Python number"),

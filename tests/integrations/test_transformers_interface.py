@@ -156,6 +156,62 @@ def test_packed_sequences():
     assert max(c.rank for call in log.calls[:2] for c in call.problem.variant.captures) == 2
 
 
+PACKED = {"one document": [LENGTH], "two": [9, LENGTH - 9], "five": [1, 7, 0, 10, LENGTH - 18]}
+
+
+# ECO-02
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("one_tensor", [True, False])
+def test_packed_sequences_by_offsets(name, lengths, one_tensor):
+    """Documents do not see each other, also where no position_ids tell them apart: the positions of the first are the same alone."""
+    case = BY_NAME[name]
+    model = case.model("foci")
+    offsets = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    named = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets if one_tensor else offsets.clone()}
+    heads = torch.randn(1, 4, LENGTH, 8, generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        mask[start:end, start:end] = True
+    layer = torch.nn.Module()
+    for is_causal in (False, True):
+        found, _ = attention_forward(layer, heads, heads, heads, None, is_causal=is_causal, **named)
+        allowed = mask.tril() if is_causal else mask
+        scores = (heads.double() @ heads.double().mT * 8**-0.5).masked_fill(~allowed, -torch.inf)
+        torch.testing.assert_close(found, (scores.softmax(-1) @ heads.double()).transpose(1, 2).float(), atol=2e-6, rtol=1e-5)
+    if name != "bert":  # passes no offsets on
+        with torch.no_grad():
+            alone = model(tokens()[:1, : lengths[0]], use_cache=False).logits
+            packed = model(tokens()[:1], use_cache=False, max_length_q=max(lengths), max_length_k=max(lengths), **named).logits
+        torch.testing.assert_close(packed[:, : lengths[0]], alone, atol=2e-6, rtol=1e-5)
+        other = tokens()[:1].clone()
+        other[:, : lengths[0]] = 5
+        with torch.no_grad():
+            changed = model(other, use_cache=False, **named).logits
+        torch.testing.assert_close(changed[:, lengths[0] :], packed[:, lengths[0] :], atol=0, rtol=0)
+
+
+def test_offsets_compose_with_a_mask_of_the_caller():
+    heads = torch.randn(1, 4, LENGTH, 8, generator=torch.Generator().manual_seed(3))
+    offsets = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    ids = (torch.arange(LENGTH) >= 9).int()
+    keep = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.6
+    keep |= torch.eye(LENGTH, dtype=torch.bool)
+    expected = foci.attention(heads, heads, heads, mask=keep & (ids[:, None] == ids)).transpose(1, 2)
+    for mask in (keep, torch.where(keep, 0.0, -torch.inf)):
+        found, _ = attention_forward(torch.nn.Module(), heads, heads, heads, mask, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+        torch.testing.assert_close(found, expected)
+
+
+def test_offsets_that_say_too_little_are_refused():
+    heads, offsets = torch.randn(2, 4, 6, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_k is None"):
+        attention_forward(torch.nn.Module(), heads[:1], heads[:1], heads[:1], None, cu_seq_lens_q=offsets)
+    for tensors in ((heads, heads), (heads[:1, :, :3], heads[:1])):
+        with pytest.raises(ValueError, match="need one row of documents, batch size 1, with as many keys as queries; got batch size"):
+            attention_forward(torch.nn.Module(), tensors[0], tensors[1], tensors[1], None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+
+
 @pytest.mark.parametrize(("dtype", "other"), [(torch.bool, "sdpa"), (torch.float32, "eager")])
 def test_a_mask_of_four_dims_is_taken(dtype, other):
     keep = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.6
@@ -207,6 +263,58 @@ def test_set_attn_implementation_on_a_model_that_exists():
         after = LLAMA.run(model)
     assert len(log.calls) == 2
     torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-5)
+
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+BY_ITSELF = {
+    "deberta_v2": lambda: transformers.DebertaV2Config(**SMALL),
+    "deberta": lambda: transformers.DebertaConfig(**SMALL),
+    "gptj": lambda: transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=64, rotary_dim=4, bos_token_id=1, eos_token_id=2),
+    "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
+    "xlnet": lambda: transformers.XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=48, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("make", BY_ITSELF.values(), ids=BY_ITSELF)
+def test_a_model_that_computes_attention_by_itself_is_refused(make):
+    with pytest.raises(ValueError, match='Model computes attention by itself and never looks it up .* Load it with "eager"'):
+        transformers.AutoModel.from_config(make(), attn_implementation="foci")
+    model = transformers.AutoModel.from_config(make(), attn_implementation="eager")
+    model.set_attn_implementation("foci")  # transformers warns that nothing changes
+    assert model.config._attn_implementation == "eager"
+    with foci.observe() as log:
+        model(tokens())
+    assert not log.calls
+
+
+def test_a_class_derived_from_such_a_model_is_refused_and_one_of_another_is_not():
+    class Derived(transformers.DebertaV2Model):
+        pass
+
+    class Own(transformers.BertModel):
+        pass
+
+    assert Derived.__module__ == __name__
+    with pytest.raises(ValueError, match="Derived computes attention by itself"):
+        Derived._from_config(BY_ITSELF["deberta_v2"](), attn_implementation="foci")
+    Own._from_config(transformers.BertConfig(**SMALL), attn_implementation="foci")
+
+
+def test_a_part_that_looks_attention_up_can_be_named():
+    parts = dict(
+        vision_config=dict(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, output_channels=16, global_attn_indexes=[], mlp_dim=32
+        ),
+        text_config=dict(model_type="qwen2", num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **SMALL),
+    )
+    with pytest.raises(ValueError, match="name that part: attn_implementation={\"text_config\": 'foci'}"):
+        transformers.AutoModelForImageTextToText.from_config(transformers.GotOcr2Config(**parts), attn_implementation="foci")
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.GotOcr2Config(**parts), attn_implementation={"text_config": "foci"}
+    )
+    with foci.observe() as log:
+        model.model.language_model(tokens())
+    assert len(log.calls) == 1
 
 
 def test_older_transformers_give_positions():
@@ -272,9 +380,10 @@ class TestModelMask:
         with pytest.raises(ValueError, match="computes scores of its own"):
             use(self.mask())
 
-    def test_a_model_that_does_not_ask_the_registry_is_refused(self):
+    def test_a_model_that_adds_its_mask_to_scores_is_refused(self):
         config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="foci")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model.config._attn_implementation_internal = "foci"  # past the check, as a model whose source nobody has
         with pytest.raises(ValueError, match="does not attend through attn_implementation"):
             model(tokens(), attention_mask=padding("right"))
 

@@ -4,10 +4,18 @@ Importing this module registers an attention function and a mask function under 
 that transformers has for this (`AttentionInterface`, `AttentionMaskInterface`). Models then carry a `ModelMask`: the mask
 functions that transformers composes (causal, sliding window, chunks, padding, packed sequences, caches) are expressions of
 foci, and no [B, 1, Sq, Skv] mask exists.
+
+transformers accepts a registered name for every model, also for one that computes attention by itself and never looks the name up.
+Such a model would run eager attention without a word, so `PreTrainedModel.get_correct_attn_implementation`, where transformers checks
+the names of its own implementations, is wrapped: it refuses "foci" for these models.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,10 +23,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from foci import scores
+from foci import masks, scores
 from foci.api import AuxRequest, attention
+from foci.arguments import broadcast
 from foci.integrations.model_mask import ModelMask
 from foci.variant import Mask, Score
 
@@ -48,6 +57,45 @@ def register() -> None:
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
+    check = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(check, "_foci_checks"):
+        PreTrainedModel.get_correct_attn_implementation = _refuse_other_models(check)
+
+
+def _refuse_other_models(check: Callable[..., str]) -> Callable[..., str]:
+    """transformers' check of a name for a model, and foci's."""
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        applicable = check(self, *args, **kwargs)
+        if applicable == NAME and not _reads_interface(type(self)):
+            raise ValueError(
+                f"attn_implementation={NAME!r}: {type(self).__name__} computes attention by itself and never looks it up in transformers' "
+                f'AttentionInterface. Load it with "eager"; torch.compile(model, backend={NAME!r}) fuses attention that is written out. '
+                f'If another part of the model does look it up, name that part: attn_implementation={{"text_config": {NAME!r}}}'
+            )
+        return applicable
+
+    get_correct_attn_implementation._foci_checks = True  # type: ignore[attr-defined]
+    return get_correct_attn_implementation
+
+
+_ATTENTION_CLASS: Final = re.compile(r"^class \w*Attention\w*\((?:torch\.)?nn\.Module\)", re.MULTILINE)
+
+
+def _reads_interface(model: type) -> bool:
+    """Whether a model's attention is looked up by name: so says the source of the first class of its line that has attention classes.
+
+    A model without any, which holds other models or inherits them, is asked for these; one without source is believed.
+    """
+    for base in model.__mro__[: model.__mro__.index(PreTrainedModel)]:
+        try:
+            source = inspect.getsource(sys.modules[base.__module__])
+        except (KeyError, OSError, TypeError):
+            continue
+        if _ATTENTION_CLASS.search(source):
+            return "ALL_ATTENTION_FUNCTIONS" in source or "AttentionInterface" in source
+    return True
 
 
 def attention_forward(
@@ -82,14 +130,16 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: [Hq], attention sinks (gpt-oss).
         position_bias: [B or 1, Hq, Sq, Skv], added to the scores (T5).
-        kwargs: what models pass besides; `output_attentions` asks for the weights, others have no effect.
+        kwargs: what models pass besides; `output_attentions` asks for the weights; `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1],
+            where packed documents begin and end, keep them apart; others have no effect.
 
     Returns:
         [B, Sq, Hq, Dv], and the weights [B, Hq, Sq, Skv] before dropout if asked for, else None.
 
     Raises:
         TypeError: for a mask of another dtype.
-        ValueError: for arguments of sparse or paged attention.
+        ValueError: for arguments of sparse or paged attention, and for packed documents in more than one row or of queries and keys
+            that differ.
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -97,6 +147,11 @@ def attention_forward(
     mask, bias = _mask_and_bias(attention_mask, key)
     if mask is None and bias is None and query.shape[2] > 1 and _is_causal(module, is_causal):
         mask = _causal(key.shape[2] - query.shape[2], kwargs.get("sliding_window"))
+    documents = _documents(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
+    if documents is not None:
+        if isinstance(mask, Tensor):
+            mask = masks.dense(broadcast("attention_mask", mask, query, key))
+        mask = documents if mask is None else documents & mask
     wants_weights = _wants_weights(kwargs.get("output_attentions"))
     result = attention(
         query,
@@ -113,6 +168,24 @@ def attention_forward(
     if wants_weights:
         return result[0].transpose(1, 2).contiguous(), result[1].weights
     return result.transpose(1, 2).contiguous(), None
+
+
+def _documents(offsets: Any, kv_offsets: Any, query: Tensor, key: Tensor) -> Mask | None:
+    """Packed documents by where they begin: each token attends within its own. None without offsets."""
+    if offsets is None and kv_offsets is None:
+        return None
+    if offsets is None or kv_offsets is None:
+        missing = "cu_seq_lens_q" if offsets is None else "cu_seq_lens_k"
+        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k come together; {missing} is None")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k need one row of documents, batch size 1, with as many keys as queries; "
+            f"got batch size {query.shape[0]}, {query.shape[2]} queries and {key.shape[2]} keys"
+        )
+    positions = torch.arange(query.shape[2], device=query.device, dtype=offsets.dtype)
+    ids = torch.bucketize(positions, offsets[1:], right=True, out_int32=True)
+    kv_ids = ids if kv_offsets is offsets else torch.bucketize(positions, kv_offsets[1:], right=True, out_int32=True)
+    return masks.document(ids, kv_ids)
 
 
 def _wants_weights(asked: bool | None) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply, as_expr, cast
+from foci.ir.random_calls import draws_random_numbers
 
 __all__ = [
     "SYMBOLIC_BASE",
@@ -253,8 +254,10 @@ class _Record(TorchFunctionMode):
         leaves = _leaves(args) + _leaves(list(kwargs.values()))
         if any(isinstance(leaf, Symbol) for leaf in leaves):
             return _dispatch(func, args, kwargs)
-        result = func(*args, **kwargs)
         active = _local.active
+        if active and draws_random_numbers(func, args, kwargs):
+            raise TraceError(complaint(f"torch.{func.__name__}, a random number,", "draw it outside and capture the tensor"))
+        result = func(*args, **kwargs)
         if active and not _is_the_same_each_time(func, result, leaves):
             active[-1].reads_values = True
         return result

@@ -23,7 +23,7 @@ from foci.nn.products import linear
 from foci.nn.rotary import RotaryEmbedding
 from foci.prepare import Extras, check_is_tensor
 from foci.problem import Outputs
-from foci.variant import Mask, Score
+from foci.variant import Mask, Score, check_heads
 
 __all__ = ["MultiheadAttention", "SlidingWindowAttention", "adopt", "attended", "is_plain_attention"]
 
@@ -255,6 +255,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in variants)
         if mask is not None and not isinstance(mask, Mask):
             mask = Mask(mask)
+        check_heads(score, self.num_heads)
         return Functions(mask, score if score is None or isinstance(score, Score) else Score(score))
 
     def _extra_keys(self) -> tuple[Tensor, Tensor] | None:

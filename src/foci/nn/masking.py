@@ -249,7 +249,7 @@ def with_extra_keys(functions: Functions, count: int) -> Functions:
     return Functions(mask, score)
 
 
-_VARIANTS: Final = {
+_VARIANTS: Final[dict[str, tuple[str, type[Mask | Score]]]] = {
     "mask": ("a foci.Mask, a function (b, h, q_idx, kv_idx)", Score),
     "score": ("a foci.Score, a function (score, b, h, q_idx, kv_idx)", Mask),
 }
