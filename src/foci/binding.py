@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,33 +28,51 @@ _MASK_VARIABLES: Final = ("b", "h", "q_idx", "kv_idx")
 _SCORE_VARIABLES: Final = ("score", *_MASK_VARIABLES)
 
 
+BlockSize: TypeAlias = tuple[int, int] | None
+
+
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A variant with what it captured this time."""
+    """A variant with what it captured this time.
+
+    `block_size` is that of the block classes that the caller gives beside the mask. A formula takes it from here, because whether
+    there are such classes decides what the variant's mask may hold (see `bind`).
+    """
 
     variant: Variant
     captures: tuple[Tensor, ...] = ()
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
+    block_size: BlockSize = None
 
 
 _PLAIN_BOUND = Bound(PLAIN)
 
 
-def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> Bound:
+def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device, block_size: BlockSize = None) -> Bound:
     """Runs the functions on symbols and separates what they compute from the tensors and numbers they captured.
 
     A function whose outcome its code and closure determine runs once for each of the last few sets of numbers.
 
+    Where a score function gives -inf, the mask takes its place. But kernels do not evaluate the mask in blocks that a caller classed
+    as FULL, so with given blocks such scores stay scores.
+
+    Args:
+        score, mask: the functions; either may be None.
+        device: of the call.
+        block_size: queries and keys of a block whose class the caller gives; None where the caller gives no classes.
+
     Raises:
         TraceError: for an operation outside the language.
     """
-    if score is None and mask is None:
+    if score is None and mask is None and block_size is None:
         return _PLAIN_BOUND
     prints = (fingerprint(score), fingerprint(mask))
     if prints[0] is None or prints[1] is None:
-        return _traced(score, mask, device)[0]
-    return _remembered((prints[0], prints[1]), score, mask, device)
+        bound = _traced(score, mask, device, has_blocks=block_size is not None)[0]
+    else:
+        bound = _remembered((prints[0], prints[1]), score, mask, device, has_blocks=block_size is not None)
+    return bound if block_size is None else replace(bound, block_size=block_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +89,14 @@ _traces: OrderedDict[tuple[Any, ...], OrderedDict[tuple[Any, ...], _Trace]] = Or
 
 
 def _remembered(
-    prints: tuple[Fingerprint, Fingerprint], score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device
+    prints: tuple[Fingerprint, Fingerprint],
+    score: Callable[..., Any] | None,
+    mask: Callable[..., Any] | None,
+    device: torch.device,
+    *,
+    has_blocks: bool,
 ) -> Bound:
-    structure, numbers = _key(prints, device)
+    structure, numbers = _key(prints, device, has_blocks=has_blocks)
     tensors = prints[0].tensors + prints[1].tensors
     traces = _traces.get(structure)
     if traces is None:
@@ -84,7 +107,7 @@ def _remembered(
         traces[numbers] = found  # the newest; another thread may have dropped it meanwhile
         b = found.bound
         return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
-    bound, varies = _traced(score, mask, device)
+    bound, varies = _traced(score, mask, device, has_blocks=has_blocks)
     spots = {id(t): n for n, t in enumerate(tensors)}
     if not varies and all(id(t) in spots for t in bound.captures):
         traces[numbers] = _Trace(Bound(bound.variant, (), bound.ints, bound.floats), tuple(spots[id(t)] for t in bound.captures))
@@ -92,13 +115,15 @@ def _remembered(
     return bound
 
 
-def _key(prints: tuple[Fingerprint, Fingerprint], device: torch.device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return (prints[0].structure, prints[1].structure, shared(*prints), device), (*prints[0].numbers, None, *prints[1].numbers)
+def _key(prints: tuple[Fingerprint, Fingerprint], device: torch.device, *, has_blocks: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    structure = (prints[0].structure, prints[1].structure, shared(*prints), device, has_blocks)
+    return structure, (*prints[0].numbers, None, *prints[1].numbers)
 
 
 def is_kept(score: Fingerprint, mask: Fingerprint, device: torch.device) -> bool:
-    """Whether the last `bind` of functions with these fingerprints holds for the next: they may read values while they run."""
-    structure, numbers = _key((score, mask), device)
+    """Whether the last `bind`, without blocks, of functions with these fingerprints holds for the next: they may read values while they
+    run."""
+    structure, numbers = _key((score, mask), device, has_blocks=False)
     return score.structure == mask.structure == NOTHING.structure or numbers in _traces.get(structure, ())
 
 
@@ -107,19 +132,23 @@ def _drop_oldest(cache: OrderedDict[Any, Any], capacity: int) -> None:
         cache.popitem(last=False)
 
 
-def _traced(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device) -> tuple[Bound, bool]:
+def _traced(
+    score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device, *, has_blocks: bool
+) -> tuple[Bound, bool]:
     """What the functions compute, and whether symbolic integers or the values of tensors took part."""
     tracer = Tracer(device)
     score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, _SCORE_VARIABLES))
     mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, _MASK_VARIABLES))
-    return bind_expressions(score_expr, mask_expr, tracer), bool(tracer.symbolic) or tracer.reads_values
+    bound = bind_expressions(score_expr, mask_expr, tracer, has_blocks=has_blocks)
+    return bound, bool(tracer.symbolic) or tracer.reads_values
 
 
-def bind_expressions(score_expr: Expr, mask_expr: Expr, tracer: Tracer) -> Bound:
-    """The variant of two expressions whose captures and symbolic numbers `tracer` holds."""
+def bind_expressions(score_expr: Expr, mask_expr: Expr, tracer: Tracer, *, has_blocks: bool = False) -> Bound:
+    """The variant of two expressions whose captures and symbolic numbers `tracer` holds. `has_blocks`: the caller gives classes of blocks,
+    so that the mask may hold nothing of the score, see `bind`."""
     # Numbers leave before anything is simplified, so that what follows is done once, whatever they are.
     lifted, ints, floats = lift_constants((score_expr, mask_expr))
-    form = _canonical(*lifted)
+    form = _canonical(*lifted, has_blocks=has_blocks)
     tensors = tuple(tracer.tensors[slot] for slot in form.captures)
     variant = _variant(form.score, form.mask, tuple(Capture(t.dtype, t.dim()) for t in tensors))
     known: dict[bool, tuple[Any, ...]] = {True: ints, False: floats}
@@ -160,8 +189,8 @@ class _Canonical:
 
 
 @functools.lru_cache(maxsize=1024)
-def _canonical(score: Expr, mask: Expr) -> _Canonical:
-    score, extra = lift_mask(score)
+def _canonical(score: Expr, mask: Expr, *, has_blocks: bool) -> _Canonical:
+    score, extra = (simplify(score), PLAIN.mask) if has_blocks else lift_mask(score)
     roots = (score, simplify(mask if extra is PLAIN.mask else apply("and", mask, extra)))
     captures: dict[int, int] = {}
     params: dict[bool, dict[int, int]] = {True: {}, False: {}}

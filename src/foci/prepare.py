@@ -93,13 +93,13 @@ def prepare(
     if extras.page_table is None:
         query, key, value = _broadcast_batch(query, key, value)
     dropout_p = _checked_dropout(extras.dropout_p)
-    bound = bind(score, mask, query.device)
+    bound = bind(score, mask, query.device, extras.block_size)
     _check_captures(bound, query, key, extras)
     if extras.part is not None:
         bound = _in_whole(bound, extras.part)
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
-    formula = _formula(bound.variant, _layout(extras), extras.outputs, extras.block_size, dropout=dropout_p > 0)
+    formula = _formula(bound.variant, _layout(extras), extras.outputs, bound.block_size, dropout=dropout_p > 0)
     captures = tuple(t.resolve_neg() for t in bound.captures)
     operands = Operands(
         query, key, value, captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,

@@ -17,6 +17,7 @@ EVERYTHING = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=T
 KEYS = torch.arange(20) // 5
 DOCUMENT = foci.masks.document(KEYS)
 BLOCKS = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 20, device="cpu", BLOCK_SIZE=8)
+FULL_BLOCKS = foci.create_block_mask(lambda b, h, i, j: j >= 0, None, None, 16, 20, device="cpu", BLOCK_SIZE=8)
 TORCH_BLOCKS = torch_create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 20, device="cpu", BLOCK_SIZE=8)
 
 
@@ -87,6 +88,12 @@ CALLS = {
     "block mask": (lambda q, k, v: foci.flex_attention(q, k, v, block_mask=BLOCKS), ()),
     "block mask argument": (lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), (BLOCKS,)),
     "torch block mask": (lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), (TORCH_BLOCKS,)),
+    "block mask and a score of -inf": (
+        lambda q, k, v: foci.flex_attention(
+            q, k, v, score_mod=lambda x, b, h, i, j: torch.where(i >= j, x, -torch.inf), block_mask=FULL_BLOCKS
+        ),
+        (),
+    ),
     "two functions": (two_functions, ()),
     "lse": (lambda q, k, v: foci.flex_attention(q, k, v, return_lse=True), ()),
     "auxiliary outputs": (lambda q, k, v: tuple(foci.attention(q, k, v, return_aux=EVERYTHING)[1]), ()),

@@ -71,7 +71,7 @@ class Case:
 @functools.lru_cache(maxsize=4)
 def bound(case: Case, device: str) -> Bound:
     score, mask = case.functions(case.sizes, torch.device(device))
-    found = bind(score, mask, torch.device(device))
+    found = bind(score, mask, torch.device(device), case.block_size)
     captures = (c.to(case.dtype) if c.is_floating_point() else c for c in found.captures)
     return replace(found, captures=tuple(c.detach().clone() for c in captures))
 
@@ -250,6 +250,9 @@ def _corners() -> Iterator[Case]:
     for block in ((16, 16), (128, 128), (96, 200), (7, 300)):
         yield Case(f"blocks-{block[0]}x{block[1]}", CAUSAL, LARGE, 0, FLOAT32, block_size=block)
         yield Case(f"blocks-{block[0]}x{block[1]}-full", functions(lambda s, *_: s * 2), WIDE, 9, BFLOAT16, block_size=block)
+    excluding = functions(lambda s, b, h, q_idx, kv_idx: torch.where(q_idx - kv_idx < 100, s, -torch.inf), causal)  # in full blocks too
+    yield Case("blocks-excluded", excluding, LARGE, 0, FLOAT32, block_size=(32, 16), outputs=ROWS)
+    yield Case("blocks-excluded", excluding, LARGE, 0, BFLOAT16, block_size=(128, 128))
     for wants in ((True, False, False), (False, True, False), (False, False, True)):
         letters = "".join(letter for letter, on in zip("qkv", wants) if on)
         yield Case(f"only-{letters}", CAUSAL, WIDE, dtype=FLOAT32, wants=wants)

@@ -341,6 +341,25 @@ def test_calls_of_flex_attention_are_lowered_with_their_gradients():
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
+# FUSE-06, FLEX-06
+def test_a_score_that_flex_attention_excludes_is_excluded_in_full_blocks_too():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, None, None, S, S, device="cpu", BLOCK_SIZE=8)
+
+    def flex(q, k, v):
+        causal = lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -torch.inf)
+        return flex_attention(q, k, v, score_mod=causal, block_mask=blocks)
+
+    torch._dynamo.reset()
+    backend, args = Fusing(), [t.float() for t in qkv()]
+    out = torch.compile(flex, backend=backend, fullgraph=True)(*args)
+    assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)]
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    want = (args[0].double() @ args[1].double().mT / D**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ args[2].double()
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
 def test_a_graph_without_example_values_gets_them():
     graph = torch.fx.symbolic_trace(plain)
     args = qkv()

@@ -158,17 +158,18 @@ def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | No
     parts = list(block_mask) if isinstance(block_mask, (tuple, list)) else []
     score = _function(node, score_mod, score_buffers)
     mask = _function(node, parts[-1], mask_buffers)
-    bound = bind(score, mask, device_of(operands[0]))
+    block_size = _block_size(parts)
+    bound = bind(score, mask, device_of(operands[0]), block_size)
     if any(id(t) not in nodes for t in bound.captures):
         raise NoRule("a function of flex_attention makes a tensor of its own")
-    blocks, block_size = _blocks(emitter, parts)
+    blocks = None if block_size is None else emitter.call(classes_of_lists, *parts[2:6])
     wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
     batch = shape_of(operands[0])[0]
     alike = [same_size(shape_of(t)[0], batch) for t in operands]
     wide = () if all(alike) else (emitter.size(batch), -1, -1, -1)
     operands = [t if same else emitter.method("expand", t, *wide) for t, same in zip(operands, alike, strict=True)]
     captures = [nodes[id(t)] for t in bound.captures]
-    asked = Asked(float(number_of(scale)), 0.0, wanted, blocks, block_size)
+    asked = Asked(float(number_of(scale)), 0.0, wanted, blocks)
     made = attention(emitter, operands, bound, captures, asked)
     logarithm = emitter.call(operator.mul, made[1], 1.0 / math.log(2.0)) if wanted.lse else None
     highest = emitter.call(operator.mul, made[2], 1.0 / math.log(2.0)) if wanted.row_max else None
@@ -197,10 +198,7 @@ def _function(node: fx.Node, graph: Any, buffers: Any) -> Callable[..., Any]:
     return lambda *symbols: module(*symbols, *given)
 
 
-def _blocks(emitter: Emitter, parts: Sequence[Any]) -> tuple[fx.Node | None, tuple[int, int] | None]:
-    """The classes of a block mask's blocks; none where one block covers all."""
-    counts, indices, full_counts, full_indices = parts[2:6]
-    block = (number_of(parts[-3]), number_of(parts[-2]))
-    if min(block) >= _NO_LIMIT:
-        return None, None
-    return emitter.call(classes_of_lists, counts, indices, full_counts, full_indices), block
+def _block_size(parts: Sequence[Any]) -> tuple[int, int] | None:
+    """Queries and keys of a block mask's block; None where one block covers all."""
+    block_q, block_kv = number_of(parts[-3]), number_of(parts[-2])
+    return None if min(block_q, block_kv) >= _NO_LIMIT else (block_q, block_kv)

@@ -40,7 +40,6 @@ class Asked:
     dropout: float = 0.0
     outputs: Outputs = field(default_factory=Outputs)
     blocks: fx.Node | None = None
-    block_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ def attention(
     seed = None
     if asked.dropout > 0.0:
         seed = emitter.call(torch.randint, 0, 2**63 - 1, (1,), dtype=torch.int64, device=device_of(operands[0]))
-    formula = Formula(bound.variant, Rows.DENSE, asked.outputs, asked.dropout > 0.0, asked.block_size)
+    formula = Formula(bound.variant, Rows.DENSE, asked.outputs, asked.dropout > 0.0, bound.block_size)
     ints, floats = (tuple(emitter.size(n) for n in numbers) for numbers in (bound.ints, bound.floats))
     # Nodes stand where tensors and numbers will be.
     given: Any = (*operands, tuple(captures), ints, floats, asked.scale, asked.dropout, seed, asked.blocks)

@@ -34,6 +34,13 @@ DOCUMENTS = torch.arange(2048) // 100
 LONG = torch.arange(8192) // 900
 LONGER = {"dim": 64, "length": 4096, "batch": 32}
 SHORT = {"dim": 64, "batch": 64}
+
+
+def excluding(score, b, h, q_idx, kv_idx):
+    """A score that full blocks of a caller exclude as well."""
+    return torch.where(q_idx - kv_idx < 300, score, -torch.inf)
+
+
 # stack: bytes that may be spilled; products: of 64 rows by one k-step, at least
 CASES = {
     "plain": {"stack": 48},
@@ -85,6 +92,7 @@ CASES = {
     "D 64, jagged": {"jagged": True, "dim": 64, "length": 4096},
     "jagged causal dropout": {"mask": masks.causal(), "jagged": True, "dropout": 0.1, "stack": 64},
     "blocks": {"mask": masks.causal(), "blocks": True},
+    "blocks, excluded by the score": {"mask": masks.causal(), "score": excluding, "blocks": True, "stack": 48},
 }
 
 
@@ -192,7 +200,7 @@ def launch(case):
     value = torch.zeros(batch, heads, length, case.get("value_dim", dim), dtype=dtype)
     cu = torch.tensor([0, 200, 512])
     packed = {"cu_q": cu, "cu_kv": cu, "max_q": 312, "max_kv": 312} if jagged else {}
-    bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"))
+    bound = bind(case.get("score"), case.get("mask"), torch.device("cpu"), (128, 128) if case.get("blocks") else None)
     dropout, blocks = case.get("dropout", 0.0), torch.ones(1, 1, 4, 4, dtype=torch.int8) if case.get("blocks") else None
     operands = Operands(
         query, key, value, bound.captures, bound.ints, bound.floats, 0.1, dropout, torch.tensor([1]) if dropout else None, blocks, **packed
@@ -203,7 +211,7 @@ def launch(case):
         layout,
         Outputs(lse=True, row_max=case.get("row_max", False)),
         dropout > 0,
-        (128, 128) if case.get("blocks") else None,
+        bound.block_size,
     )
     asked = Problem(
         formula, dtype, dim, case.get("value_dim", dim), heads, heads, batch, length, length, capture_grads=(False,) * len(bound.captures)
