@@ -3,12 +3,16 @@
 A function is remembered by its code and by what it closes over: numbers by value, tensors by shape and dtype (their
 values and identity are looked up anew), functions likewise. A function that reads anything else, an object's attribute
 or a global that can change, has no key and is traced at each call, so a stale expression cannot exist.
+
+The test is a list of names that are known to be safe, `_attributes` and `_BUILTINS`. A name that is on neither list may
+read anything, so code that holds one has no key.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -33,11 +37,13 @@ class Fingerprint:
         structure: its code, and the code, types, shapes and dtypes of what it closes over.
         numbers: the integers and floats it closes over.
         tensors: the tensors it closes over, each once, in an order the structure fixes.
+        functions: likewise the function and the functions it closes over.
     """
 
     structure: tuple[Any, ...] = ()
     numbers: list[int | float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
 
 
 NOTHING: Final = Fingerprint(structure=(type(None), None))
@@ -73,6 +79,8 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
     if kind is Tensor or kind is torch.nn.Parameter:
         if value.dim() == 0:
             return None  # may be read as a number
+        if value.__dict__ and not _attributes().isdisjoint(value.__dict__):
+            return None  # an attribute of Python's hides one of torch's; code that reads another has no key
         for n, other in enumerate(into.tensors):
             if other is value:
                 return (Tensor, n)  # one tensor is one capture
@@ -89,6 +97,10 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
 def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
     if function.__kwdefaults__:
         return None
+    for n, other in enumerate(into.functions):
+        if other is function:
+            return (types.FunctionType, n)  # it closes over itself, or two close over it
+    into.functions.append(function)
     code = _code_key(function.__code__, function.__globals__)
     if code is None:
         return None
@@ -108,8 +120,8 @@ class _Code:
 
 
 class _Known(NamedTuple):
-    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports or may
-    ask what can change; and foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
+    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports; and
+    foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
 
     code: types.CodeType
     token: _Code
@@ -118,12 +130,24 @@ class _Known(NamedTuple):
 
 
 _CODES: Final = 4096
-_ASKING: Final = ("is_", "are_", "get_")
-"""How names begin of what tells torch's state, such as `torch.is_grad_enabled`, or a tensor's."""
-_STATE: Final = frozenset((
-    "_C", "_version", "backends", "compiler", "cuda", "distributed", "grad", "grad_fn", "initial_seed", "random", "seed",
+_BUILTINS: Final = frozenset((
+    "abs", "all", "any", "bool", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list", "map", "max", "min", "pow",
+    "range", "reversed", "round", "slice", "sorted", "sum", "tuple", "zip",
 ))  # fmt: skip
-"""Other names of such."""
+"""Builtins whose results follow from their arguments. Not among them: `getattr`, `vars`, `id`, `globals`, `eval` and their like."""
+
+
+@functools.cache
+def _attributes() -> frozenset[str]:
+    """Names that say nothing but what shapes, dtypes and numbers say, or that only a trace sees: words of the language, and constants."""
+    from foci.ir.trace import CONSTRUCTORS, GEOMETRY
+    from foci.ir.vocabulary import WORDS
+
+    dtypes = (name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+    words = (*WORDS, *GEOMETRY, *CONSTRUCTORS, "device", "dtype", "functional", "ndim", "nn", "shape", "special", *dtypes, *vars(math))
+    return frozenset(name for name in words if not name.startswith("__"))
+
+
 _tokens: dict[types.CodeType, _Code] = {}
 _known: dict[int, _Known] = {}
 
@@ -134,7 +158,7 @@ def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
     if known.scope is scope:
         return known.token
     names = known.names
-    if names is None or not all(_is_constant_global(name, scope) for name in names):
+    if names is None or not all(_is_constant(name, scope) for name in names):
         return None
     return (known.token, *[scope[name] for name in names if name in scope])
 
@@ -143,10 +167,8 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
     if len(_known) >= _CODES:
         _known.clear()
         _tokens.clear()
-    names, is_of_foci = _names_of(code), scope.get("__name__", "").startswith("foci.")
-    if names is not None and not is_of_foci and any(name in _STATE or name.startswith(_ASKING) for name in names):
-        names = None
-    is_own = is_of_foci and names is not None and all(_is_constant_global(n, scope) for n in names)
+    names, is_of_foci = _names_of(code), str(scope.get("__name__")).startswith("foci.")
+    is_own = is_of_foci and names is not None and all(n not in scope or _is_constant(n, scope) for n in names)
     known = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
     return known
 
@@ -165,10 +187,11 @@ def _names_of(code: types.CodeType) -> tuple[str, ...] | None:
     return names
 
 
-def _is_constant_global(name: str, scope: dict[str, Any]) -> bool:
+def _is_constant(name: str, scope: dict[str, Any]) -> bool:
+    """Whether a name that code reads has one meaning at all times: a global, a builtin or an attribute."""
     if name not in scope:
-        return True  # a builtin, or the name of an attribute
+        return name in _BUILTINS or name in _attributes()
     value = scope[name]
     if isinstance(value, types.FunctionType):
-        return value.__module__.startswith("foci.")
-    return any(value is module for module in _MODULES) or (hasattr(builtins, name) and value is getattr(builtins, name))
+        return str(value.__module__).startswith("foci.")
+    return any(value is module for module in _MODULES) or (name in _BUILTINS and value is getattr(builtins, name))

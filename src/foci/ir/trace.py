@@ -28,6 +28,8 @@ from foci.ir.ops import apply, as_expr, cast
 from foci.ir.random_calls import draws_random_numbers
 
 __all__ = [
+    "CONSTRUCTORS",
+    "GEOMETRY",
     "SYMBOLIC_BASE",
     "Axis",
     "Symbol",
@@ -263,16 +265,17 @@ class _Record(TorchFunctionMode):
         return result
 
 
-_OF_GEOMETRY: Final = frozenset(("__get__", "__len__", "dim", "is_floating_point", "ndimension", "numel", "size"))
-_CONSTRUCTORS: Final = frozenset(("arange", "full", "ones", "scalar_tensor", "tensor", "zeros"))
+GEOMETRY: Final = frozenset(("__get__", "__len__", "dim", "is_floating_point", "ndimension", "numel", "size"))
+"""Names of what asks a tensor for nothing but its shape and dtype."""
+CONSTRUCTORS: Final = frozenset(("arange", "full", "ones", "scalar_tensor", "tensor", "zeros"))
 
 
 def _is_the_same_each_time(func: Callable[..., Any], result: Any, leaves: list[Any]) -> bool:
     """Whether a call without symbols says nothing but what the shapes and dtypes of tensors say, or makes a tensor of numbers."""
     name = getattr(func, "__name__", "")
-    if name in _OF_GEOMETRY:
+    if name in GEOMETRY:
         return not isinstance(result, bool) or name == "is_floating_point"
-    return name in _CONSTRUCTORS and not any(isinstance(leaf, Tensor) for leaf in leaves)
+    return name in CONSTRUCTORS and not any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 class _Local(threading.local):
