@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. Units in one row stand side by side and may not import each other.
 LAYERS = (
+    ("foci.compat",),
     ("foci.ir",),
     ("foci.variant",),
     ("foci.binding",),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.compat.torch import is_cudnn_sdp_enabled, is_flash_sdp_enabled, is_math_sdp_enabled, is_mem_efficient_sdp_enabled
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
 from foci.operator import Optional, Outline, as_batch, attend, attend_outlined, packed_rows
@@ -99,8 +100,7 @@ def _allowed_by_torch() -> Allowed:
     """
     from foci import backends
 
-    c = torch._C
-    math = c._get_math_sdp_enabled()
-    if c._get_flash_sdp_enabled() or c._get_mem_efficient_sdp_enabled() or c._get_cudnn_sdp_enabled():
+    math = is_math_sdp_enabled()
+    if is_flash_sdp_enabled() or is_mem_efficient_sdp_enabled() or is_cudnn_sdp_enabled():
         return None if math else tuple(name for name in backends.names() if name != "reference")
     return ("reference",) if math else ()

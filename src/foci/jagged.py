@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.compat.torch import disabled_torch_function_subclass
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.nested import KINDS
@@ -231,7 +232,7 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
     Raises:
         TypeError, ValueError: for wrong arguments.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # each question put to a NestedTensor goes through Python otherwise
+    with disabled_torch_function_subclass():  # each question put to a NestedTensor goes through Python otherwise
         found = attend_nested_now(tensors, score, mask, extras)
     if found is not None:
         return Results(found, found)

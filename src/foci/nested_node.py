@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from foci.compat.torch import is_forward_ad_open
 from foci.core import Function, Tensors
 from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.memo import fingerprint
@@ -56,7 +56,7 @@ def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
         if tensor._ragged_idx != _RAGGED or tensor._lengths is not None or values.dim() != 3 or values.numel() == 0:
             return False
         inside.append(values)
-    return is_plain_eager(inside) and forward_ad._current_level < 0
+    return is_plain_eager(inside) and not is_forward_ad_open()
 
 
 def _fit(query: Any, key: Any, value: Any) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from foci import backends
 from foci.binding import is_kept
+from foci.compat.torch import is_any_autocast_enabled, is_forward_ad_open
 from foci.context import is_tuning
 from foci.execution import Allowed, choose_kernel
 from foci.ir.memo import Fingerprint, fingerprint, shared
@@ -74,14 +74,14 @@ def find_site(
     """
     query, key, value = tensors
     e, scale, dropout_p = extras, extras.scale, extras.dropout_p
-    if e.blocks is not None or e.part is not None or not is_plain_eager(tensors) or forward_ad._current_level >= 0:
+    if e.blocks is not None or e.part is not None or not is_plain_eager(tensors) or is_forward_ad_open():
         return None
     if query.is_neg() or key.is_neg() or value.is_neg():
         return None  # in memory lies the opposite
     if type(dropout_p) not in _REAL or not (scale is None or type(scale) in _REAL):
         return None  # whatever else passes for a number is for `prepare` to say
     device, dtype = query.device, query.dtype
-    is_autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
+    is_autocast = is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
     if is_autocast and not dtype == key.dtype == value.dtype == torch.get_autocast_dtype(device.type):
         return None
     scored, masked = fingerprint(score), fingerprint(mask)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from foci.compat.torch import is_transformed as is_functorch_tensor
+
 __all__ = [
     "CASTS",
     "Call",
@@ -233,7 +235,7 @@ _SHAPE_READERS: Final = frozenset((
 def is_transformed(node: fx.Node) -> bool:
     """Whether a node's tensor is one of a transform of torch.func, which lacks dimensions that its elements have."""
     tensor = tensor_of(node)
-    return tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor is not None and is_functorch_tensor(tensor)
 
 
 def reads_only_shape(node: fx.Node) -> bool:

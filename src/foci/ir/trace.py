@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from foci.compat.torch import disabled_torch_function, enabled_torch_function, has_tangent, is_transformed
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply, as_expr, cast
@@ -328,7 +328,7 @@ class Tracer:
         _local.active.append(self)
         try:
             # whoever calls may have turned off what symbols stand on
-            with torch._C._EnableTorchFunction(), _Record():
+            with enabled_torch_function(), _Record():
                 result = function(*(Symbol(self, ir.variable(name)) for name in variables))
                 while isinstance(result, (tuple, list)) and len(result) == 1:
                     result = result[0]
@@ -366,7 +366,7 @@ class Tracer:
             kind = DType.INT32 if isinstance(value, torch.SymInt) else DType.FLOAT
             return Symbol(self, ir.param(SYMBOLIC_BASE + len(self.symbolic) - 1, kind))
         if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunction():
+            with disabled_torch_function():
                 number = value.item() if _is_plain_number(value) else None
             if number is not None:
                 return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)))
@@ -392,7 +392,7 @@ class Tracer:
         """`source[index]` with torch's rules for integers, rows, slices, `...` and `None`."""
         from foci.ir.indexing import index_symbol
 
-        with torch._C.DisableTorchFunction():
+        with disabled_torch_function():
             return index_symbol(self, source, index if isinstance(index, tuple) else (index,))
 
 
@@ -403,8 +403,8 @@ def _is_plain_number(tensor: Tensor) -> bool:
         and tensor.dim() == 0
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and (forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None)  # type: ignore[no-untyped-call]
+        and not is_transformed(tensor)
+        and not has_tangent(tensor)
         and torch._guards.detect_fake_mode() is None
     )
 

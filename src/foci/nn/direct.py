@@ -7,11 +7,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from foci.compat.torch import is_any_autocast_enabled, is_forward_ad_open
 from foci.nn.products import linear, linear_relu
 from foci.operator import is_plain_eager
 
@@ -65,7 +65,7 @@ def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor],
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         is_plain = kind is torch.nn.Linear and kind.forward is _COMPUTE[kind][0] and is_silent(module)
         is_whole = weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype and weight.layout == torch.strided
-        is_seen = forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled()
+        is_seen = is_forward_ad_open() or is_any_autocast_enabled()
         if is_plain and is_whole and not is_seen and is_plain_eager((x, weight, bias)):  # type: ignore[arg-type]
             return linear_relu(x, weight, bias)  # type: ignore[arg-type]
     return activation(caller()(module, x))

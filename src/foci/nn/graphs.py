@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from foci.compat.cuda import unowned
+
 __all__ = ["CUDA", "Engine", "Recorded"]
 
 Made: TypeAlias = list[Tensor | None]
@@ -88,18 +90,9 @@ class _CudaGraphs:
         with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
             inputs = [torch.empty_like(sample) for sample in samples]
             outputs = function(inputs)
-            recorded = Recorded(graph.replay, [_unowned(t) for t in inputs], [None if t is None else _unowned(t) for t in outputs])
+            recorded = Recorded(graph.replay, [unowned(t) for t in inputs], [None if t is None else unowned(t) for t in outputs])
             del inputs, outputs
         return recorded
 
 
 CUDA: Engine = _CudaGraphs()
-
-
-def _unowned(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that does not hold it: the pool does, and gives it to other graphs as well."""
-    storage = tensor.untyped_storage()
-    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    with torch.inference_mode(mode=False):
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from foci.compat.torch import are_transforms_open
 from foci.graph.padding import is_profitable_to_pad, machine_of
 from foci.graph.padding.grouped import groups_of, mm_into_rows
 from foci.graph.padding.model import seconds
@@ -64,7 +65,7 @@ class PaddedLinear(torch.nn.Linear):
         """`torch.nn.Linear`'s result, through the padded storage where that pays."""
         if is_traced(input):
             return leaf(self, input)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _is_stored(self) or not _pays(self, input):
+        if torch.compiler.is_compiling() or are_transforms_open() or not _is_stored(self) or not _pays(self, input):
             return F.linear(input, self.weight, self.bias)
         result: Tensor = _padded_linear(input, self.weight, self.bias)
         return result

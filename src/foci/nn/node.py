@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foci.backends.row_kernels import Backward, Rows, Sums
+from foci.compat.torch import is_legacy_batched
 from foci.dispatch import PackedCall
 from foci.nn.between import backward_of
 from foci.nn.layer import FIRST, IN, NORM1, NORM2, OUT, SECOND, Attention, Heads, Parameters, Plan, Steps, Unseen, computed
@@ -139,7 +140,7 @@ class _Node(torch.autograd.Function):
         saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[3:], 12 + count + 7
         p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
         call = PackedCall(outline, others[:count], others[count:], passes)
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
+        if torch.is_grad_enabled() or is_legacy_batched(dy):
             return (None, None, None, *_recorded(plan, (kept[0], *p), call, _noises(plan, kept), dy, wanted))
         del saved
         ctx.maybe_clear_saved_tensors()  # what is read goes, as it does between autograd's own nodes

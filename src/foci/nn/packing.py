@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing, version_of
 from foci.nested import KINDS, LearnedNested, nested_like
 from foci.nn.search import search
 
@@ -137,7 +138,7 @@ class Packing:
     def is_whole(self, tokens: int) -> bool:
         """Whether so many rows are known to be the tokens of its sequences, no more and no less."""
         found = _counted.get(self)
-        return found is not None and found == (tokens, self.offsets._version)
+        return found is not None and found == (tokens, version_of(self.offsets))
 
     @property
     def batch(self) -> int:
@@ -257,9 +258,9 @@ def is_readable(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type != "meta"
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        and count_dispatch_modes() == 0
+        and not are_transforms_open()
+        and not is_jit_tracing()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
@@ -279,7 +280,7 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
     batch, length = padding.shape
     made = Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
     if not offsets.is_inference():
-        _counted[made] = indices.shape[0], offsets._version
+        _counted[made] = indices.shape[0], version_of(offsets)
     return made
 
 
@@ -353,7 +354,7 @@ def _values(whole: Any) -> Tensor:
 
 
 def _learns(nested: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with disabled_torch_function_subclass():
         return nested.requires_grad
 
 

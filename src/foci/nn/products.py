@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing
 from foci.operator import is_plain_eager
 
 __all__ = ["linear", "linear_relu"]
@@ -83,12 +83,7 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_seen() -> bool:
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_function_stack() > 0
-    )
+    return is_forward_ad_open() or is_any_autocast_enabled() or is_jit_tracing() or count_function_modes() > 0
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foci.compat.cuda import copy_all
 from foci.nn.buckets import Seat
 from foci.nn.graphs import Engine, Made, Recorded
 from foci.nn.packing import Packing
@@ -135,7 +136,7 @@ class _Graphed:
         self._two.replay()
         made = [None if t is None else torch.empty_like(t) for t in self._two.outputs]
         pairs = [(new, t) for new, t in zip(made, self._two.outputs, strict=True) if new is not None and t is not None]
-        torch._foreach_copy_([new for new, _ in pairs], [t for _, t in pairs])
+        copy_all([new for new, _ in pairs], [t for _, t in pairs])
         rest = iter(made)
         tokens = [next(rest) if wanted else None for wanted in self._wanted]
         return [None if t is None else t[:count] for t, count in zip(tokens, counts, strict=True)] + list(rest)

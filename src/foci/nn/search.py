@@ -13,6 +13,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.compat.cuda import raw_stream
+from foci.compat.torch import version_of
+
 __all__ = ["Found", "search"]
 
 
@@ -52,7 +55,7 @@ def _of_bytes(padding: Tensor, *, batch_first: bool) -> Found | None:
     (batch, length), device = padding.shape, padding.device
     read = padding.cpu().contiguous()
     memory = ctypes.string_at(read.data_ptr(), batch * length)
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if padding.is_cuda else 0  # it is copied there by
+    stream = raw_stream(device.index) if padding.is_cuda else 0  # it is copied there by
     key = (memory, batch, device, stream, batch_first)
     known = _known.get(key)
     if known is not None and known.is_unchanged():
@@ -80,10 +83,10 @@ class _Known(NamedTuple):
     @staticmethod
     def of(found: Found | None) -> _Known:
         tensors = tuple([t for t in found or () if isinstance(t, Tensor)])
-        return _Known(found, tensors, tuple([t._version for t in tensors]))
+        return _Known(found, tensors, tuple([version_of(t) for t in tensors]))
 
     def is_unchanged(self) -> bool:
-        return tuple([t._version for t in self.tensors]) == self.versions
+        return tuple([version_of(t) for t in self.tensors]) == self.versions
 
 
 _KEPT: Final = 8

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci import backends
+from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing, version_of
 from foci.context import allowed_backends, is_tuning
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.between import rows_of
@@ -164,7 +164,7 @@ class Stack:
         if {(dtype, layout) for dtype, layout, _ in facts} - {(x.dtype, torch.strided)}:
             return None
         learns = torch.is_grad_enabled() and (x.requires_grad or True in [learns for *_, learns in facts])
-        casts = torch._C._is_any_autocast_enabled()
+        casts = is_any_autocast_enabled()
         is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
             return None  # modules say what is wrong
@@ -192,7 +192,7 @@ class Stack:
         offsets, tokens = packing.offsets, x.shape[0]
         if packing.bias is not None or offsets.is_inference():
             return {}
-        whole, version = packing.is_whole(tokens), offsets._version
+        whole, version = packing.is_whole(tokens), version_of(offsets)
         form = (
             offsets.shape, offsets.dtype, offsets.device, bounded(packing.longest), tokens > 1, whole, x.dtype, x.device,
             allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
@@ -232,15 +232,14 @@ def _is_bare(kind: type, layer: torch.nn.Module) -> bool:
 
 def _is_plain_call(x: Tensor, packing: Packing) -> bool:
     """Whether nobody but autograd and autocast looks on."""
-    c = torch._C
     return (
         x.dim() == 2
         and x.shape[0] > 0
         and x.layout is torch.strided
         and type(packing.offsets) is Tensor
-        and c._len_torch_function_stack() == 0
-        and c._get_tracing_state() is None
-        and forward_ad._current_level < 0
+        and count_function_modes() == 0
+        and not is_jit_tracing()
+        and not is_forward_ad_open()
         and is_plain_eager((x,))
         and all(map(operator.is_, [getattr(kind, name) for kind, name in _METHODS], _WRITTEN))
     )

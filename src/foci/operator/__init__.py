@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
 from foci.execution import Allowed, Chosen, Needs, choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
@@ -48,7 +49,6 @@ __all__ = [
     "packed_rows",
 ]
 
-_Kind: Final = torch._C._functorch.TransformType
 _PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -59,10 +59,10 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         NoViableBackend: if no backend accepts the problem.
     """
     tensors = (operands.query, operands.key, operands.value, *operands.captures)
-    transforms = _transforms()
-    if _has_forward_gradient(tensors) or _Kind.Jvp in transforms:
+    transforms = open_transforms(tensors)
+    if transforms is None or any(map(has_tangent, tensors)) or TransformType.Jvp in transforms:
         return formula_kernel(formula, operands)
-    if _Kind.Grad in transforms:
+    if TransformType.Grad in transforms:
         call = TransformedCall(formula, operands, allowed)
         return results_of(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
@@ -108,25 +108,9 @@ def optional_of(operands: Operands) -> Optional:
 def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody but autograd looks on: no mode, no transform, no graph that is made."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        count_dispatch_modes() == 0
+        and not are_transforms_open()
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None  # torch.jit.trace
+        and not is_jit_tracing()
         and _PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def _transforms() -> list[Any]:
-    """Kinds of the torch.func transforms that are open."""
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
-        return []
-    return [level.key() for level in functorch.get_interpreter_stack() or ()]
-
-
-def _has_forward_gradient(tensors: Sequence[Tensor]) -> bool:
-    return torch.autograd.forward_ad._current_level >= 0 and any(
-        torch.autograd.forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
-        for t in tensors
-        if t.is_floating_point()
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
+from foci.compat.torch import is_legacy_batched
 from foci.execution import Chosen, Needs, backward_again, backward_of, forward_again, forward_of
 from foci.operator.arguments import call_backward, cotangents_of, formula_kernel, gradients_of
 from foci.problem import Formula, Geometry, Gradients, Operands, Results
@@ -221,7 +222,7 @@ def packed_rows(batch: Tensor) -> Tensor:
 
 
 def _is_batch(tensor: Tensor | None) -> bool:
-    return tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return tensor is not None and is_legacy_batched(tensor)
 
 
 def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:

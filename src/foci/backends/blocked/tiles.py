@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foci.backends.sequences import Sequence
 from foci.blocks import EMPTY, FULL, PARTIAL, Extent, classify
+from foci.compat.torch import is_transformed
 from foci.problem import Formula, Layout, Operands
 
 __all__ = ["Chunk", "Run", "Tile", "block_classes", "plan_chunks"]
@@ -133,7 +134,7 @@ def block_classes(operands: Operands, formula: Formula, of: Items[Sequence]) -> 
         return _pool(operands.blocks.cpu(), edges)
     if mask.op == "const":
         return FULL if mask.value else EMPTY
-    if rows * columns <= 1 or any(torch._C._functorch.is_functorch_wrapped_tensor(c) for c in operands.captures):
+    if rows * columns <= 1 or any(map(is_transformed, operands.captures)):
         return PARTIAL
     dense = formula.layout is Layout.DENSE
     extent = Extent(

@@ -15,6 +15,7 @@ from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs,
 from foci.backends.triton.sparsity import sequences_at
 from foci.backends.triton.surroundings import allocator_on, free_stream_on
 from foci.backends.triton.templates import Recording, Sized
+from foci.compat.torch import version_of
 
 __all__ = ["bind_backward", "bind_forward", "fix"]
 
@@ -51,7 +52,7 @@ class _Surroundings:
 
     def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
         self._device, self.stream = device, stream
-        self._ends = [(t, t._version) for t in ends]
+        self._ends = [(t, version_of(t)) for t in ends]
 
     def moved(self, offsets: Tensor) -> _Surroundings | None:
         """The same around as many other sequences, with one set of offsets; None where launches may not go there, or there were two."""
@@ -63,7 +64,7 @@ class _Surroundings:
     def are_same(self) -> bool:
         """Whether launches may go there still, around Triton, and sequences lie where they did."""
         for t, version in self._ends:
-            if t._version != version:
+            if version_of(t) != version:
                 return False
         return free_stream_on(self._device) == self.stream
 

@@ -47,6 +47,7 @@ from foci.backends.triton.streams import laid_out, layout_of, streamed
 from foci.backends.triton.surroundings import stream_of
 from foci.backends.triton.tensors import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.tuning import fitted
+from foci.compat.cuda import current_device
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
 from foci.problem import Cotangents, Gradients, Layout, Operands, Results
@@ -421,7 +422,7 @@ def row_tiles(schedule: Schedule, query: Tensor, key: Tensor) -> int:
 
 def is_elsewhere(tensor: Tensor) -> bool:
     """Whether the tensor is on another device than the current one, which Triton launches on."""
-    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+    return tensor.is_cuda and tensor.get_device() != current_device()
 
 
 @functools.lru_cache(maxsize=4096)

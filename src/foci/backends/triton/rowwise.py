@@ -23,6 +23,7 @@ from foci.backends.triton.compiling import Waiting, launch_ahead, launch_waiting
 from foci.backends.triton.recording import direct
 from foci.backends.triton.surroundings import allocator_on, is_watched
 from foci.backends.triton.templates import Arguments
+from foci.compat.cuda import current_device, is_capturing, raw_stream
 
 __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
@@ -226,10 +227,10 @@ class Rows(NamedTuple):
             return None
         if _INTERPRETED or not x.is_cuda:
             return Rows(ROW_KERNELS, -1, 0, False) if _INTERPRETED and x.is_cpu else None
-        device, c = x.get_device(), torch._C
-        if device != c._cuda_getDevice():
+        device = x.get_device()
+        if device != current_device():
             return None
-        return Rows(ROW_KERNELS, device, c._cuda_getCurrentRawStream(device), c._cuda_isCurrentStreamCapturing())
+        return Rows(ROW_KERNELS, device, raw_stream(device), is_capturing())
 
     def begin_norms(self, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool, /) -> None:
         """See `foci.backends.row_kernels.Rows`."""

@@ -26,6 +26,7 @@ from foci.backends.triton.surroundings import free_stream, is_for_graphs, places
 from foci.backends.triton.templates import Recording, Source, Template
 from foci.backends.triton.tiles import RECORD
 from foci.backends.triton.visits import assign_tasks, classify_tiles, list_tiles, place_sequences
+from foci.compat.torch import version_of
 from foci.problem import Operands
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None
     if changes:
         return _sequences(offsets, stays=False)
     stream = stream_of(query) if free is None else free
-    key = (stream, id(cu_q), cu_q._version) if is_one else (stream, *[None if t is None else (id(t), t._version) for t in offsets])
+    key = (stream, id(cu_q), version_of(cu_q)) if is_one else (stream, *[None if t is None else (id(t), version_of(t)) for t in offsets])
     found = _sets.get(key)
     if found is not None and (found[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(found[0], read, strict=True))):
         return found[1]
@@ -178,7 +179,7 @@ _runs: Final[Kept[Recording]] = Kept(256)
 
 def state_of(tensor: Tensor) -> tuple[int, int, int]:
     """By what a tensor that lives is known to hold what it held: its memory may be another's, without a new version (`.data = `)."""
-    return id(tensor), tensor._version, tensor.data_ptr()
+    return id(tensor), version_of(tensor), tensor.data_ptr()
 
 
 def visits_of(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> Visits:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import TypeAlias
-
-import torch
 import triton
 from torch import Tensor
 
 from foci.backends.contract import Inputs
+from foci.compat.cuda import Allocator, allocator_on, current_device, is_capturing, is_inductor_stream, raw_stream
 
 __all__ = ["Allocator", "allocator_on", "free_stream", "free_stream_on", "is_for_graphs", "is_watched", "places_of", "stream_of"]
 
@@ -23,7 +18,7 @@ def places_of(tensors: Inputs) -> list[int | None]:
 
 def stream_of(tensor: Tensor) -> int:
     """The stream that work on the tensor's device goes to."""
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+    return raw_stream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 def is_watched() -> bool:
@@ -46,10 +41,10 @@ def free_stream_on(device: int) -> int | None:
         return None
     if device < 0:
         return 0
-    if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+    if device != current_device() or is_capturing():
         return None
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return None if _is_of_graphs(device, stream) else stream
+    stream = raw_stream(device)
+    return None if is_inductor_stream(device, stream) else stream
 
 
 def is_for_graphs(tensor: Tensor) -> bool:
@@ -57,24 +52,4 @@ def is_for_graphs(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return False
     device = tensor.get_device()
-    return torch._C._cuda_isCurrentStreamCapturing() or _is_of_graphs(device, torch._C._cuda_getCurrentRawStream(device))
-
-
-def _is_of_graphs(device: int, stream: int) -> bool:
-    """Whether Inductor captures on this stream. It first runs there what it will capture, in the memory of its graphs, and lets nothing
-    stay in that but results.
-    """
-    trees = sys.modules.get("torch._inductor.cudagraph_trees") if stream else None  # the default stream is not its own
-    manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
-    return manager is not None and manager.stream.cuda_stream == stream
-
-
-Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""An uninitialised tensor of size and strides, plain tuples, and dtype."""
-
-
-@functools.cache
-def allocator_on(device: torch.device) -> Allocator:
-    """What allocates on a device, which is the current one: as Inductor's code does, where torch has that."""
-    own: Allocator | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    return own or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
+    return is_capturing() or is_inductor_stream(device, raw_stream(device))
