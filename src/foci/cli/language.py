@@ -50,7 +50,7 @@ def _read(text: str, sizes: Sizes, examples: Sequence[MaskExample] | Sequence[Sc
             raise Unknown(f"the example {text!r} does not make sense for {sizes}")
         built = named[text].build(sizes)
     else:
-        built = _evaluate(_parse(text), text, {name: getattr(module, name) for name in module.__all__ if name != "EXAMPLES"}, sorted(named))
+        built = _evaluate(_parse(text), text, {name: getattr(module, name) for name in module.__all__}, sorted(named))
     if not isinstance(built, kind):
         raise Unknown(f"{text!r} is no {kind.__name__.lower()}")
     return built

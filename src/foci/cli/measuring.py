@@ -53,13 +53,13 @@ def run_bench(options: Measuring, console: Console) -> None:
     """Measures, writes and shows lines as they come, and shows a table last.
 
     Raises:
-        Unknown: for a case, a peer or a device that is not there.
+        Unknown: for a case or a peer that is not there.
     """
     cases = chosen_cases(options.cases)
     for name in options.peers or ():
         if name not in PEERS:
             raise Unknown(f"no peer {name!r}; there are {', '.join(PEERS)}")
-    device = _device(options.device)
+    device = torch.device(options.device)
     about = facts(device)
     square = Sizes(options.batch, options.heads, options.heads, options.length, options.length, options.dim)
     request = Request(device, getattr(torch, options.dtype), options.seconds, options.peers, options.backward)
@@ -90,12 +90,3 @@ def _measured(cases: list[Case], square: Sizes, request: Request, jobs: int) -> 
     compile_ahead(cases, square, request, jobs)
     for case in cases:
         yield list(measure(case, square, request))
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise Unknown(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
-    return device

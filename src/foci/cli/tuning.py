@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from foci.cli.language import Unknown
 from foci.graph.padding.tables import KINDS, Kind, extend
-from foci.graph.padding.tuning import SHAPES, SMALL_SHAPES, tune
+from foci.graph.padding.tuning import SHAPES, SMALL_SHAPES, count_rows, device_name, tune
 
 __all__ = ["run_tune"]
 
@@ -22,7 +23,7 @@ def run_tune(device: str, kinds: str | None, repeats: int, out: Path | None, con
         kinds: of arithmetic, with commas; those that a device of this type is used for, if None.
         repeats: of each measurement.
         out: the file; if None, the one that compilations read.
-        console: for the result.
+        console: for progress and the result.
 
     Raises:
         Unknown: for a kind that there is not.
@@ -30,7 +31,12 @@ def run_tune(device: str, kinds: str | None, repeats: int, out: Path | None, con
     usual: tuple[Kind, ...] = ("float16", "bfloat16", "tf32") if device.startswith("cuda") else ("float32", "bfloat16")
     chosen = usual if kinds is None else tuple(_kind(name.strip()) for name in kinds.split(","))
     shapes = SHAPES if device.startswith("cuda") else SMALL_SHAPES
-    table = tune(torch.device(device), chosen, shapes=shapes, repeats=repeats)
+    count = count_rows(chosen, shapes)
+    console.print(f"measuring {count} products of {', '.join(chosen)} on {device_name(torch.device(device))}")
+    columns = TextColumn("{task.completed} of {task.total}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=count)
+        table = tune(torch.device(device), chosen, shapes=shapes, repeats=repeats, step=lambda: progress.advance(task))
     path = extend(table, out)
     worst = max(table.rows, key=lambda row: row.slowdown(padded=False))
     console.print(

@@ -36,3 +36,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'foci.graph' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"foci.graph.{_LATER[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,6 +8,10 @@ import importlib
 __all__ = ["register_flash_attention", "register_transformers"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def register_flash_attention() -> None:
     """Makes "FOCI" a flash attention implementation that torch can activate; more calls change nothing.
 

@@ -315,6 +315,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, scale: fl
     _check_head_dims(*tensors)
     with _by_foci(tensors[0]):
         out, aux = attention(*tensors, mask=mask, scale=scale, return_aux=_WITH_LSE)
+    assert aux.lse is not None
     return out, aux.lse.contiguous()
 
 

@@ -165,7 +165,7 @@ def attention_forward(
         dropout_p=dropout,
         return_aux=AuxRequest(weights=True) if wants_weights else None,
     )
-    if wants_weights:
+    if isinstance(result, tuple):
         return result[0].transpose(1, 2).contiguous(), result[1].weights
     return result.transpose(1, 2).contiguous(), None
 

@@ -33,7 +33,6 @@ from foci.masks.ragged import (
 )
 
 __all__ = [
-    "EXAMPLES",
     "block_diffusion",
     "causal",
     "causal_lower_right",
@@ -53,3 +52,7 @@ __all__ = [
 ]
 
 EXAMPLES: Final[tuple[MaskExample, ...]] = _positional.EXAMPLES + _ragged.EXAMPLES + _neighborhood.EXAMPLES
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

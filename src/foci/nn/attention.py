@@ -305,7 +305,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             found = foci.attention(q, k, v, return_aux=asked, **options)
         else:
             found = foci.paged_attention(q, k, v, pages.table, pages.lengths, max_kv=pages.longest, return_aux=asked, **options)
-        out, aux = found if asked is not None else (found, None)
+        out, aux = found if isinstance(found, tuple) else (found, None)
         return self.out_proj(out.transpose(1, 2).flatten(2)), aux
 
     def _heads(

@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.graph.padding.strides import round_up
 from foci.graph.padding.tables import ROLES, Kind, Row, Shape, Table
 
-__all__ = ["SHAPES", "SMALL_SHAPES", "device_name", "family", "tune"]
+__all__ = ["SHAPES", "SMALL_SHAPES", "count_rows", "device_name", "family", "tune"]
 
 # Large vocabularies, squares, tall and flat ones, and the batched products of attention.
 SHAPES: Final = (
@@ -47,7 +47,19 @@ SMALL_SHAPES: Final = (
 _ALIGNMENTS: Final = {"float16": (2, 4, 8), "bfloat16": (2, 4, 8), "float32": (4, 8), "tf32": (4, 8), "float64": (8,)}
 
 
-def tune(device: torch.device, kinds: tuple[Kind, ...], *, shapes: tuple[Shape, ...] = SHAPES, repeats: int = 5) -> Table:
+def count_rows(kinds: tuple[Kind, ...], shapes: tuple[Shape, ...]) -> int:
+    """How many rows `tune` measures."""
+    return len(shapes) * len(ROLES) * sum(len(_ALIGNMENTS[kind]) for kind in kinds)
+
+
+def tune(
+    device: torch.device,
+    kinds: tuple[Kind, ...],
+    *,
+    shapes: tuple[Shape, ...] = SHAPES,
+    repeats: int = 5,
+    step: Callable[[], object] = lambda: None,
+) -> Table:
     """Measures what misaligned strides cost on a device.
 
     Args:
@@ -55,11 +67,17 @@ def tune(device: torch.device, kinds: tuple[Kind, ...], *, shapes: tuple[Shape, 
         kinds: of arithmetic.
         shapes: of products, whose odd dims are taken a few elements smaller.
         repeats: of each measurement; the median counts.
+        step: called after each row.
 
     Returns:
         A table with a row for each kind, shape, role and alignment, and the device's speed of copying and multiplying.
     """
-    rows = [row for kind in kinds for shape in shapes for row in _rows(device, kind, shape, repeats)]
+    rows: list[Row] = []
+    for kind in kinds:
+        for shape in shapes:
+            for row in _rows(device, kind, shape, repeats):
+                rows.append(row)
+                step()
     peaks = {kind: max(row.shape.flops / row.aligned for row in rows if row.kind == kind) for kind in kinds}
     return Table(
         device_name(device), family(device), torch.__version__, peaks, _bandwidth(device, repeats), _launch(device, repeats), tuple(rows)
