@@ -17,7 +17,9 @@ using namespace foci;
 template <int HEAD, int VALUE, bool DROPS> struct Plan {
   typedef STORAGE Storage;
   static constexpr int D = HEAD, DV = VALUE, SITES = 0;
-  static constexpr bool PLAIN_SCORE = false, MASKED = true, DROPOUT = DROPS;
+  static constexpr bool PLAIN_SCORE = false, MASKED = true, DROPOUT = DROPS, MASK_READS = true;
+  static bool mask_by_batch(const Call&) { return false; }
+  static bool mask_by_head(const Call&) { return false; }
   static constexpr bool GRAD_Q = true, GRAD_K = true, GRAD_V = true, COLUMN_SUMS = false, UNIT_SLOPE = false;
   struct Row { int q; float slope; };
   struct Col {};

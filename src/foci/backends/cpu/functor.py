@@ -1,4 +1,4 @@
-"""The generated part of a kernel: score, derivative, mask and their interval as one small C++ struct.
+"""The generated part of a kernel: score, derivative and mask as one small C++ struct.
 
 What depends on the batch entry, head and query alone is computed once per row (`Row`), what depends on the key alone
 once per column of a tile (`Col`), and captured elements that follow the keys are read as contiguous runs (`Span`). Only
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foci.backends.cpu.spelling import COLUMN, INTERVALS, ROW, SPAN, VALUES, leaf, scalar_type, vector_type
+from foci.backends.cpu.spelling import COLUMN, ROW, SPAN, VALUES, leaf, scalar_type, vector_type
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
@@ -197,15 +197,6 @@ class Functor:
         """Reads of the spans that staged expressions use."""
         numbers = {int(name.removeprefix(SPAN)) for e in exprs for name in e.variable_names if name.startswith(SPAN)}
         return tuple(f"const {vector_type(self.spans[n].dtype)} {SPAN}{n} = {self.spans[n].read(f'row.s{n}')};" for n in sorted(numbers))
-
-    def interval(self, mask: Expr) -> None:
-        """Adds the member that classifies a rectangle of scores."""
-        emitted = emit((mask,), INTERVALS)
-        self.members.append(
-            _member(
-                "static Class classify(const Call& call, const Rectangle& r)", (*emitted.lines, f"return class_of({emitted.results[0]});")
-            )
-        )
 
     def text(self) -> str:
         """All members: accessors of captured tensors, `Row`, `Col`, and the functions that were added."""

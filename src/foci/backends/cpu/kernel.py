@@ -24,9 +24,10 @@ __all__ = ["CpuKernel"]
 
 Entry = Callable[[bytes], int]
 Tensors = tuple[Tensor | None, ...]
-_LAYOUT: Final = struct.Struct("<61q2d7q")
+_LAYOUT: Final = struct.Struct("<61q2d10q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _NO_GRADIENTS: Final = (None, None, None, None)
+_NO_CLASSES: Final = (0, 0, 0)  # the kernel finds those of the mask itself
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
 _ADDED_IN_PLACE: Final = 16  # copies of a gradient, at most
 _MOST_SPLITS: Final = 8  # the sums of dQ of more cost what their balance gains
@@ -100,7 +101,7 @@ class Arguments:
         keep_scale = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0
         return _LAYOUT.pack(
             *described, *map(_address, rows), *self.sizes, *map(_address, self.offsets), *pointers, _address(o.seed),
-            o.scale, keep_scale, dropout.threshold(o.dropout_p), int(o.dropout_p >= 1), self.threads, *tasks,
+            o.scale, keep_scale, dropout.threshold(o.dropout_p), int(o.dropout_p >= 1), self.threads, *tasks, *_NO_CLASSES,
         )  # fmt: skip
 
 

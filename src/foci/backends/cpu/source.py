@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from foci.backends.cpu.classes import add_classes, added_loads
 from foci.backends.cpu.functor import ELEMENT_TYPES, Functor
 from foci.backends.cpu.sites import add_sites, sites_of
 from foci.ir.derivative import score_derivative
@@ -42,8 +43,8 @@ class Parts:
 
     @property
     def is_masked(self) -> bool:
-        """Whether any pair may be masked."""
-        return self.mask is not const(True)
+        """Whether any tile may be empty."""
+        return self.mask is not const(True) or bool(added_loads(self.score))
 
     @property
     def is_plain_score(self) -> bool:
@@ -94,7 +95,7 @@ def _backward_source(problem: Problem) -> str:
     functor.function(f"static FOCI_INLINE vb mask({element}, int kv)", (parts.mask,), "return wide({0});")
     if sites:
         add_sites(functor, sites)
-    functor.interval(parts.mask)
+    add_classes(functor, parts.mask, parts.score)
     grads = [
         f"GRAD_{letter} = {_bool(on)}" for letter, on in zip("QKV", (problem.query_grad, problem.key_grad, problem.value_grad), strict=True)
     ]
@@ -117,7 +118,7 @@ def _forward_source(problem: Problem) -> str:
     functor.function(
         "static FOCI_INLINE vb mask(const Call& call, const Row& row, const Col& col, int kv)", (parts.mask,), "return wide({0});"
     )
-    functor.interval(parts.mask)
+    add_classes(functor, parts.mask, parts.score)
     entries = {"foci_forward": "foci::forward<Plan>"}
     if problem.formula.outputs.column_sums:
         entries["foci_columns"] = "foci::columns<Plan>"

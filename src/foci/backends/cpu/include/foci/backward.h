@@ -256,7 +256,7 @@ template <class P> struct BackwardTile {
 
   void meet(const Call& call, const QueryTile<P>& t, int h, int q0, float* grad_query, float* const* sinks) {
     Rectangle r = {s.b, h, h, q0, q0 + t.rows - 1, kv, kv + keys - 1, s.q_len, s.kv_len};
-    const Class all = P::MASKED ? P::classify(call, r) : FULL;
+    const Class all = P::MASKED ? classify<P>(call, r) : FULL;
     if (all == EMPTY) return;
     const int count = (keys + PANEL - 1) / PANEL, rows = round_up(t.rows, MR);
     Class kind[N / PANEL];
@@ -264,7 +264,7 @@ template <class P> struct BackwardTile {
     for (int i = 0; i < count; ++i) {
       r.kv0 = kv + i * PANEL;
       r.kv1 = kv + min_int(keys, (i + 1) * PANEL) - 1;
-      kind[i] = all == FULL || count == 1 ? all : P::classify(call, r);
+      kind[i] = all == FULL || count == 1 ? all : classify<P>(call, r);
       if (kind[i] != EMPTY) from = min_int(from, i), until = i + 1;
     }
     if (until == 0) return;
@@ -410,8 +410,10 @@ template <class P> int backward_small(const Call& call, int64_t most_tiles) {
   return status;
 }
 
-template <class P> int backward(const Call& call) {
+template <class P> int backward(const Call& given) {
   typedef Gradient<P> G;
+  const Classified<P> classified(given);
+  const Call& call = classified.call;
   const int64_t group = call.q_heads / call.kv_heads, splits = call.splits;
   const int64_t most_tiles = group * ((call.q_len + ROWS - 1) / ROWS);
   if (splits == 1 && most_tiles * (int64_t)sizeof(QueryTile<P>) <= 1 << 20) return backward_small<P>(call, most_tiles);

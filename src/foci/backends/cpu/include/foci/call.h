@@ -29,6 +29,8 @@ struct Call {
   int64_t threshold, drop_all, threads;
   int64_t splits;             // parts of the keys in the backward
   int64_t batch_parts, head_parts, split_parts;  // how the backward's tasks are partitioned (see Partition)
+  const uint8_t* classes;     // null, or the mask's classes, which Classified finds; then how far heads and batch entries are apart
+  int64_t classes_head, classes_batch;
 };
 
 // One entry or sequence of the batch.

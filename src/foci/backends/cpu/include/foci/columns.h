@@ -7,10 +7,12 @@ namespace foci {
 
 // call.lse is read; call.column_sums is added to where it is given; where call.grad_column_sums is, call.row_max receives
 // each row's sum of weight times gradient.
-template <class P> int columns(const Call& call) {
+template <class P> int columns(const Call& given) {
   typedef Packing<P> K;
   typedef typename K::word word;
   typedef typename K::T T;
+  const Classified<P> classified(given);
+  const Call& call = classified.call;
   const int64_t heads = call.batch * call.q_heads, group = call.q_heads / call.kv_heads;
   int status = DONE;
 #pragma omp parallel num_threads((int)call.threads)

@@ -78,7 +78,9 @@ template <class P> int forward_few(const Call& call) {
 }
 
 // The schedule that suits the sizes; all give the same bits for a row but the splits of the keys.
-template <class P> int forward(const Call& call) {
+template <class P> int forward(const Call& given) {
+  const Classified<P> classified(given);
+  const Call& call = classified.call;
   const int64_t rows = call.q_heads / call.kv_heads * call.q_len, heads = call.batch * call.kv_heads;
   if (rows <= ROWS && (call.kv_len > KEYS)) return forward_few<P>(call);
   if (call.kv_len <= KEYS && (rows <= ROWS || heads >= 4 * call.threads)) return forward_small<P>(call);

@@ -7,6 +7,7 @@
 // rounded before their maximum is taken off, so that the largest weight of a row is exactly 1 however large its score, and
 // the backward, which subtracts the logsumexp from the same rounded score, finds the same weight.
 #pragma once
+#include "classes.h"
 #include "dropout.h"
 #include "functions.h"
 #include "pack.h"
@@ -14,8 +15,7 @@
 
 namespace foci {
 
-constexpr int ROWS = 64, KEYS = 512, BLOCK = 128, LONGEST = KEYS + BLOCK;
-constexpr int HALF = ROWS / 2;  // rows that a panel of keys may be empty, partial or full for
+constexpr int BLOCK = 128, LONGEST = KEYS + BLOCK;
 
 template <class P> struct Packing {
   typedef typename P::Storage T;
@@ -126,7 +126,7 @@ template <class P> struct ForwardTile {
   static Class classify(const Call& call, Rectangle r, int from, int until) {
     r.kv0 = from;
     r.kv1 = min_int(until, r.kv_len) - 1;
-    return P::classify(call, r);
+    return foci::classify<P>(call, r);
   }
   Class classify(const Call& call, int from, int until) const { return classify(call, extent, from, until); }
 
