@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, overload
 
 from torch import Tensor
 
-from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
+from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
-from foci.prepare import Extras, check_is_tensor
+from foci.prepare import Extras, alignment_note, check_is_tensor
 from foci.problem import Outputs, Results
 
 __all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain", "returned"]
@@ -154,9 +154,15 @@ def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the planner does with a call, and why: `print` it, or read `backend` and `decision`."""
+    """What the planner does with a call, and why: `print` it, or read `backend`, `decision` and `notes`.
+
+    Attributes:
+        decision: the planner's.
+        notes: what may be amiss in the call itself, each a sentence or two.
+    """
 
     decision: Decision
+    notes: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str | None:
@@ -169,7 +175,8 @@ class Explanation:
         heads = f"{p.q_heads} query heads on {p.kv_heads}, head dim {p.head_dim}, value dim {p.value_dim}"
         head = f"attention on {self.decision.target.device}: {dtype}, {heads}"
         sizes = f"{p.formula.layout.value}, batch <= {p.batch}, queries <= {p.q_len}, keys <= {p.kv_len}"
-        return f"{head}\n{sizes}\nscore: {p.variant}\n{self.decision.table()}"
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return f"{head}\n{sizes}\nscore: {p.variant}\n{self.decision.table()}{notes}"
 
 
 def explain(
@@ -201,7 +208,13 @@ def explain(
         True
     """
     call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
-    return Explanation(decision_nested(*call) if is_nested(query, key, value) else decision(*call))
+    if is_nested(query, key, value):
+        return Explanation(decision_nested(*call))
+    tensors, score_function, mask_function, extras = call
+    note = alignment_note(query, key, extras)  # said here, so no warning of it
+    return Explanation(
+        decision(tensors, score_function, mask_function, replace(extras, lower_right_form="")), () if note is None else (note,)
+    )
 
 
 def _checked(
@@ -219,5 +232,8 @@ def _checked(
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
-    extras = Extras(outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query))
+    extras = Extras(
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query),
+        lower_right_form=lower_right_form(mask),
+    )  # fmt: skip
     return tensors, score_function, mask_function, extras

@@ -17,7 +17,17 @@ from foci.prepare import describe
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_heads, check_length
 
-__all__ = ["MaskLike", "ScoreLike", "broadcast", "causal_bias", "checked_outputs", "checked_sink", "mask_parts", "score_parts"]
+__all__ = [
+    "MaskLike",
+    "ScoreLike",
+    "broadcast",
+    "causal_bias",
+    "checked_outputs",
+    "checked_sink",
+    "lower_right_form",
+    "mask_parts",
+    "score_parts",
+]
 
 MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
@@ -79,6 +89,11 @@ def mask_parts(
         f"{name} must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; "
         f"got {type(mask).__name__}"
     )
+
+
+def lower_right_form(mask: Any) -> str:
+    """As of a `Mask`; empty for any other mask."""
+    return mask.lower_right_form if isinstance(mask, Mask) else ""
 
 
 def _tensor_mask(mask: Tensor, query: Tensor, key: Tensor, name: str) -> Function:

@@ -57,6 +57,7 @@ class _Attention(HigherOrderOperator):
             part=Part(options["first_head"], options["first_query"], options["queries"] if options["longer"] else None)
             if options["parted"]
             else None,
+            lower_right_form=options["lower_right_form"],
             **dict(zip((name for name in _TENSORS if options[name]), tensors, strict=True)),
         )
         score_function = (lambda *symbols: score(*symbols, *score_inputs)) if options["score"] else None
@@ -108,7 +109,7 @@ def run_captured(
         "restricted": allowed is not None, "allowed": ",".join(allowed or ()),
         "blocks": extras.blocks is not None, "cu_q": extras.cu_q is not None, "cu_kv": extras.cu_kv is not None,
         "q_lengths": extras.q_lengths is not None, "kv_lengths": extras.kv_lengths is not None,
-        "page_table": extras.page_table is not None,
+        "page_table": extras.page_table is not None, "lower_right_form": extras.lower_right_form,
     }  # fmt: skip
     out, lse, row_max, column_sums, weights = _attention(
         query, key, value, _unchanged if score is None else score, (*given, _everywhere if mask is None else mask),

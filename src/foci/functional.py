@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.arguments import broadcast, causal_bias, mask_parts, score_parts
+from foci.arguments import broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors
 from foci.dispatch import run, run_packed
 from foci.jagged import attend_nested, check_ungrouped, is_nested
@@ -142,7 +142,7 @@ def scaled_dot_product_attention(
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
     mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
     score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
-    extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
+    extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True, lower_right_form=lower_right_form(attn_mask))
     out = run(tensors, score, mask, extras).out
     return out if lead is None else out.reshape(*lead, query.shape[-2], value.shape[-1])
 
@@ -291,7 +291,7 @@ def flex_attention(
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
     mask, blocks, block_size = mask_parts(block_mask, query, key, name="block_mask")
-    extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size)
+    extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size, lower_right_form=lower_right_form(block_mask))
     score = score_parts(score_mod, None, query, key)
     if is_nested(query, key, value):
         results = attend_nested((query, key, value), score, mask, extras)
@@ -385,7 +385,7 @@ def varlen_attn(
     outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
-        max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
+        max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k), lower_right_form=lower_right_form(mask),
     )  # fmt: skip
     functions = score_parts(score, None, query, key, heads=query.shape[1]), _varlen_mask(window_size, mask, query, key)
     results = run_packed((query, key, value), *functions, extras, _check_sequences)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.api import AuxOutput, AuxRequest, returned
-from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
+from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, lower_right_form, mask_parts, score_parts
 from foci.dispatch import run
 from foci.prepare import Extras, check_integers, check_is_tensor, describe
 
@@ -133,7 +133,7 @@ def paged_attention(
         raise ValueError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
-        sink=checked_sink(sink, query), exact_lengths=False,
+        sink=checked_sink(sink, query), exact_lengths=False, lower_right_form=lower_right_form(mask),
     )  # fmt: skip
     functions = score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0]
     return returned(run((query, key, value), *functions, extras), return_aux)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -17,12 +18,14 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
+from foci.ir.trace import user_frame
 from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.variant import Variant
 
 __all__ = [
     "Extras",
     "Part",
+    "alignment_note",
     "check_integers",
     "check_is_flag",
     "check_is_tensor",
@@ -52,7 +55,7 @@ class Extras:
 
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit
     per head without a value. `exact_lengths`: max_q and max_kv are lengths, not bounds on them. `part`: functions are told indices
-    in a whole. The others are as `Formula` and `Operands` have them.
+    in a whole. `lower_right_form`: as of a `Mask`. The others are as `Formula` and `Operands` have them.
     """
 
     outputs: Outputs
@@ -71,6 +74,41 @@ class Extras:
     sink: Tensor | None = None
     exact_lengths: bool = True
     part: Part | None = None
+    lower_right_form: str = ""
+
+
+_FEW_QUERIES: Final = 16
+"""So many queries over more keys may be a decoding step."""
+_warned_of_alignment = False
+
+
+def alignment_note(query: Tensor, key: Tensor, extras: Extras) -> str | None:
+    """What to say of a mask that is aligned to the upper left where there are more keys than queries; None where there is nothing."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if extras.page_table is not None:
+        kv_len = extras.max_kv
+    elif extras.cu_q is not None:
+        q_len, kv_len = extras.max_q, extras.max_kv
+    if not extras.lower_right_form or not (isinstance(q_len, int) and isinstance(kv_len, int)) or not 0 < q_len < kv_len:
+        return None
+    return (
+        f"the mask is aligned to the upper left corner, as torch's is_causal is: query i stands at key i, so {q_len} queries stand at the "
+        f"first {q_len} of {kv_len} keys. If they are the last ones, as in a decoding step, write {extras.lower_right_form}"
+    )
+
+
+def _warn_of_alignment(query: Tensor, key: Tensor, extras: Extras) -> None:
+    """Once in a process, at the user's line."""
+    global _warned_of_alignment
+    few = 1 if extras.page_table is not None else _FEW_QUERIES  # how long rows of pages are is not known here
+    queries = query.shape[2] if extras.cu_q is None else extras.max_q
+    if _warned_of_alignment or not isinstance(queries, int) or queries > few:
+        return
+    note, frame = alignment_note(query, key, extras), user_frame()
+    if note is not None:
+        _warned_of_alignment = True
+        at = ("<unknown>", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        warnings.warn_explicit(note, UserWarning, *at)
 
 
 def prepare(
@@ -92,6 +130,8 @@ def prepare(
     check_tensors(query, key, value)
     if extras.page_table is None:
         query, key, value = _broadcast_batch(query, key, value)
+    if extras.lower_right_form:
+        _warn_of_alignment(query, key, extras)
     dropout_p = _checked_dropout(extras.dropout_p)
     bound = bind(score, mask, query.device, extras.block_size)
     _check_captures(bound, query, key, extras)

@@ -115,7 +115,7 @@ def find_site(
         others & 15, query is key, key is value, query is value,
         wanted, scored.structure, (*scored.numbers,), masked.structure, (*masked.numbers,), shared(scored, masked), strides,
         o.lse, o.row_max, o.column_sums, o.weights, scale, dropout_p, lengths, pages, e.max_q, e.max_kv, e.exact_lengths, allowed,
-        backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
+        e.lower_right_form, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), is_autocast,
     )  # fmt: skip
     return Site(signature, tensors, closed, (scored, masked), _known.get(signature))
 

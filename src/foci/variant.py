@@ -98,6 +98,9 @@ class Mask(_Recorded):
         >>> local = foci.masks.causal() & foci.Mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 128)
     """
 
+    lower_right_form = ""
+    """Of a mask of `foci.masks` whose diagonal starts in the upper left corner: how to write it with the last query at the last key."""
+
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, length: int | None = None) -> None:
         if not callable(function) or isinstance(function, Score):
             raise TypeError(f"function must be a function (b, h, q_idx, kv_idx) -> bool; got {type(function).__name__}")
@@ -113,6 +116,7 @@ class Mask(_Recorded):
     def __and__(self, other: Callable[..., Any]) -> Mask:
         left, right = self.function, _mask_function(other)
         both = Mask(lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) & right(b, h, q_idx, kv_idx), name=_joined(self, "&", other))
+        both.lower_right_form = " & ".join(form for form in (self.lower_right_form, getattr(other, "lower_right_form", "")) if form)
         return _recorded(both, operator.and_, (self, other))
 
     def __or__(self, other: Callable[..., Any]) -> Mask:

@@ -214,7 +214,8 @@ def test_explanation():
     assert lines[0] == "attention on cpu: float32, 8 query heads on 2, head dim 64, value dim 64"
     assert lines[1] == "dense, batch <= 2, queries <= 128, keys <= 512"
     assert "tanh" in lines[2] and "kv_idx" in lines[2]
-    assert [line.split()[0] for line in lines[3:]] == list(foci.backends.names())
+    assert [line.split()[0] for line in lines[3:-1]] == list(foci.backends.names())
+    assert lines[-1] == f"note: {explanation.notes[0]}"
     assert sum("chosen, about" in line for line in lines) == 1
     assert explanation.backend in foci.backends.names()
     with foci.use("aten"):

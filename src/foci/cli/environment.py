@@ -13,7 +13,7 @@ from rich.table import Table
 
 from foci import backends
 from foci.backends.contract import Informed
-from foci.cli.explanation import Question, decision_of, verdicts_table
+from foci.cli.explanation import Question, explanation_of, verdicts_table
 
 __all__ = ["backends_table", "facts_table"]
 
@@ -77,6 +77,6 @@ _USUAL = Question(
 def backends_table() -> Table:
     """Each backend's verdict on training with an ordinary causal problem, on the best device of this machine."""
     asked = replace(_USUAL, device="cuda", dtype="bfloat16") if torch.cuda.is_available() else _USUAL
-    table = verdicts_table(decision_of(asked))
+    table = verdicts_table(explanation_of(asked).decision)
     table.title = f"backends, for causal attention [1, 8, 1024, 64] in {asked.dtype} on {asked.device}, training"
     return table

@@ -16,7 +16,7 @@ from foci.example import Sizes
 from foci.ir.text import to_infix
 from foci.planner import Decision
 
-__all__ = ["Question", "decision_of", "explained", "verdicts_table"]
+__all__ = ["Question", "explained", "explanation_of", "verdicts_table"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Question:
     train: bool
 
 
-def decision_of(question: Question) -> Decision:
-    """The planner's answer.
+def explanation_of(question: Question) -> foci.Explanation:
+    """What foci says of the call.
 
     Raises:
         Unknown: for words that name no mask or score, and for what `foci.attention` would refuse.
     """
     mask, score = _functions(question)
     try:
-        return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p).decision
+        return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p)
     except (TypeError, ValueError) as error:
         raise Unknown(str(error)) from error
 
@@ -57,7 +57,7 @@ def explained(question: Question) -> Group:
     Raises:
         Unknown: for words that name no mask or score.
     """
-    decision = decision_of(question)
+    explanation = explanation_of(question)
     mask, score = _functions(question)
     bound = bind(score, mask, torch.device(question.device))
     numbers = [
@@ -69,7 +69,8 @@ def explained(question: Question) -> Group:
         if words:
             lines.append(f"{name:<6}", style="bold")
             lines.append(f"{words}\n")
-    return Group(lines, verdicts_table(decision))
+    notes = [Text(f"note: {note}", style="yellow") for note in explanation.notes]
+    return Group(lines, verdicts_table(explanation.decision), *notes)
 
 
 def _functions(question: Question) -> tuple[foci.Mask | None, foci.Score | None]:

@@ -41,6 +41,7 @@ __all__ = [
     "length_symbol",
     "merge_axes",
     "pointwise",
+    "user_frame",
 ]
 
 SYMBOLIC_BASE: Final = 1_000_000
@@ -436,7 +437,8 @@ _SKIP: Final = (
 )
 
 
-def _user_frame() -> FrameType | None:
+def user_frame() -> FrameType | None:
+    """The innermost frame outside of foci, torch and the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
         frame = frame.f_back
@@ -445,7 +447,7 @@ def _user_frame() -> FrameType | None:
 
 def complaint(what: str, instead: str = "") -> str:
     """The message of a `TraceError`: the user's line, what it does, and what may stand there `instead`."""
-    frame = _user_frame()
+    frame = user_frame()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
     hint = (
         f"; {instead}"

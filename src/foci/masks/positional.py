@@ -40,11 +40,16 @@ def everything() -> Mask:
 def causal() -> Mask:
     """Keys up to the query's own position, aligned to the upper left: `q_idx >= kv_idx` (Vaswani et al., 2017).
 
+    This is torch's `is_causal`: query 0 attends to key 0 alone, also where there are more keys than queries. A decoding step, whose
+    last query attends to every key, needs `causal_lower_right`; a few queries over more keys give a warning that says so.
+
     Example:
         >>> causal().name
         'causal'
     """
-    return Mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, name="causal")
+    mask = Mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, name="causal")
+    mask.lower_right_form = "foci.masks.causal_lower_right()"
+    return mask
 
 
 @picklable
@@ -105,7 +110,9 @@ def window(left: int | None, right: int | None = 0, *, align: Align = "upper_lef
             inside = inside & (distance >= -right)
         return inside
 
-    return Mask(attend, name=f"window({left}, {right}{', lower_right' if lower_right else ''})")
+    mask = Mask(attend, name=f"window({left}, {right}{', lower_right' if lower_right else ''})")
+    mask.lower_right_form = "" if lower_right else f'foci.masks.window({left}, {right}, align="lower_right")'
+    return mask
 
 
 @picklable

@@ -151,7 +151,7 @@ class Functions:
 
 
 NOTHING: Final = Functions()
-CAUSAL: Final = Functions(masks.causal())
+CAUSAL: Final = Functions(Mask(masks.causal().function, name="causal"))  # as torch.nn means it: no word on decoding steps
 
 
 def explicit(attn_mask: Tensor, lengths: tuple[int, int], *, batch: int, heads: int) -> Tensor:
