@@ -65,8 +65,15 @@ class DirectCall(ir.FallbackKernel):
         super().codegen(wrapper)
 
     def _is_fixed(self) -> bool:
-        """Whether no size, stride or number is a symbol."""
-        numbers = pytree.tree_leaves(self.constant_args)
+        """Whether every size, stride and number is the same in each call."""
         tensors: Any = self.inputs
         sizes = (n for t in tensors for n in (*t.get_size(), *t.get_stride()))
-        return not any(getattr(n, "free_symbols", None) for n in (*numbers, *sizes))
+        return all(map(_is_plain, (*pytree.tree_leaves(self.constant_args), *sizes)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number or a string in each call. A symbol is a sympy expression, or a SymInt, SymFloat or SymBool of torch."""
+    return type(value) in _PLAIN or not getattr(value, "free_symbols", True)
+
+
+_PLAIN: Final = frozenset((bool, int, float, str, type(None)))

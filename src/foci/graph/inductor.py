@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.graph import direct, report
+from foci.graph.fingerprint import code_fingerprint
 from foci.graph.handover import FUSED
 from foci.graph.recognise import fuse
 
@@ -46,7 +43,7 @@ class InductorPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache of compiled graphs tells this version of the pass by."""
-        return _fingerprint()
+        return code_fingerprint()
 
 
 def _replace(module: fx.GraphModule, by: fx.GraphModule) -> None:
@@ -67,14 +64,6 @@ def _replace(module: fx.GraphModule, by: fx.GraphModule) -> None:
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-@cache
-def _fingerprint() -> str:
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 inductor_pass = InductorPass()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from foci.graph.fingerprint import code_fingerprint, digest_of
 from foci.graph.padding import lowering
 from foci.graph.padding.growing import grow_dims
 from foci.graph.padding.joined import join_gradients
@@ -89,10 +87,5 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
 
 @cache
 def _fingerprint() -> str:
-    digest = hashlib.sha256(torch.__version__.encode())
-    here = Path(__file__).parent
-    measured = (*here.glob("tables/*.json"), *folder().glob("*.json"))
-    # compiled code counts on how the outputs of foci's operators lie
-    for path in sorted((*here.glob("*.py"), *measured, *(here.parents[1] / "operator").glob("*.py"))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Of the code, and of the tables that the user measured; these are read once, as in `find_table`."""
+    return digest_of(code_fingerprint(), folder().glob("*.json"))
