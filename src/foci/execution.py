@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -11,7 +12,20 @@ import torch
 from torch import Tensor
 
 from foci import backends
-from foci.backends.contract import Backend, Binding, Given, Inputs, Kernel, Keyed, Offsets, Repeating
+from foci.backends.contract import (
+    Backend,
+    Binding,
+    Equipped,
+    Given,
+    Inputs,
+    Kernel,
+    Keyed,
+    Offsets,
+    Plan,
+    Rejection,
+    Repeating,
+    Unbuildable,
+)
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
@@ -99,14 +113,55 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
     )  # fmt: skip
     found = _decisions.get(signature)
     if found is None:
-        decision = decide(formula, operands, needs, allowed)
-        if decision.plan is None:
-            raise NoViableBackend(decision)
-        kernel = _compiled(decision)
+        decision, kernel = _built(decide(formula, operands, needs, allowed))
         repeating, binding = kernel if isinstance(kernel, Repeating) else None, kernel if isinstance(kernel, Binding) else None
         found = _decisions[signature] = decision, kernel, repeating, binding
         _trim(_decisions)
     return found
+
+
+def _built(decision: Decision) -> tuple[Decision, Kernel]:
+    """The kernel of the planner's choice; where it cannot be built here, of the next one. What is slower for want of something is said.
+
+    Raises:
+        NoViableBackend: if no backend accepts.
+        Unbuildable: if none of those that accept can be built.
+    """
+    if decision.plan is None:
+        raise NoViableBackend(decision)
+    try:
+        kernel = _compiled(decision)
+    except Unbuildable as error:
+        return _built(_instead(decision, error))
+    taken = next(v.cost for v in decision.verdicts if v.backend == decision.plan.backend)
+    for rejection in decision.rejections:
+        backend = backends.load(rejection.backend)
+        lacks = isinstance(backend, Equipped) and rejection.reason == backend.obstacle()
+        if lacks and backend.cost(decision.problem, decision.target) < taken:
+            _warn(rejection, decision.plan)
+    return decision, kernel
+
+
+def _instead(decision: Decision, error: Unbuildable) -> Decision:
+    """The decision among the other backends, once the chosen one's kernel could not be built."""
+    assert decision.plan is not None
+    rejection = Rejection(decision.plan.backend, str(error).partition("\n")[0])
+    other = decision.without(rejection)
+    if other.plan is None:
+        raise error
+    _warn(rejection, other.plan)
+    return other
+
+
+_warned: set[str] = set()
+
+
+def _warn(rejection: Rejection, plan: Plan) -> None:
+    """Says once in a process why a backend does not run."""
+    if rejection.reason not in _warned:
+        _warned.add(rejection.reason)
+        instead = f"Instead of its backend {rejection.backend!r}, foci runs {plan.backend!r} here, which is slower"
+        warnings.warn(f"{rejection.reason}. {instead}", stacklevel=2)
 
 
 def _compiled(decision: Decision) -> Kernel:
@@ -183,12 +238,22 @@ def forward_of(call: Chosen, operands: Operands) -> Results:
 
 def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
     """Gradients of the operands that the call needs."""
+    if not is_empty(operands):
+        return _backward(call.decision, call.kernel, operands, results, cotangents)
     if observers():
         _tell(call.decision, backward=True)
-    if is_empty(operands):
-        return _empty_gradients(operands, call.needs)
-    with as_written(operands.query):
-        return call.kernel.backward(operands, results, cotangents)
+    return _empty_gradients(operands, call.needs)
+
+
+def _backward(decision: Decision, kernel: Kernel, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
+    try:
+        with as_written(operands.query):
+            gradients = kernel.backward(operands, results, cotangents)
+    except Unbuildable as error:  # all backends have the same `out` and `lse`, so that another one goes on from here
+        return _backward(*_built(_instead(decision, error)), operands, results, cotangents)
+    if observers():
+        _tell(decision, backward=True)
+    return gradients
 
 
 def forward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Offsets | None) -> list[Tensor] | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from foci import backends
-from foci.backends.contract import Noted, Plan, Rejection
+from foci.backends.contract import Equipped, Noted, Plan, Rejection
 from foci.backends.row_kernels import RowKernels, Rowwise
 from foci.problem import Problem, Target
 
@@ -41,6 +40,11 @@ class Decision:
     def rejections(self) -> tuple[Rejection, ...]:
         """The backends that declined, with their reasons."""
         return tuple(Rejection(v.backend, v.reason) for v in self.verdicts if v.reason is not None)
+
+    def without(self, other: Rejection) -> Decision:
+        """The decision where one more backend declines."""
+        verdicts = [Verdict(other.backend, other.reason) if v.backend == other.backend else v for v in self.verdicts]
+        return _decision(self.problem, self.target, verdicts)
 
     def table(self) -> str:
         """One line per backend: chosen, accepted with its cost, or its reason to decline."""
@@ -83,10 +87,13 @@ def choose(problem: Problem, target: Target, allowed: Iterable[str] | None = Non
     wanted = None if allowed is None else tuple(allowed)
     for name in wanted or ():
         backends.load(name)
-    verdicts = tuple(_ask(name, problem, target, wanted) for name in backends.names())
+    return _decision(problem, target, [_ask(name, problem, target, wanted) for name in backends.names()])
+
+
+def _decision(problem: Problem, target: Target, verdicts: list[Verdict]) -> Decision:
     best = min((v for v in verdicts if v.reason is None), key=lambda v: v.cost, default=None)
     plan = None if best is None else Plan(best.backend, problem, target)
-    return Decision(problem, target, plan, verdicts)
+    return Decision(problem, target, plan, tuple(verdicts))
 
 
 def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] | None) -> Verdict:
@@ -123,12 +130,14 @@ def _seconds(cost: float) -> str:
 def target_of(device: torch.device) -> Target:
     """The target a tensor's device is: kind, compute capability, features.
 
-    CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and `cxx` where a C++
-    compiler is found; CUDA features hold `triton` and, say, `triton-3.6` where it is installed.
+    CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and what backends find here, `cxx` of a
+    C++ compiler; CUDA features hold `triton` and, say, `triton-3.6` where it is installed.
     """
     found = _targets.get(device)
     if found is None:
-        found = _targets[device] = _inspect(device)
+        found = _inspect(device)
+        if device.type != "cpu":  # what is there for it to build with may come and go
+            _targets[device] = found
     return found
 
 
@@ -148,8 +157,6 @@ def _inspect(device: torch.device) -> Target:
         major, minor = torch.cuda.get_device_capability(device)
         return Target("cuda", 10 * major + minor, frozenset(_triton()))
     if device.type == "cpu":
-        features = {torch.backends.cpu.get_cpu_capability().lower()}
-        if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-            features.add("cxx")
-        return Target("cpu", 0, frozenset(features))
+        equipped = [backend for backend in map(backends.load, backends.names()) if isinstance(backend, Equipped)]
+        return Target("cpu", 0, frozenset({torch.backends.cpu.get_cpu_capability().lower()}).union(*(b.equipment() for b in equipped)))
     return Target(device.type)

@@ -220,7 +220,7 @@ class Target:
     """The device a plan is for, as facts: a planner test can make one up.
 
     `arch` is the compute capability as an integer (90 for sm_90), 0 elsewhere. `features` are backend-neutral facts:
-    `cxx` (a C++ compiler is present), `triton`, CPU instruction sets such as `avx512f`.
+    `cxx` (a C++ compiler is there, or what one compiled), `triton`, CPU instruction sets such as `avx512f`.
     """
 
     device: str

@@ -5,10 +5,8 @@ import math
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,13 +69,6 @@ def test_says_why_not(asked, target, words):
 def test_is_chosen_over_the_other_backends():
     asked = problem(mask=lambda b, h, q, k: q >= k, q_len=2048, kv_len=2048, head_dim=64, value_dim=64)
     assert choose(asked, CPU).plan.backend == "cpu"
-
-
-def test_without_a_compiler_the_planner_takes_another(monkeypatch):
-    monkeypatch.setenv("FOCI_CXX", "no-such-compiler")
-    decision = choose(problem(), CPU)
-    assert decision.plan.backend != "cpu"
-    assert "no-such-compiler was not found" in next(r.reason for r in decision.rejections if r.backend == "cpu")
 
 
 def test_info_names_compiler_flags_and_cache():
@@ -182,93 +173,6 @@ extern "C" __attribute__((visibility("default"))) void run(const float* from, fl
     assert ((found.double() - exact).abs() <= 4e-7 * exact.abs())[~x.isnan()].all()
     assert found[x.isnan()].isnan().all()
     assert found.nan_to_num().abs().max() <= 1
-
-
-# The cache on disk -------------------------------------------------------------------------------------------------------
-
-SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }\n'
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "_loaded", {})
-    build._probe.cache_clear()
-    yield tmp_path / "cpu"
-    build._probe.cache_clear()
-
-
-def test_second_load_comes_from_disk(cache, monkeypatch):
-    assert build.load(SOURCE % 1).answer() == 1
-    build._loaded.clear()
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
-    start = time.perf_counter()
-    assert build.load(SOURCE % 1).answer() == 1
-    assert time.perf_counter() - start < 0.1
-
-
-def libraries(cache):
-    return sorted(cache.glob("*.so"))
-
-
-def test_damaged_files_are_built_again(cache):
-    build.load(SOURCE % 2)
-    (library,) = libraries(cache)
-    half = library.read_bytes()[:1000]
-    library.unlink()  # the loaded one stays mapped
-    library.write_bytes(half)
-    library.chmod(0o600)
-    build._loaded.clear()
-    assert build.load(SOURCE % 2).answer() == 2
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o620])
-def test_files_that_others_may_write_are_never_loaded(cache, mode):
-    build.load(SOURCE % 3)
-    (library,) = libraries(cache)
-    library.chmod(mode)
-    assert not build._is_intact(library)
-    build._loaded.clear()
-    assert build.load(SOURCE % 3).answer() == 3
-    assert not stat.S_IMODE(libraries(cache)[0].stat().st_mode) & 0o022
-
-
-def test_a_shared_folder_is_not_used(cache):
-    cache.mkdir(mode=0o700)
-    assert build.cache_directory() == cache
-    cache.chmod(0o777)
-    assert build.cache_directory() is None
-
-
-def test_an_unusable_cache_warns_and_uses_a_private_folder(cache, monkeypatch):
-    cache.mkdir(mode=0o700)
-    cache.chmod(0o777)
-    build._temporary_directory.cache_clear()
-    with pytest.warns(UserWarning, match="FOCI_CACHE_DIR"):
-        assert build.load(SOURCE % 4).answer() == 4
-    assert not libraries(cache)
-    assert stat.S_IMODE(build._temporary_directory().stat().st_mode) == 0o700
-
-
-def test_many_processes_build_at_once(cache):
-    program = f"from foci.backends.cpu import build; print(build.load({SOURCE % 5!r}).answer())"
-    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [p.communicate()[0].strip() for p in running] == ["5"] * 4
-    assert len(libraries(cache)) == 1
-    assert not [p for p in cache.iterdir() if p.name.startswith((".new-", ".build-"))]
-
-
-def test_a_refused_kernel_shows_its_source(cache):
-    with pytest.raises(build.CompileError, match=r"(?s)error.*The generated source:.*not C\+\+"):
-        build.load("not C++")
-
-
-def test_an_old_compiler_is_named(cache, tmp_path, monkeypatch):
-    script = tmp_path / "old-g++"
-    script.write_text('#!/bin/sh\necho "#define __GNUC__ 9"\necho "#define __VERSION__ \\"9.4.0\\""\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("FOCI_CXX", str(script))
-    assert re.search(r"is 9\.4\.0; .*12 or later", build.obstacle())
 
 
 # Running -----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ __all__ = [
     "Backend",
     "BackwardOfRows",
     "Binding",
+    "Equipped",
     "Fixed",
     "ForwardOfRows",
     "Given",
@@ -27,6 +28,7 @@ __all__ = [
     "Rejection",
     "Repeating",
     "Strides",
+    "Unbuildable",
 ]
 
 Inputs: TypeAlias = Sequence[Tensor | None]
@@ -64,6 +66,11 @@ class Rejection:
 
     backend: str
     reason: str
+
+
+class Unbuildable(RuntimeError):
+    """A kernel that cannot be built here, though its backend took the problem: another backend runs it, with a warning. The first line of
+    the message is the cause."""
 
 
 class Kernel(Protocol):
@@ -181,7 +188,11 @@ class Backend(Protocol):
         ...
 
     def compile(self, plan: Plan, /) -> Kernel:
-        """A kernel for every problem with this plan's text; of a `Keyed` backend, with its key."""
+        """A kernel for every problem with this plan's text; of a `Keyed` backend, with its key.
+
+        Raises:
+            Unbuildable: if it cannot be built here. A kernel's own methods may raise that too, for what they build when first asked for.
+        """
         ...
 
 
@@ -200,6 +211,19 @@ class Noted(Protocol):
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """In a few words."""
+        ...
+
+
+@runtime_checkable
+class Equipped(Protocol):
+    """A backend that needs more of a machine than its devices, such as a compiler."""
+
+    def equipment(self) -> frozenset[str]:
+        """Features of this machine that a target for it holds."""
+        ...
+
+    def obstacle(self) -> str | None:
+        """What keeps the backend from this machine, and the cure. `reject` says the same; whoever then runs another backend warns."""
         ...
 
 

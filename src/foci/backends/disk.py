@@ -1,19 +1,26 @@
-"""What backends keep on disk: a folder of this user's alone, files that appear whole or not at all."""
+"""What backends keep on disk: a folder of this user's alone, files that appear whole or not at all.
+
+What is read here may be code that runs, so that nobody else may be able to write it, or to put another file or folder in its place.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import os
+import pwd
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cache_directory", "cache_root", "is_private", "write_atomically"]
+__all__ = ["cache_directory", "cache_root", "folder_obstacle", "open_folder", "read_private", "usable_folder", "write_atomically"]
 
 
 def cache_root() -> Path:
     """Where everything is kept: FOCI_CACHE_DIR, else foci under XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("FOCI_CACHE_DIR")
-    if chosen is not None:
+    if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "foci")
 
@@ -21,23 +28,90 @@ def cache_root() -> Path:
 def cache_directory(kind: str) -> Path | None:
     """A folder of `cache_root` for one kind of files; None if not usable.
 
-    Made on first use, for this user alone. A folder of another user, or one that others may write to, is not usable.
+    Made on first use, for this user alone. A folder of another user, one that others may write to, and one below a folder in which
+    others may rename it, are not usable.
     """
-    directory = cache_root() / kind
+    found = usable_folder(cache_root() / kind)
+    return found if isinstance(found, Path) else None
+
+
+def usable_folder(path: Path) -> Path | str:
+    """The folder without symbolic links on its way, made if it is missing; or why it is not usable."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = path.resolve(strict=True)
+        reason = folder_obstacle(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
+        return f"{path} cannot be made or read ({getattr(error, 'strerror', None) or error})"
+    return folder if reason is None else reason
+
+
+def folder_obstacle(folder: Path) -> str | None:
+    """Why a folder, whose path holds no symbolic links, is not one that this user alone writes to; None if it is."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder"
+    if found.st_uid != os.geteuid():
+        return f"{folder} belongs to another user"
+    if found.st_mode & 0o022:
+        return f"others may write to {folder}"
+    trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a container root may have another number: it owns the top folder
+    for ancestor in folder.parents:
+        found = ancestor.lstat()
+        if found.st_uid not in trusted:
+            return f"{ancestor} belongs to another user"
+        if not found.st_mode & stat.S_ISVTX and (found.st_mode & 0o002 or (found.st_mode & 0o020 and not _is_own_group(found.st_gid))):
+            return f"others may write to {ancestor}"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether this user is alone in a group, the one of the user's name that many systems give each of their users."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == user.pw_name and user.pw_gid == group and set(found.gr_mem) <= {user.pw_name}
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder of this user's alone, which stays that folder whatever becomes of its path.
+
+    Raises:
+        OSError: if it is not such a folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _is_private(os.fstat(descriptor)):
+            raise PermissionError(f"{folder} belongs to another user, or others may write to it")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_private(path: str | Path, folder: int | None = None) -> bytes | None:
+    """A file's content, None unless it is a regular file that this user alone may write to: it is opened once, then looked at.
+
+    Args:
+        path: of the file; with `folder`, its name.
+        folder: descriptor of the folder that holds it.
+    """
+    try:
+        # without O_NONBLOCK a named pipe would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
-    return directory if is_private(directory) and os.access(directory, os.W_OK | os.X_OK) else None
-
-
-def is_private(path: Path) -> bool:
-    """Whether this user owns the file or folder and nobody else may write to it."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or not _is_private(found):
+        os.close(descriptor)
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -13,7 +13,7 @@ from foci.backends.contract import Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
-from foci.backends.cpu.source import forward_source
+from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.paging import Gathered, jagged_plan
 from foci.ir.emit import UnsupportedOperation
 from foci.problem import Layout, Problem, Target
@@ -43,8 +43,23 @@ class _Cpu:
         if odd:
             return f"reads captured tensors of real and integer dtypes; one is {odd[0]}"
         if "cxx" not in target.features:
-            return "no C++ compiler on the target; install g++ 12 or later"
-        return build.obstacle() or _language_gap(problem)
+            return self.obstacle() or "no C++ compiler on the target; install g++ 12 or later"
+        try:
+            forward = forward_source(problem)
+        except UnsupportedOperation as gap:
+            return str(gap)
+        missing = self.obstacle()
+        if missing is not None and build.is_kept(forward) and (not problem.needs_backward or build.is_kept(backward_source(problem))):
+            return None
+        return missing
+
+    def equipment(self) -> frozenset[str]:
+        """`cxx`, where there is a compiler or what one left in the cache."""
+        return frozenset({"cxx"} if build.obstacle() is None or build.has_libraries() else ())
+
+    def obstacle(self) -> str | None:
+        """Why nothing can be compiled here, or None."""
+        return build.obstacle()
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Seconds: the launch, and the flops (2.5 times as many backward) at measured rates per second of two Zen 4 cores.
@@ -69,14 +84,6 @@ class _Cpu:
             "flags": " ".join(build.flags()),
             "cache": "a temporary folder of each process" if directory is None else str(directory),
         }
-
-
-def _language_gap(problem: Problem) -> str | None:
-    try:
-        forward_source(problem)
-    except UnsupportedOperation as gap:
-        return str(gap)
-    return None
 
 
 BACKEND = _Cpu()

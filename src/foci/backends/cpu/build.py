@@ -1,15 +1,17 @@
 """Compiles C++ sources once and loads them: from memory, from a cache on disk, or with the system's compiler.
 
-A library's name in the cache is the hash of everything that decides its content: source, headers, flags, and every macro
-that the compiler defines for this CPU, which names its version and instruction sets. Files appear by an atomic rename, so
-any number of processes may build at once; each carries its own checksum, and one that is damaged, or that another user
-could have written, is never loaded.
+A library's name in the cache holds hashes of everything that decides its content: of source, headers, flags and CPU, and of every
+macro that the compiler defines for it, which names its version and instruction sets. By the first part alone a library is found
+where its compiler is gone. Files appear by an atomic rename, so any number of processes may build at once; each carries its own
+checksum, and one that is damaged, or that another user could have written, is never loaded.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -18,14 +20,17 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from foci.backends import disk
+from foci.backends.contract import Unbuildable
 
-__all__ = ["CompileError", "Toolchain", "cache_directory", "flags", "load", "obstacle", "toolchain"]
+__all__ = ["CompileError", "Toolchain", "cache_directory", "flags", "has_libraries", "is_kept", "load", "obstacle", "toolchain"]
 
 HEADERS: Final = Path(__file__).parent / "include"
 _FLAGS: Final = (
@@ -36,11 +41,14 @@ _FLAGS: Final = (
 )  # fmt: skip
 _OLDEST: Final = 12
 _CHECKSUM: Final = 32  # bytes of SHA-256 at the end of a library
+_HEX_DIGITS: Final = 64  # of SHA-256
 _TIMEOUT: Final = 300.0
+_LITTER_AGE: Final = 3600.0  # seconds after which a file that nobody finished is removed
 
 
-class CompileError(RuntimeError):
-    """The C++ compiler refused a generated kernel. The message holds its complaint and the generated source."""
+class CompileError(Unbuildable):
+    """A generated kernel could not be compiled, kept or loaded. The message begins with the cause; a compiler's whole complaint and the
+    generated source follow."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +71,18 @@ def flags() -> tuple[str, ...]:
     return (*_FLAGS, f"-march={os.environ.get('FOCI_CPU_ARCH', 'native')}")
 
 
-def _command() -> tuple[str, ...]:
-    """The compiler to try: FOCI_CXX, else g++, else c++."""
+def _command() -> tuple[str, ...] | str:
+    """The compiler to try: FOCI_CXX, else g++, else c++. Or what is wrong with FOCI_CXX."""
     return _chosen(os.environ.get("FOCI_CXX"), os.environ.get("PATH"))
 
 
 @functools.lru_cache(maxsize=16)
-def _chosen(named: str | None, path: str | None) -> tuple[str, ...]:
-    return tuple(shlex.split(named)) if named else ("g++",) if shutil.which("g++", path=path) else ("c++",)
+def _chosen(named: str | None, path: str | None) -> tuple[str, ...] | str:
+    try:
+        words = tuple(shlex.split(named or ""))
+    except ValueError as error:
+        return f"no C++ compiler: FOCI_CXX is {named!r}, which is no command ({error}); name one, such as g++-12"
+    return words or (("g++",) if shutil.which("g++", path=path) else ("c++",))
 
 
 def obstacle() -> str | None:
@@ -81,7 +93,8 @@ def obstacle() -> str | None:
 
 def toolchain() -> Toolchain | str:
     """The compiler, or why there is none."""
-    return _probe(_command(), flags())
+    command = _command()
+    return command if isinstance(command, str) else _probe(command, flags())
 
 
 @functools.lru_cache(maxsize=16)
@@ -89,40 +102,51 @@ def _probe(command: tuple[str, ...], options: tuple[str, ...]) -> Toolchain | st
     path = shutil.which(command[0])
     if path is None:
         return f"no C++ compiler: {command[0]} was not found; install g++ {_OLDEST} or later, or name one in FOCI_CXX"
-    remembered = _remembered_probe(path, command, options)
-    if remembered is not None and remembered.is_file() and disk.is_private(remembered):
-        lines = remembered.read_text().splitlines()
-        if len(lines) == 2:
-            return Toolchain(path, *lines)
+    remembered = _remembered_probe(command, options)
+    content = None if remembered is None else disk.read_private(remembered)
+    lines = [] if content is None else content.decode(errors="replace").splitlines()
+    if len(lines) == 2 and len(lines[1]) == _HEX_DIGITS:
+        return Toolchain(path, *lines)
     found = _ask(path, command, options)
     if isinstance(found, Toolchain) and remembered is not None:
-        disk.write_atomically(remembered, f"{found.version}\n{found.fingerprint}\n".encode())
+        with contextlib.suppress(OSError):  # it is asked again
+            disk.write_atomically(remembered, f"{found.version}\n{found.fingerprint}\n".encode())
     return found
+
+
+def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT, check=False
+    )
 
 
 def _ask(path: str, command: tuple[str, ...], options: tuple[str, ...]) -> Toolchain | str:
     """Runs the compiler for its macros."""
-    arguments = [*command, *(o for o in options if o != "-shared"), "-dM", "-E", "-x", "c++", os.devnull]
     try:
-        ran = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        ran = _run([*command, *(o for o in options if o != "-shared"), "-dM", "-E", "-x", "c++", os.devnull])
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the C++ compiler {path} does not run: {error}"
     if ran.returncode != 0:
         return f"the C++ compiler {path} does not take the flags {' '.join(options)}: {ran.stderr.strip()[:300]}"
     macros = dict(line.removeprefix("#define ").partition(" ")[::2] for line in ran.stdout.splitlines())
-    version = macros.get("__VERSION__", "unknown").strip('"')
-    if "__clang__" in macros or int(macros.get("__GNUC__", "0")) < _OLDEST:
+    version, major = macros.get("__VERSION__", "unknown").strip('"'), macros.get("__GNUC__", "")
+    if "__clang__" in macros or not major.isdecimal() or int(major) < _OLDEST:
         return f"the C++ compiler {path} is {version}; the CPU backend needs g++ {_OLDEST} or later (name one in FOCI_CXX)"
     return Toolchain(path, version, hashlib.sha256(ran.stdout.encode()).hexdigest())
 
 
-def _remembered_probe(path: str, command: tuple[str, ...], options: tuple[str, ...]) -> Path | None:
+def _remembered_probe(command: tuple[str, ...], options: tuple[str, ...]) -> Path | None:
     """The file that remembers what a compiler said: asking costs more than loading a cached kernel."""
     directory = cache_directory()
     if directory is None:
         return None
-    real = os.stat(os.path.realpath(path))
-    facts = (command, options, os.path.realpath(path), real.st_mtime_ns, real.st_size, _cpu_flags())
+    programs = []
+    for word in command:  # a compiler behind another program is a word of its own
+        path = os.path.realpath(shutil.which(word) or "/")
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            programs.append((path, found.st_mtime_ns, found.st_size))
+    facts = (command, options, programs, _cpu_flags())
     return directory / f"compiler-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.txt"
 
 
@@ -150,20 +174,67 @@ def _temporary_directory() -> Path:
     directory = tempfile.mkdtemp(prefix="foci-")
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(directory, ignore_errors=True) if os.getpid() == owner else None)
+    reason = disk.usable_folder(disk.cache_root() / "cpu")
     warnings.warn(
-        "the kernel cache is not usable (not writable, or another user's), so compiled kernels live in a temporary folder of this "
+        f"{reason if isinstance(reason, str) else f'{reason} takes no new files'}, so compiled kernels live in a temporary folder of this "
         "process; set FOCI_CACHE_DIR to a folder of your own",
         stacklevel=2,
     )
     return Path(directory)
 
 
+def _intact(content: bytes | None) -> bool:
+    """Whether a library's checksum is right."""
+    return content is not None and len(content) > _CHECKSUM and hashlib.sha256(content[:-_CHECKSUM]).digest() == content[-_CHECKSUM:]
+
+
 def _is_intact(path: Path) -> bool:
     """Whether a library is this user's and its checksum is right."""
-    if not disk.is_private(path):
-        return False
-    content = path.read_bytes()
-    return len(content) > _CHECKSUM and hashlib.sha256(content[:-_CHECKSUM]).digest() == content[-_CHECKSUM:]
+    return _intact(disk.read_private(path))
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what processes left that were killed while they built: folders that nobody has locked, and old files."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(directory)):
+            path = directory / entry.name
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(".build-"):
+                    with _locked(path):
+                        shutil.rmtree(path, ignore_errors=True)
+                elif entry.name.startswith((".new-", ".begun-")) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _LITTER_AGE:
+                    shutil.rmtree(path) if entry.is_dir(follow_symlinks=False) else path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock, which ends with the process.
+
+    Raises:
+        OSError: if another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _build_folder(parent: Path) -> Iterator[Path]:
+    """A folder that is removed in the end, here or by the next process that builds. Its name says so only once it is locked."""
+    begun = Path(tempfile.mkdtemp(dir=parent, prefix=".begun-"))
+    folder = parent / begun.name.replace(".begun-", ".build-")
+    try:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # where there are no locks, it goes by its age
+                stack.enter_context(_locked(begun))
+                begun.rename(folder)
+            yield folder if folder.exists() else begun
+    finally:
+        for path in (begun, folder):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # Building --------------------------------------------------------------------------------------------------------------
@@ -178,6 +249,7 @@ def _headers_hash() -> str:
 
 
 _loaded: dict[str, ctypes.CDLL] = {}
+_failed: dict[str, str] = {}
 _loading = threading.Lock()
 
 
@@ -190,40 +262,113 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _stem(source: str) -> str:
+    """The part of a library's name that no compiler is needed for."""
+    options = flags()
+    cpu = _cpu_flags() if any("native" in option for option in options) else ""
+    return hashlib.sha256("\0".join((source, _headers_hash(), cpu, *options)).encode()).hexdigest()[:32]
+
+
+def _names(stem: str, compiler: Toolchain | str, directory: Path) -> Iterator[str]:
+    """Names of the libraries that will do: the compiler's own, or whose ever, where there is none."""
+    if isinstance(compiler, Toolchain):
+        yield f"{stem}-{compiler.fingerprint[:16]}.so"
+    else:
+        yield from sorted(path.name for path in directory.glob(f"{stem}-*.so"))
+
+
+def has_libraries() -> bool:
+    """Whether the cache holds any."""
+    directory = cache_directory()
+    return directory is not None and next(directory.glob("*.so"), None) is not None
+
+
+def is_kept(source: str) -> bool:
+    """Whether a translation unit's library can be loaded without a compiler."""
+    directory, stem = cache_directory(), _stem(source)
+    return stem in _loaded or (directory is not None and any(_is_intact(directory / name) for name in _names(stem, "", directory)))
+
+
 def load(source: str) -> ctypes.CDLL:
     """The library of a translation unit, compiled if nobody did before. Calls through it release the GIL.
 
     Raises:
-        CompileError: if there is no compiler, or it refuses the source.
+        CompileError: if there is no compiler and none in the cache, or it cannot be compiled, kept or loaded; again at once where that
+            was so before.
     """
-    found = toolchain()
-    if isinstance(found, str):
-        raise CompileError(found)
-    options = flags()
-    key = hashlib.sha256("\0".join((source, _headers_hash(), found.fingerprint, *options)).encode()).hexdigest()
+    compiler, stem = toolchain(), _stem(source)
+    key = stem if isinstance(compiler, str) else stem + compiler.fingerprint
     with _loading:
         library = _loaded.get(key)
         if library is None:
-            path = (cache_directory() or _temporary_directory()) / f"{key[:40]}.so"
-            if not _is_intact(path):
-                _compile(source, path, found)
-            library = _loaded[key] = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+            if key in _failed:
+                raise CompileError(_failed[key])
+            try:
+                library = _loaded[key] = _find(source, stem, compiler)
+            except CompileError as error:
+                _failed[key] = str(error)
+                raise
+            except OSError as error:
+                _failed[key] = f"{error}: a generated kernel could not be built or loaded"
+                raise CompileError(_failed[key]) from error
         return library
 
 
-def _compile(source: str, target: Path, compiler: Toolchain) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-        unit, library = Path(folder, "kernel.cc"), Path(folder, "kernel.so")
-        unit.write_text(source)
-        command = [*_command(), *flags(), f"-I{HEADERS}", str(unit), "-o", str(library)]
+def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
+    """From the cache, else compiled into it, else into a temporary folder."""
+    cache = cache_directory()
+    found = None if cache is None else _open(cache, list(_names(stem, compiler, cache)))
+    if found is not None:
+        return found
+    if isinstance(compiler, str):
+        raise CompileError(compiler)
+    name = f"{stem}-{compiler.fingerprint[:16]}.so"
+    content = _compile(source, cache or _temporary_directory(), compiler)
+    for directory in (cache, None):
+        folder = directory or _temporary_directory()
+        with contextlib.suppress(OSError):  # a folder has the name, or there is no room
+            disk.write_atomically(folder / name, content)
+            found = _open(folder, [name])
+            if found is not None:
+                return found
+    raise CompileError(f"a compiled kernel could be kept neither in {cache} nor in {_temporary_directory()}")
+
+
+def _open(folder: Path, names: list[str]) -> ctypes.CDLL | None:
+    """The first intact library of these names. It is looked at and loaded by the folder's descriptor, so that nobody can put another
+    in its place meanwhile."""
+    if not names:
+        return None
+    with disk.open_folder(folder) as descriptor:
+        by_descriptor = Path(f"/proc/self/fd/{descriptor}")
+        for name in names:
+            if _intact(disk.read_private(name, descriptor)):
+                path = by_descriptor / name if by_descriptor.exists() else folder / name
+                return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    return None
+
+
+def _compile(source: str, directory: Path, compiler: Toolchain) -> bytes:
+    """The library's content, its checksum at the end."""
+    command = _command()
+    assert not isinstance(command, str)
+    _sweep(directory)
+    with _build_folder(directory) as folder:
+        unit, library = folder / "kernel.cc", folder / "kernel.so"
+        unit.write_text(source, encoding="utf-8")
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+            ran = _run([*command, *flags(), f"-I{HEADERS}", str(unit), "-o", str(library)])
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(f"the C++ compiler {compiler.path} did not finish: {error}") from error
         if ran.returncode != 0:
             complaint = ran.stderr.strip()[:4000]
-            raise CompileError(
-                f"{compiler.path} ({compiler.version}) refused a generated kernel:\n{complaint}\n\nThe generated source:\n{source}"
-            )
+            cause = f"{_cause_of(complaint)}: the C++ compiler {compiler.path} ({compiler.version}) failed on a generated kernel"
+            raise CompileError(f"{cause}\n{complaint}\n\nThe generated source:\n{source}")
         content = library.read_bytes()
-    disk.write_atomically(target, content + hashlib.sha256(content).digest())
+    return content + hashlib.sha256(content).digest()
+
+
+def _cause_of(complaint: str) -> str:
+    """The line of a compiler's complaint that says what is wrong."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()] or ["no word of what is wrong"]
+    return next((line.partition("error:")[2].strip() for line in lines if "error:" in line), lines[-1])[:200]

@@ -101,12 +101,13 @@ class Store:
     def read(self, key: str) -> dict[str, Schedule]:
         """Schedules by kernel."""
         path = self._path(key)
-        if path is None or not disk.is_private(path):
+        found = None if path is None else disk.read_private(path)
+        if found is None:
             return {}
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(found)
             return {kind: _schedule(values) for kind, values in content["schedules"].items()} if content["key"] == key else {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             return {}
 
     def write(self, key: str, schedules: dict[str, Schedule]) -> None:
