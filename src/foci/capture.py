@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 from torch import Tensor
-from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class
+from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class, speculate_subgraph
 from torch._ops import HigherOrderOperator
 
 from foci.core import run_now
@@ -70,6 +71,27 @@ class _Attention(HigherOrderOperator):
         )
 
 
+def _speculate_with_aliasing(*args: Any, **kwargs: Any) -> Any:
+    """Dynamo's `speculate_subgraph`, of functions whose result may be one of their inputs: foci runs them on symbols, which have no memory.
+
+    torch 2.14 and later look at the memory of a mask function's example tensors, and find none in those of torch.func's transforms.
+    """
+    if "supports_aliasing" in kwargs:
+        kwargs["supports_aliasing"] = True
+    return speculate_subgraph(*args, **kwargs)
+
+
+def _with_globals(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """The same function, for which some of its module's names are others."""
+    changed = {**function.__globals__, **replaced}
+    made = FunctionType(function.__code__, changed, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_trace_functions: Final = _with_globals(FlexAttentionHigherOrderVariable.create_wrapped_node, speculate_subgraph=_speculate_with_aliasing)
+
+
 class _AttentionVariable(FlexAttentionHigherOrderVariable):
     """How Dynamo traces a call of `_Attention`."""
 
@@ -77,7 +99,7 @@ class _AttentionVariable(FlexAttentionHigherOrderVariable):
         # Tracing a function ends with a copy of what is known of objects made and changed so far. Objects of the
         # surrounding code still hold the record it is a copy of (torch 2.13: a cache that is filled layer by layer).
         record = tx.output.side_effects
-        node = super().create_wrapped_node(tx, *args)
+        node = _trace_functions(self, tx, *args)
         vars(record).update(vars(tx.output.side_effects))
         tx.output.side_effects = record
         return node

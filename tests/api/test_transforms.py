@@ -8,6 +8,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import foci
+from compiled import compare
 
 EVERYTHING = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
 
@@ -139,14 +140,33 @@ def test_vmap_of_dropout():
         vmap(function)(q)
 
 
-def test_transforms_inside_compiled_functions():
-    args = small()
-    same(
-        torch.compile(grad(loss(attend), ALL), fullgraph=True, backend="aot_eager")(*args),
-        grad(loss(formula), ALL)(*args),
-        atol=1e-8,
-        rtol=1e-8,
-    )
+IN_COMPILED = {
+    "grad": lambda f: grad(loss(f), ALL),
+    "vjp": lambda f: lambda *args: vjp(f, *args)[1](torch.ones_like(args[0])),
+    "grad of grad": lambda f: grad(loss(grad(loss(f)))),
+    "vmap of the query": lambda f: lambda q, *others: vmap(f, (0, None, None, None))(q.expand(2, *q.shape), *others),
+}
+
+
+# SDPA-21, SDPA-22
+@pytest.mark.parametrize("name", IN_COMPILED)
+def test_transforms_inside_compiled_functions(name):
+    calls = [(*(rand(1, 2, n, 3, seed=s) for s, n in enumerate((length, length + 1, length + 1))), rand(2)) for length in (3, 5, 6)]
+    function, reference = IN_COMPILED[name](attend), IN_COMPILED[name](formula)
+    compare(function, calls, reference=reference, tolerance=1e-8, fullgraph=True, backend="aot_eager")
+
+
+def test_a_mask_function_that_returns_what_it_captures_inside_compiled_transforms():
+    q, flag = small()[1], torch.tensor(True)
+
+    def returning(q, scale):
+        return foci.attention(q, q, q, mask=lambda b, h, i, j: flag, scale=scale)
+
+    def plain(q, scale):
+        return (q @ q.mT * scale).softmax(-1) @ q
+
+    compiled = torch.compile(grad(loss(returning)), fullgraph=True, backend="aot_eager")
+    compare(returning, [(q, c) for c in (0.3, 0.5, 2.0)], compiled, reference=grad(loss(plain)), tolerance=1e-8)
 
 
 # Derivatives of other kinds ----------------------------------------------------------------------------------------
