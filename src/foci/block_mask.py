@@ -138,11 +138,17 @@ class BlockMask:
         return math.prod(self.shape)
 
     def sparsity(self) -> float:
-        """Percentage of the area that no block covers. Blocks that overhang the lengths count whole, as in torch."""
+        """Percentage of the blocks that are empty; before torch 2.14, of the area, where blocks that overhang the lengths count whole.
+
+        As the installed torch counts.
+        """
         covered = int(self.kv_num_blocks.sum())
         if self.full_kv_num_blocks is not None:
             covered += int(self.full_kv_num_blocks.sum())
-        return 100 * (1 - covered * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1] / self.numel())
+        if not _COUNTS_ROWS:
+            return 100 * (1 - covered * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1] / self.numel())
+        rows, columns = (-(-n // block) for n, block in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))
+        return 100 * (1 - covered / (math.prod(self.kv_num_blocks.shape[:-1]) * rows * columns))
 
     def to_dense(self) -> Tensor:
         """int32 [B, Hq, rows, columns]: 1 for each block that is not empty."""
@@ -172,7 +178,8 @@ class BlockMask:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """The block mask of some batch entries, heads and block rows; an integer keeps its dimension, with size 1.
 
-        The result has no mask_mod, since coordinates would mean something else: set it anew.
+        The query length of the result is that of its block rows; before torch 2.14, which does the same, it stays what it was. Rows
+        that a tensor chooses count whole. The result has no mask_mod, since coordinates would mean something else: set it anew.
 
         Raises:
             IndexError: for more than three indices, or one out of range.
@@ -193,8 +200,19 @@ class BlockMask:
 
         return BlockMask.from_kv_blocks(
             self.kv_num_blocks[cuts], self.kv_indices[cuts], cut(self.full_kv_num_blocks), cut(self.full_kv_indices),
-            self.BLOCK_SIZE, _sliced_mask_mod, self.seq_lengths, self.q_indices is not None,
+            self.BLOCK_SIZE, _sliced_mask_mod, (self._length_of(cuts), self.seq_lengths[1]), self.q_indices is not None,
         )  # fmt: skip
+
+    def _length_of(self, cuts: tuple[Any, ...]) -> int:
+        """How many queries the chosen block rows have."""
+        length, block = self.seq_lengths[0], self.BLOCK_SIZE[0]
+        if not _COUNTS_ROWS or len(cuts) < 3:
+            return length
+        rows = cuts[2]
+        if not isinstance(rows, slice):
+            return int(self.kv_num_blocks[cuts].shape[-1]) * block
+        chosen = range(self.kv_num_blocks.shape[-1])[rows]
+        return sum(max(0, min(block, length - row * block)) for row in chosen)
 
     def adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The block mask of the first queries and keys.
@@ -260,6 +278,9 @@ class BlockMask:
         rest = f"    BLOCK_SIZE={self.BLOCK_SIZE},\n    shape={self.shape},\n    sparsity={sparsity},\n    mask_mod={mask},\n"
         return f"BlockMask(\n{''.join(shapes)}{rest})"
 
+
+_COUNTS_ROWS: Final = torch.__version__ >= "2.14"
+"""Whether torch's BlockMask counts its blocks, rather than positions, and a slice of it the queries of its rows."""
 
 _LISTS: Final = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
