@@ -175,6 +175,43 @@ extern "C" __attribute__((visibility("default"))) void run(const float* from, fl
     assert found.nan_to_num().abs().max() <= 1
 
 
+def test_the_exponential_of_the_softmax():
+    source = """
+#include "foci/functions.h"
+using namespace foci;
+extern "C" __attribute__((visibility("default"))) void run(const float* from, float* to, long count) {
+  for (long i = 0; i < count; i += WIDTH) store(to + i, exp2_negative(load<vf>(from + i)));
+}
+"""
+    special = torch.tensor(
+        [0.0, -0.0, -torch.inf, torch.nan, -1e30, -200.0, -126.0, -1.0, -2.0, -64.0, -1e-30, -1e-8, -0.5, -1.5, -3e38, -127.0]
+    )
+    x = torch.cat((torch.linspace(-125, 0, 1 << 20), -torch.logspace(-30, 2, 1 << 16), special))
+    found = torch.empty_like(x)
+    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), ctypes.c_long(x.numel()))
+    exact, normal = torch.exp2(x.double()), x > -126
+    assert ((found.double() - exact).abs() <= 2e-7 * exact)[normal].all()
+    assert (found <= 2.0**-126)[x <= -126].all()
+    assert found[-16:][[0, 1, 2, 4, 5, 7, 8, 14]].tolist() == [1, 1, 0, 0, 0, 0.5, 0.25, 0]
+    assert found[x.isnan()].isnan().all()
+    assert found[~x.isnan()].max() == 1
+
+
+# FLEX-08
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, foci.masks.causal()])
+def test_logsumexp_has_the_digits_of_float32(dtype, mask):
+    torch.manual_seed(0)
+    q, k, v = qkv(1, 4, 500, 64, dtype)
+    _, aux = attention(q, k, v, mask=mask, return_aux=foci.AuxRequest(lse=True))
+    scores = q.double() @ k.double().mT / 8
+    if mask is not None:
+        scores = scores.masked_fill(torch.ones(500, 500, dtype=torch.bool).triu(1), -torch.inf)
+    error = aux.lse.double() - scores.logsumexp(-1)
+    assert error.abs().max() < 2e-6
+    assert error.mean().abs() < 2e-7
+
+
 # Running -----------------------------------------------------------------------------------------------------------------
 
 

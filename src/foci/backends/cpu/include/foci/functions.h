@@ -21,40 +21,32 @@ namespace foci {
 // Round to the nearest integer by adding 1.5 * 2^23; `whole` then also holds it in its low bits.
 FOCI_INLINE vf power_of_two(vi n) { return as_float((n + 127) << 23); }
 
-// A polynomial of exp2 on [-1/2, 1/2] with p(0) = 1, minimax in the relative error: 9e-8 in full, 1e-4 if ROUGH.
-template <bool ROUGH> FOCI_INLINE vf exp2_polynomial(vf f) {
-  if constexpr (ROUGH) {
-    vf p = splat(5.500893e-2f);
-    p = p * f + 2.4221096e-1f;
-    p = p * f + 6.9328293e-1f;
-    return p * f + 1.0f;
-  }
-  vf p = splat(1.326472725e-3f);
-  p = p * f + 9.671512786e-3f;
-  p = p * f + 5.550733744e-2f;
-  p = p * f + 2.402224208e-1f;
-  p = p * f + 6.931469776e-1f;
-  return p * f + 1.0f;
-}
-
-// x - y by the units that multiply, which a short polynomial leaves idle while others add, round and scale.
-FOCI_INLINE vf less(vf x, vf y) { return x + y * in_order(splat(-1.0f)); }
-
-// exp2 for x <= 0 as the softmax needs it: exactly 0 at -inf and exactly 1 at 0, NaN stays NaN.
-template <bool ROUGH = false> FOCI_INLINE vf exp2_negative(vf x) {
+// exp2 for x <= 0 as the softmax needs it, to 2e-7: exactly 0 at -inf and exactly 1 at 0, NaN stays NaN. Polynomials with p(0) = 1,
+// minimax in the relative error: on [0, 1) where one instruction takes the whole part off and another scales by it, else on [-1/2, 1/2].
+FOCI_INLINE vf exp2_negative(vf x) {
 #if defined(__AVX512DQ__)
-  // The polynomial of x less its nearest integer, scaled by that integer: through the subnormals to 0, where x is -inf too.
   if constexpr (WIDTH == 16) {
-    vf n, y;
-    asm("vrndscaleps $0, %1, %0" : "=v"(n) : "v"(x));
-    const vf p = exp2_polynomial<ROUGH>(ROUGH ? less(x, n) : x - n);
-    asm("vscalefps %2, %1, %0" : "=v"(y) : "v"(p), "v"(n));
+    vf f, y;
+    asm("vreduceps $9, %1, %0" : "=v"(f) : "v"(x));  // x - floor(x); 0 at -inf
+    vf p = splat(1.8671317e-3f);
+    p = p * f + 9.017027e-3f;
+    p = p * f + 5.5799916e-2f;
+    p = p * f + 2.4016445e-1f;
+    p = p * f + 6.931513e-1f;
+    p = p * f + 1.0f;
+    asm("vscalefps %2, %1, %0" : "=v"(y) : "v"(p), "v"(x));  // through the subnormals to 0
     return y;
   }
 #endif
   const vf y = at_least(-127.0f, x);
   const vf whole = y + 12582912.0f, f = y - (whole - 12582912.0f);
-  const vf scaled = as_float(as_int(exp2_polynomial<ROUGH>(f)) + (as_int(whole) << 23));
+  vf p = splat(1.326472725e-3f);
+  p = p * f + 9.671512786e-3f;
+  p = p * f + 5.550733744e-2f;
+  p = p * f + 2.402224208e-1f;
+  p = p * f + 6.931469776e-1f;
+  p = p * f + 1.0f;
+  const vf scaled = as_float(as_int(p) + (as_int(whole) << 23));
   return y < -126.0f ? vf{} : scaled;
 }
 
@@ -64,15 +56,15 @@ FOCI_INLINE vf at_most_zero(vf x) { return at_most(0.0f, x); }
 // exp for x <= 0, likewise.
 FOCI_INLINE vf exp_negative(vf x) { return exp2_negative(x * 1.44269504088896341f); }
 
-// The softmax's exponential and the unit of what it is taken of. Weights that are rounded to bfloat16, to 2e-3, need
-// neither the last digits nor scores whose rounding precedes their change of base.
+// The softmax's exponential and the unit of what it is taken of. Weights that are rounded to bfloat16, to 2e-3, need no scores whose
+// rounding precedes their change of base.
 template <class T> struct Exponential {
   static constexpr float UNIT = 1.0f;
   static FOCI_INLINE vf of(vf x) { return exp_negative(x); }
 };
 template <> struct Exponential<bf16> {
   static constexpr float UNIT = 1.44269504088896341f;
-  static FOCI_INLINE vf of(vf x) { return exp2_negative<true>(x); }
+  static FOCI_INLINE vf of(vf x) { return exp2_negative(x); }
 };
 
 // exp2 for any x, to about one unit in the last place; overflows to inf, underflows through the subnormals.
