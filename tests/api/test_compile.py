@@ -83,6 +83,10 @@ CALLS = {
         lambda q, k, v, n: foci.flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: torch.where(i - j < n, x, -torch.inf)),
         (7,),
     ),
+    "captured integers of 8 bits": (
+        lambda q, k, v, t: foci.attention(q, k, v, mask=lambda b, h, i, j: t[i] - t[j] * 3 + 300 < 90),
+        ((torch.arange(20) * 41).to(torch.uint8),),
+    ),
     "captured length": (lambda q, k, v: foci.attention(q, k, v, score=lambda x, b, h, i, j: x * (i / q.shape[2])), ()),
     "lengths of the language": (lambda q, k, v: foci.attention(q, k, v, mask=lambda b, h, i, j: j < foci.kv_len() - 3), ()),
     "block mask": (lambda q, k, v: foci.flex_attention(q, k, v, block_mask=BLOCKS), ()),

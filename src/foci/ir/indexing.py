@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from foci.ir import expr as ir
+from foci.ir.elementwise import merge_axes
 from foci.ir.expr import Expr
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, dtype_of, merge_axes
+from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, dtype_of
 
 __all__ = ["index_symbol"]
 
@@ -21,7 +22,7 @@ def index_symbol(tracer: Tracer, source: Tensor | Symbol, index: tuple[Any, ...]
         source, index = _slice_for_real(source, index)
         slot = tracer.slot(source)
         placeholders = [tracer.fresh_axis(ir.size(slot, d), n) for d, n in enumerate(source.shape)]
-        row = Symbol(tracer, ir.load(slot, tuple(p.index for p in placeholders), dtype_of(source.dtype)), tuple(placeholders))
+        row = Symbol(tracer, ir.load(slot, tuple(p.index for p in placeholders), dtype_of(source.dtype)), tuple(placeholders), source.dtype)
         return _index_row(tracer, row, index)
     return _index_row(tracer, source, index)
 
@@ -76,7 +77,7 @@ def _index_row(tracer: Tracer, row: Symbol, index: tuple[Any, ...]) -> Symbol:
             axes.append(axis)
         else:
             raise TraceError(complaint(f"the slice {entry} of a row", "slice the captured tensor itself"))
-    return Symbol(tracer, substitute(row.expr, table), tuple(axes))
+    return Symbol(tracer, substitute(row.expr, table), tuple(axes), row.narrow)
 
 
 def _as_index(tracer: Tracer, entry: Any) -> Symbol:

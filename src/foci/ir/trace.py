@@ -24,12 +24,14 @@ from torch.overrides import TorchFunctionMode
 from foci.compat.torch import disabled_torch_function, enabled_torch_function, has_tangent, is_transformed
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
-from foci.ir.ops import apply, as_expr, cast
+from foci.ir.narrow import is_narrow
+from foci.ir.ops import as_expr, cast
 from foci.ir.random_calls import draws_random_numbers
 
 __all__ = [
     "CONSTRUCTORS",
     "GEOMETRY",
+    "NUMBERS",
     "SYMBOLIC_BASE",
     "Axis",
     "Symbol",
@@ -37,10 +39,8 @@ __all__ = [
     "Tracer",
     "complaint",
     "dtype_of",
-    "elementwise",
+    "is_numpy_number",
     "length_symbol",
-    "merge_axes",
-    "pointwise",
     "user_frame",
 ]
 
@@ -60,7 +60,7 @@ _DTYPES: Final = {
     torch.float64: DType.FLOAT,
 }
 _TORCH_DTYPES: Final = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
-_NUMBERS: Final = (bool, int, float, torch.SymInt, torch.SymFloat)
+NUMBERS: Final = (bool, int, float, torch.SymInt, torch.SymFloat)
 
 
 class TraceError(TypeError):
@@ -99,15 +99,23 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
 
 
 class Symbol:
-    """What a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one."""
+    """What a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one.
 
-    __slots__ = ("axes", "expr", "tracer")
+    Attributes:
+        tracer: of the function.
+        expr: its value.
+        axes: its dimensions.
+        narrow: torch's dtype of integers of 8 or 16 bits, whose arithmetic wraps; None for all others, which `expr` knows.
+    """
+
+    __slots__ = ("axes", "expr", "narrow", "tracer")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, tracer: Tracer, expr: Expr, axes: tuple[Axis, ...] = ()) -> None:
+    def __init__(self, tracer: Tracer, expr: Expr, axes: tuple[Axis, ...] = (), narrow: torch.dtype | None = None) -> None:
         self.tracer = tracer
         self.expr = expr
         self.axes = axes
+        self.narrow = narrow if is_narrow(narrow) else None
 
     @classmethod
     def __torch_function__(
@@ -156,7 +164,7 @@ class Symbol:
     @property
     def dtype(self) -> torch.dtype:
         """What torch's would be."""
-        return _TORCH_DTYPES[self.expr.dtype]
+        return self.narrow or _TORCH_DTYPES[self.expr.dtype]
 
     @property
     def device(self) -> torch.device:
@@ -348,7 +356,7 @@ class Tracer:
         return symbol.expr
 
     def _returned(self, function: Callable[..., Any], result: Any) -> Symbol:
-        if not isinstance(result, (Symbol, Tensor, *_NUMBERS)) and not _is_numpy_number(result):
+        if not isinstance(result, (Symbol, Tensor, *NUMBERS)) and not is_numpy_number(result):
             raise TraceError(f"{_name(function)} returned {type(result).__name__}; it must return one number for each pair of positions")
         return self.symbol(result)
 
@@ -370,9 +378,9 @@ class Tracer:
             with disabled_torch_function():
                 number = value.item() if _is_plain_number(value) else None
             if number is not None:
-                return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)))
+                return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)), narrow=value.dtype)
             return self.index(value, ())
-        if _is_numpy_number(value):
+        if is_numpy_number(value):
             return Symbol(self, ir.const(value.item()))
         raise TraceError(complaint(f"a value of type {type(value).__name__}"))
 
@@ -410,7 +418,7 @@ def _is_plain_number(tensor: Tensor) -> bool:
     )
 
 
-def _is_numpy_number(value: Any) -> bool:
+def is_numpy_number(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and isinstance(value.item(), (bool, int, float))
 
 
@@ -455,45 +463,3 @@ def complaint(what: str, instead: str = "") -> str:
         else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
     )
     return f"{where}{what} is outside what a score or mask function can do{hint}"
-
-
-def merge_axes(symbols: Sequence[Symbol]) -> tuple[tuple[Axis, ...], list[Expr]]:
-    """Broadcasts rows: common axes, and each symbol's expression rewritten to them."""
-    from foci.ir.rewrite import substitute
-
-    rank = max(s.ndim for s in symbols)
-    if rank == 0:
-        return (), [s.expr for s in symbols]
-    axes: list[Axis] = []
-    maps: list[dict[Expr, Expr]] = [{} for _ in symbols]
-    for position in range(-rank, 0):
-        present = [(n, s.axes[position]) for n, s in enumerate(symbols) if s.ndim >= -position]
-        chosen = next((axis for _, axis in present if axis.length != 1), present[0][1])
-        for n, axis in present:
-            if axis.length not in (1, chosen.length):
-                raise TraceError(complaint(f"an operation on rows of shapes {[list(s.shape) for s in symbols]}", "rows must broadcast"))
-            if axis is not chosen:
-                maps[n][axis.index] = ir.const(0) if axis.length == 1 and chosen.length != 1 else chosen.index
-        axes.append(chosen)
-    return tuple(axes), [substitute(s.expr, table) if table else s.expr for s, table in zip(symbols, maps, strict=True)]
-
-
-def elementwise(build: Callable[..., Expr], *values: Any) -> Symbol:
-    """Applies `build` (Exprs -> Expr) to symbols, numbers and tensors, broadcasting rows.
-
-    A row that occurs twice keeps one axis, so `(x * x).sum()` is a sum over one index.
-    """
-    tracer = next(v.tracer for v in values if isinstance(v, Symbol))
-    symbols = [tracer.symbol(v) for v in values]
-    axes, exprs = merge_axes(symbols)
-    return Symbol(tracer, build(*exprs), axes)
-
-
-def pointwise(name: str, *values: Any) -> Symbol:
-    """The operation `name` of the op table on symbols, numbers and tensors."""
-    try:
-        return elementwise(lambda *exprs: apply(name, *exprs), *values)
-    except TypeError as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(complaint(str(error), "cast the operands first")) from None

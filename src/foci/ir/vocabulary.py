@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from foci.ir import expr as ir
+from foci.ir.elementwise import elementwise, pointwise
 from foci.ir.expr import DType, Expr
+from foci.ir.narrow import is_narrow, wrap
 from foci.ir.ops import apply, cast, round_to
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Symbol, TraceError, complaint, dtype_of, elementwise, pointwise
+from foci.ir.trace import Symbol, TraceError, complaint, dtype_of
 
 __all__ = ["WORDS"]
 
@@ -58,6 +60,8 @@ def _pow(a: Any, b: Any) -> Symbol:
         for _ in range(b - 1):
             result = _arithmetic("mul", result, a)
         return result
+    if not isinstance(b, float):
+        _refuse_narrow("torch.pow", a, b)
     return pointwise("pow", a, b)
 
 
@@ -67,9 +71,26 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Symbol:
     quotient = pointwise("div", a, b)
     if rounding_mode is None:
         return quotient
+    _refuse_narrow("torch.div(rounding_mode='trunc')", a, b)
     whole = pointwise("trunc", quotient)
     kinds = [s.expr.dtype for s in map(quotient.tracer.symbol, (a, b))]
     return whole if DType.FLOAT in kinds else _cast(whole, DType.INT64 if DType.INT64 in kinds else DType.INT32)
+
+
+def _refuse_narrow(what: str, *values: Any) -> None:
+    """An error for what torch computes in 8 or 16 bits, and the language does not."""
+    for value in values:
+        if isinstance(value, (Symbol, Tensor)) and is_narrow(value.dtype):
+            raise TraceError(complaint(f"{what} of {value.dtype}", "capture tensor.int()"))
+
+
+def _whole(name: str) -> Word:
+    """A rounding: of integers nothing."""
+
+    def word(x: Any, *args: Any) -> Symbol:
+        return x if isinstance(x, Symbol) and x.expr.dtype.is_integer else pointwise(name, x, *args)
+
+    return word
 
 
 def _cast(x: Symbol, dtype: DType) -> Symbol:
@@ -80,9 +101,11 @@ def _to_dtype(x: Symbol, dtype: torch.dtype) -> Symbol:
     kind = dtype_of(dtype)
     if dtype in (torch.float16, torch.bfloat16):
         return Symbol(x.tracer, round_to(x.expr, dtype), x.axes)
-    if dtype in (torch.uint8, torch.int8, torch.int16) and x.expr.dtype is not DType.BOOL:
+    if is_narrow(dtype) and x.expr.dtype is DType.FLOAT:
         raise TraceError(complaint(f"a cast to {dtype}", "use torch.int32 or torch.int64"))
-    return _cast(x, kind)
+    if dtype == x.dtype:
+        return x
+    return Symbol(x.tracer, wrap(cast(x.expr, kind), dtype), x.axes, dtype)
 
 
 def _to(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
@@ -144,7 +167,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Symbol:
 
 
 def _round(x: Any, *, decimals: int = 0) -> Symbol:
-    return pointwise("round", x) if not decimals else pointwise("div", pointwise("round", x * 10.0**decimals), 10.0**decimals)
+    return _whole("round")(x) if not decimals else pointwise("div", pointwise("round", x * 10.0**decimals), 10.0**decimals)
 
 
 def _nan_to_num(x: Symbol, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Symbol:
@@ -250,7 +273,7 @@ def _close(kind: str, body: Symbol, position: int) -> Symbol:
     level = body.expr.levels
     bound = substitute(body.expr, {axis.index: ir.axis(level)})
     rest = tuple(a for n, a in enumerate(body.axes) if n != position % len(body.axes))
-    return Symbol(body.tracer, ir.reduce(kind, level, bound, axis.extent), rest)
+    return Symbol(body.tracer, ir.reduce(kind, level, bound, axis.extent), rest, body.narrow if kind in ("max", "min") else None)
 
 
 def _reduction(kind: str) -> Word:
@@ -314,7 +337,9 @@ class _Extremum:
 
 def _dot(a: Any, b: Any, **kwargs: Any) -> Symbol:
     tracer = _tracer_of(a, b)
-    return _reduction("sum")(_arithmetic("mul", tracer.symbol(a), tracer.symbol(b)), -1)  # type: ignore[no-any-return]
+    product = _arithmetic("mul", tracer.symbol(a), tracer.symbol(b))
+    found = _reduction("sum")(product, -1)
+    return found if product.narrow is None else Symbol(tracer, wrap(found.expr, product.narrow), found.axes, product.narrow)
 
 
 def _matmul(a: Any, b: Any) -> Symbol:
@@ -323,7 +348,7 @@ def _matmul(a: Any, b: Any) -> Symbol:
     if y.ndim == 1:
         return _dot(x, y)
     if (x.ndim, y.ndim) == (1, 2):
-        return _dot(Symbol(tracer, y.expr, (y.axes[1], y.axes[0])), x)
+        return _dot(Symbol(tracer, y.expr, (y.axes[1], y.axes[0]), y.narrow), x)
     raise TraceError(complaint(f"a product of rows of shapes {list(x.shape)} and {list(y.shape)}", "use vectors, or a matrix and a vector"))
 
 
@@ -353,14 +378,14 @@ def _bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: 
 
 def _unsqueeze(x: Symbol, dim: int) -> Symbol:
     at = dim % (x.ndim + 1)
-    return Symbol(x.tracer, x.expr, (*x.axes[:at], x.tracer.fresh_axis(ir.const(1), 1), *x.axes[at:]))
+    return Symbol(x.tracer, x.expr, (*x.axes[:at], x.tracer.fresh_axis(ir.const(1), 1), *x.axes[at:]), x.narrow)
 
 
 def _squeeze(x: Symbol, dim: Any = None) -> Symbol:
     dims = set(range(x.ndim)) if dim is None else {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}
     gone = {n for n in dims if x.axes[n].length == 1}
     expr = substitute(x.expr, {x.axes[n].index: ir.const(0) for n in gone})
-    return Symbol(x.tracer, expr, tuple(a for n, a in enumerate(x.axes) if n not in gone))
+    return Symbol(x.tracer, expr, tuple(a for n, a in enumerate(x.axes) if n not in gone), x.narrow)
 
 
 def _reshape(x: Symbol, *shape: Any) -> Symbol:
@@ -375,9 +400,10 @@ def _unary(names: str) -> dict[str, Word]:
 
 
 WORDS: Final[dict[str, Word]] = {
-    **_unary("neg abs sign floor ceil trunc exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh"),
+    **_unary("neg abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh"),
     **_unary("sigmoid erf isnan isinf eq ne lt le fmod atan2"),
-    "negative": _op("neg"), "absolute": _op("abs"), "fix": _op("trunc"), "sgn": _op("sign"), "expit": _op("sigmoid"),
+    "floor": _whole("floor"), "ceil": _whole("ceil"), "trunc": _whole("trunc"), "fix": _whole("trunc"),
+    "negative": _op("neg"), "absolute": _op("abs"), "sgn": _op("sign"), "expit": _op("sigmoid"),
     "arcsin": _op("asin"), "arccos": _op("acos"), "arctan": _op("atan"), "arctan2": _op("atan2"),
     "round": _round,
     "add": _add, "radd": _add, "sub": _sub, "subtract": _sub, "rsub": lambda a, b, *, alpha=1: _sub(b, a, alpha=alpha),
