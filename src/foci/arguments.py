@@ -15,7 +15,7 @@ from foci.core import Function
 from foci.jagged import heads_of, is_nested, padded_sizes
 from foci.prepare import describe
 from foci.problem import Outputs
-from foci.variant import Mask, Score, check_heads, check_length
+from foci.variant import Mask, Score, check_heads, check_is_made, check_length
 
 __all__ = [
     "MaskLike",
@@ -44,6 +44,7 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
     if isinstance(score, Mask):
         raise TypeError("score is a Mask: pass it as mask=")
+    check_is_made("score", score)
     if heads is None and (query.layout is torch.jagged or (query.dim() == 4 and not query.is_nested)):  # others: by the check of shapes
         heads = heads_of(query)
     if heads is not None:
@@ -84,6 +85,7 @@ def mask_parts(
         block_mask = as_block_mask(mask)
         return block_mask.mask_mod, block_classes(block_mask), block_mask.BLOCK_SIZE
     if callable(mask):
+        check_is_made(name, mask)
         return mask, None, None
     raise TypeError(
         f"{name} must be a foci.Mask, a function (b, h, q_idx, kv_idx) -> bool, a bool tensor, a BlockMask or a CausalBias; "

@@ -14,7 +14,7 @@ from foci.binding import bind
 from foci.block_mask import DEFAULT_BLOCK, BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
 from foci.ir.eager import Env, evaluate
-from foci.variant import check_length
+from foci.variant import check_is_made, check_length
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -112,6 +112,7 @@ def create_block_mask(
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
 def _block_mask(mask_mod: MaskMod, sizes: Extent, block: tuple[int, int], device: torch.device, *, apart: bool) -> BlockMask:
+    check_is_made("mask_mod", mask_mod)
     if _arguments(mask_mod) != 4:
         raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {mask_mod!r}")
     check_length(mask_mod, sizes.Sq, sizes.Skv, "got")
@@ -163,6 +164,7 @@ def create_mask(
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
 def _mask(mod_fn: Callable[..., Any], sizes: Extent, device: torch.device) -> Tensor:
+    check_is_made("mod_fn", mod_fn)
     count = _arguments(mod_fn)
     if count not in (4, 5):
         raise TypeError(f"mod_fn must be a function (b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx), got {mod_fn!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
 from foci.ir.trace import length_symbol
 
-__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_heads", "check_length", "kv_len", "picklable", "q_len"]
+__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_heads", "check_is_made", "check_length", "kv_len", "picklable", "q_len"]
 
 _Made = TypeVar("_Made", bound="Mask | Score")
 _Arguments = ParamSpec("_Arguments")
@@ -56,7 +57,21 @@ def picklable(factory: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Mad
     def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
         return _recorded(factory(*args, **kwargs), make, args, kwargs)
 
+    module = ".".join(factory.__module__.split(".")[:2])
+    needs_arguments = any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in inspect.signature(factory).parameters.values())
+    make._call = f"{module}.{factory.__name__}({'...' if needs_arguments else ''})"  # type: ignore[attr-defined]
     return make
+
+
+def check_is_made(name: str, value: Any) -> None:
+    """Refuses a factory, such as `foci.masks.causal`, in the place of what it makes.
+
+    Raises:
+        TypeError: with the argument's name and the call that makes the value.
+    """
+    call = getattr(value, "_call", None) if inspect.isfunction(value) else None
+    if call is not None:
+        raise TypeError(f"{name} is the function {call.partition('(')[0]}, which makes what belongs here: write {call}")
 
 
 def _recorded(value: _Made, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> _Made:
@@ -102,6 +117,7 @@ class Mask(_Recorded):
     """Of a mask of `foci.masks` whose diagonal starts in the upper left corner: how to write it with the last query at the last key."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, length: int | None = None) -> None:
+        check_is_made("function", function)
         if not callable(function) or isinstance(function, Score):
             raise TypeError(f"function must be a function (b, h, q_idx, kv_idx) -> bool; got {type(function).__name__}")
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, torch.SymInt))):
@@ -160,6 +176,7 @@ class Score(_Recorded):
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, heads: int | None = None) -> None:
+        check_is_made("function", function)
         if not callable(function) or isinstance(function, Mask):
             raise TypeError(f"function must be a function (score, b, h, q_idx, kv_idx) -> score; got {type(function).__name__}")
         if heads is not None and (isinstance(heads, bool) or not isinstance(heads, (int, torch.SymInt))):
@@ -228,6 +245,7 @@ def _joined(left: Any, operator: str, right: Any) -> str:
 
 
 def _mask_function(value: Any) -> Callable[..., Any]:
+    check_is_made("the other mask", value)
     if isinstance(value, Score):
         raise TypeError("a Score cannot be composed with a Mask: pass it as score=")
     if isinstance(value, Mask):
@@ -238,6 +256,7 @@ def _mask_function(value: Any) -> Callable[..., Any]:
 
 
 def _score_function(value: Any) -> Callable[..., Any]:
+    check_is_made("the other score", value)
     if isinstance(value, Mask):
         raise TypeError("a Mask cannot be composed with a Score: pass it as mask=")
     if isinstance(value, Score):
