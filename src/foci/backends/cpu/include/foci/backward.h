@@ -2,6 +2,10 @@
 //
 // A task owns a part of one kv head's keys: it meets every query row, so dK and dV need no one else. dQ of each part is
 // summed privately in float32 and the parts are added in a fixed order: no atomics, the same bits every time.
+//
+// An excluded position has weight 0 and gradient 0, whatever key, value, query and gradient of the output hold there. So the products
+// that sum over positions take those operands with zeros for what is not finite: where the position is attended to, the row's
+// logsumexp or delta holds NaN. Only gradients of values see neither, and get what is not finite in the gradient of the output by itself.
 #pragma once
 #include "forward.h"
 
@@ -31,10 +35,12 @@ template <class P> struct QueryTile {
   float lse[ROWS], delta[ROWS];  // lse: in units of the exponential, +inf for rows without weights
   typename P::Row row[ROWS];
   int rows;
+  bool undefined, not_finite;  // whether a logsumexp is NaN; whether a gradient of the output is infinite or NaN
 
   void pack(const Call& call, const Sequence& s, int h, int q0) {
     typedef typename G::T T;
     rows = min_int(ROWS, s.q_len - q0);
+    undefined = not_finite = false;
     const T* q = call.query.at<T>(s.batch, h, s.q_start + q0);
     const T* go = call.grad_out.at<T>(s.batch, h, s.q_start + q0);
     const int64_t at = row_offset(call, s, h) + q0;
@@ -51,9 +57,12 @@ template <class P> struct QueryTile {
       const float l = call.lse[at + i];
       lse[r] = real && l != -__builtin_inff() ? l * G::Exp::UNIT : __builtin_inff();
       if (l == -__builtin_inff()) delta[r] = 0;
+      undefined |= l != l;
     }
     if constexpr (P::GRAD_K && !G::ONE_FORM) pack_rows<typename G::E>(query_pairs, G::W_PANEL, q, call.query.row, call.query.column, rows, ROWS, P::D);
     if constexpr (P::GRAD_V && !G::ONE_FORM) pack_rows<typename G::E>(grad_out_pairs, G::W_PANEL, go, call.grad_out.row, call.grad_out.column, rows, ROWS, P::DV);
+    if constexpr (G::EXCLUDES && P::GRAD_K) clean_rows<typename G::E>(G::ONE_FORM ? query : query_pairs, G::W_PANEL, ROWS / G::E::PAIR, P::D);
+    if constexpr (G::EXCLUDES && P::GRAD_V) not_finite = clean_rows<typename G::E>(G::ONE_FORM ? grad_out : grad_out_pairs, G::W_PANEL, ROWS / G::E::PAIR, P::DV);
   }
   const word* query_rows() const { return G::ONE_FORM ? query : query_pairs; }
   const word* grad_out_rows() const { return G::ONE_FORM ? grad_out : grad_out_pairs; }
@@ -100,6 +109,7 @@ template <class P> struct BackwardTile {
       if constexpr (G::SCORES) pack_columns<E>(value_columns + i * G::DV_WORDS, v + i * call.value.row, call.value.row, call.value.column, count, P::DV);
     }
     if constexpr (P::GRAD_Q) pack_rows<E>(key_rows, (int64_t)N / E::PAIR * PANEL, k, call.key.row, call.key.column, keys, round_up(keys, PANEL), P::D);
+    if constexpr (G::EXCLUDES && P::GRAD_Q) clean_rows<E>(key_rows, (int64_t)N / E::PAIR * PANEL, round_up(keys, PANEL) / E::PAIR, P::D);
     for (int i = 0; i < N * G::DQ_ROW; ++i) grad_key[i] = 0;
     for (int i = 0; i < N * G::O_ROW; ++i) grad_value[i] = 0;
   }
@@ -140,7 +150,10 @@ template <class P> struct BackwardTile {
           x = P::derive(call, t.row[r], col[v], x, first + v * WIDTH, d);
           if constexpr (!P::UNIT_SLOPE) store(slope + i, d);
         }
+        const vf score = x;
         x = G::Exp::of(at_most_zero(x * G::Exp::UNIT - t.lse[r]));
+        if constexpr (!P::PLAIN_SCORE)
+          if (t.undefined) x = score == -__builtin_inff() ? vf{} : x;
         if constexpr (P::MASKED)
           if (kind == PARTIAL) x = select(P::mask(call, t.row[r], col[v], first + v * WIDTH), x, vf{});
         if (edge) x = select(inside[v], x, vf{});
@@ -180,8 +193,9 @@ template <class P> struct BackwardTile {
           if constexpr (P::COLUMN_SUMS)
             if (grad_columns) dp += column_gradients(column);
           vf ds = w * (dp - t.delta[r0 + r]);
+          if constexpr (G::EXCLUDES) ds = w == 0.0f ? vf{} : ds;
           if constexpr (P::SITES > 0) store(g + i, ds);
-          if constexpr (!P::UNIT_SLOPE) ds = w == 0.0f ? vf{} : ds * load<vf>(slope + i);
+          if constexpr (!P::UNIT_SLOPE) ds = w == 0.0f ? vf{} : ds * load<vf>(slope + i);  // which may be infinite
           acc[r][v] = ds;
         }
       }
@@ -217,6 +231,23 @@ template <class P> struct BackwardTile {
           P::capture_gradients(call, t.row[r], col[v], load<vf>(raw + i), load<vf>(g + i), first + v * WIDTH, sinks, runs + r * P::SITES);
         }
     }
+  }
+
+  // Adds the infinities and NaN among the gradients of the output to the gradients of the values that their rows attend to.
+  __attribute__((noinline)) void add_not_finite(const Call& call, const QueryTile<P>& t, int h, int q0, int first, int last) {
+    typedef typename G::T T;
+    for (int r = 0; r < t.rows; ++r)
+      for (int d = 0; d < P::DV; ++d) {
+        const float x = widen(call.grad_out.at<T>(s.batch, h, s.q_start + q0 + r)[d * call.grad_out.column]);
+        if (is_finite(x)) continue;
+        for (int i = first; i < min_int(last, keys); ++i)
+          if (has_weight(r, i)) grad_value[i * G::O_ROW + d] += x;
+      }
+  }
+  FOCI_INLINE bool has_weight(int r, int column) const {
+    const word w = weights[column / PANEL * G::W_PANEL + r / E::PAIR * PANEL + column % PANEL];
+    if constexpr (G::ONE_FORM) return w != 0;
+    else return (uint32_t)w >> 16 * (r & 1) & 0x7fff;
   }
 
   void clear_panel(int at) {
@@ -293,6 +324,8 @@ template <class P> struct BackwardTile {
     if constexpr (P::SITES > 0)
       for (int i = 0; i < t.rows; ++i) P::flush_gradients(call, t.row[i], sinks, runs + i * P::SITES);
     const int depth = rows / E::PAIR, first = from * PANEL, last = until * PANEL;
+    if constexpr (P::GRAD_V && G::EXCLUDES)
+      if (t.not_finite) add_not_finite(call, t, h, q0, first, last);
     if constexpr (P::GRAD_V) add_rows<P::DV, G::O_ROW>(grad_value, weights, t.grad_out_rows(), first, last, depth);
     if constexpr (P::GRAD_K) add_rows<P::D, G::DQ_ROW>(grad_key, grad_pairs, t.query_rows(), first, last, depth);
     if constexpr (P::GRAD_Q)

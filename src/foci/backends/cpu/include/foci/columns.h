@@ -50,7 +50,9 @@ template <class P> int columns(const Call& given) {
             vf total = load<vf>(sum + kv + k);
             const vf weight = load<vf>(gradient + kv + k);
             for (int r = 0; r < tile.rows; ++r) {
-              const vf w = exp_negative(at_most_zero(in_order(load<vf>(tile.score(r, k)) * tile.unit) - lse[r]));
+              const vf s = load<vf>(tile.score(r, k));
+              vf w = exp_negative(at_most_zero(in_order(s * tile.unit) - lse[r]));
+              if (lse[r] != lse[r]) w = s == -__builtin_inff() ? vf{} : w;
               total += w;
               dots[r] += w * weight;
             }

@@ -24,7 +24,8 @@ template <class P> int forward_few(const Call& call) {
   {
     const Buffer tile_memory(sizeof(ForwardTile<P>)), words((int64_t)STEP * (K::D_WORDS + K::V_PANELS * PANEL) * sizeof(typename K::word));
     ForwardTile<P>& tile = *(ForwardTile<P>*)tile_memory.data;
-    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)STEP * K::D_WORDS, (int64_t)STEP / K::E::PAIR * PANEL};
+    int not_finite = 0;
+    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)STEP * K::D_WORDS, (int64_t)STEP / K::E::PAIR * PANEL, &not_finite};
     const bool ready = tile_memory.data && words.data;
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
 #pragma omp for schedule(dynamic, 1)
@@ -38,6 +39,7 @@ template <class P> int forward_few(const Call& call) {
       for (int kv = step * (int)split; kv < end; kv += STEP) {
         const int until = min_int(kv + STEP, end);
         if (P::MASKED && tile.classify(call, kv, until) == EMPTY) continue;
+        not_finite = 0;
         pack_keys<P>(call, s, hkv, panels, kv, until);
         look_ahead<P>(call, s, hkv, until, min_int(until + STEP, s.kv_len), tile);
         tile.attend(call, panels, kv, kv, until);

@@ -6,6 +6,9 @@
 // each summed from zero before it is added to the output, which keeps the rounding error of long rows small. Scores are
 // rounded before their maximum is taken off, so that the largest weight of a row is exactly 1 however large its score, and
 // the backward, which subtracts the logsumexp from the same rounded score, finds the same weight.
+//
+// An excluded position, masked or with a score of -inf, contributes nothing, whatever its value holds: packed values are finite, and
+// what was not is added to the rows that attend to it.
 #pragma once
 #include "classes.h"
 #include "dropout.h"
@@ -27,6 +30,7 @@ template <class P> struct Packing {
   static constexpr int V_PANELS = (P::DV + PANEL - 1) / PANEL;
   static constexpr int V_VECTORS = (P::DV + WIDTH - 1) / WIDTH;
   static constexpr int O_ROW = V_VECTORS * WIDTH;
+  static constexpr bool EXCLUDES = P::MASKED || !P::PLAIN_SCORE;
 };
 
 // Packed keys and values of one kv head: K as panels of columns [panel][word][PANEL], V as [panel][key / PAIR][PANEL].
@@ -34,6 +38,7 @@ template <class P> struct Panels {
   typedef typename Packing<P>::word word;
   word *keys, *values;
   int64_t values_stride;  // words from one panel of V to the next
+  int* not_finite;        // set where values were not; asked for where positions may be excluded
 };
 
 template <class P> void pack_keys(const Call& call, const Sequence& s, int hkv, const Panels<P>& to, int from, int until) {
@@ -44,6 +49,8 @@ template <class P> void pack_keys(const Call& call, const Sequence& s, int hkv, 
                                 min_int(PANEL, s.kv_len - kv), P::D);
   pack_rows<typename K::E>(to.values, to.values_stride, call.value.at<T>(s.batch, hkv, s.kv_start + from), call.value.row, call.value.column,
                            min_int(until, s.kv_len) - from, round_up(until - from, PANEL), P::DV);
+  if constexpr (K::EXCLUDES)
+    if (clean_rows<typename K::E>(to.values, to.values_stride, round_up(until - from, PANEL) / K::E::PAIR, P::DV)) __atomic_store_n(to.not_finite, 1, __ATOMIC_RELAXED);
 }
 
 // A panel of keys, seen from either half of a tile's rows.
@@ -75,6 +82,7 @@ template <class P> struct ForwardTile {
   int rows, padded;  // padded: rows of whole micro-kernel blocks
   float unit;        // what is left to multiply the products by; never negative
   Rectangle extent, halves[2];
+  const typename K::T* values;  // of the sequence and kv head, as the caller holds them
   struct { const char *key, *value; int64_t key_row, value_row; int rows; } ahead;  // what comes next in memory, if it is to be fetched
 
   // Takes rows `first` to `first + count` of the kv head's group, counted head by head.
@@ -82,6 +90,7 @@ template <class P> struct ForwardTile {
     typedef typename K::T T;
     const int group = (int)(call.q_heads / call.kv_heads);
     rows = count;
+    values = call.value.at<T>(s.batch, hkv, s.kv_start);
     ahead.rows = 0;
     unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) : 1.0f;
     padded = round_up(count, count <= 4 ? 4 : MR);
@@ -229,6 +238,17 @@ template <class P> struct ForwardTile {
     top[r] = now;
   }
 
+  // Adds the infinities and NaN among the values of a run to the rows that attend to them.
+  __attribute__((noinline)) void add_not_finite(const Call& call, int kv, int keys, const Stretch (&stretch)[2]) {
+    for (int i = 0; i < min_int(keys, extent.kv_len - kv); ++i)
+      for (int d = 0; d < P::DV; ++d) {
+        const float x = widen(values[(kv + i) * call.value.row + d * call.value.column]);
+        if (is_finite(x)) continue;
+        for (int r = 0; r < rows; ++r)
+          if (i >= stretch[r / HALF].from && i < stretch[r / HALF].until && *score(r, i) != -__builtin_inff()) out[r * K::O_ROW + d] += x;
+      }
+  }
+
   template <int N, int VECTORS> FOCI_INLINE void add_block(const word* values, int r0, int panel, int from, int until, bool first) {
     vf acc[N][VECTORS];
     multiply_rows<E, S_PANEL>(acc, (const word*)scores + r0 * PANEL, values, from / E::PAIR, until / E::PAIR);
@@ -267,6 +287,8 @@ template <class P> struct ForwardTile {
       fetch_ahead(PANEL / 2);
       score_panel(call, panels.keys + (int64_t)(kv - origin + i) * K::D_WORDS, kv + i, i, kinds[i / PANEL], stretch);
     }
+    if constexpr (K::EXCLUDES)
+      if (*panels.not_finite) add_not_finite(call, kv, keys, stretch);
     const word* first_values = panels.values + (int64_t)(kv - origin) / E::PAIR * PANEL;
     for (int r = 0; r < padded; ++r) {
       if (r % MR == 0 && padded >= MR) fetch_next<BLOCK / E::PAIR * PANEL>(first_values - BLOCK / E::PAIR * PANEL, r);
@@ -399,7 +421,8 @@ template <class P> int forward_small(const Call& call) {
   {
     const Buffer tile_memory(sizeof(ForwardTile<P>)), words((int64_t)KEYS * (K::D_WORDS + K::V_PANELS * PANEL) * sizeof(typename K::word));
     ForwardTile<P>& tile = *(ForwardTile<P>*)tile_memory.data;
-    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)KEYS * K::D_WORDS, (int64_t)KEYS / K::E::PAIR * PANEL};
+    int not_finite = 0;
+    const Panels<P> panels = {(typename K::word*)words.data, (typename K::word*)words.data + (int64_t)KEYS * K::D_WORDS, (int64_t)KEYS / K::E::PAIR * PANEL, &not_finite};
     const bool ready = tile_memory.data && words.data;
     if (!ready) __atomic_store_n(&status, (int)OUT_OF_MEMORY, __ATOMIC_RELAXED);
 #pragma omp for schedule(dynamic, 1 + heads / (16 * call.threads)) nowait
@@ -407,6 +430,7 @@ template <class P> int forward_small(const Call& call) {
       const Sequence s = sequence(call, (int)(i / call.kv_heads));
       const int hkv = (int)(i % call.kv_heads);
       if (!ready || s.q_len <= 0) continue;
+      not_finite = 0;
       pack_keys<P>(call, s, hkv, panels, 0, s.kv_len);
       for (int64_t first = 0; first < group * s.q_len; first += ROWS) {
         tile.begin(call, s, hkv, first, (int)(group * s.q_len - first < ROWS ? group * s.q_len - first : ROWS));
@@ -428,9 +452,10 @@ template <class P> int forward_large(const Call& call) {
   typedef Packing<P> K;
   typedef typename K::word word;
   const int64_t group = call.q_heads / call.kv_heads;
-  const Buffer order_memory(call.batch * sizeof(int)), base_memory((call.batch + 1) * sizeof(int64_t) * 2);
-  if (!order_memory.data || !base_memory.data) return OUT_OF_MEMORY;
-  int* order = (int*)order_memory.data;
+  const Buffer order_memory(call.batch * sizeof(int)), base_memory((call.batch + 1) * sizeof(int64_t) * 2), flags(call.batch * call.kv_heads * sizeof(int));
+  if (!order_memory.data || !base_memory.data || !flags.data) return OUT_OF_MEMORY;
+  int *order = (int*)order_memory.data, *not_finite = (int*)flags.data;
+  for (int64_t i = 0; i < call.batch * call.kv_heads; ++i) not_finite[i] = 0;
   int64_t *base = (int64_t*)base_memory.data, *first_task = base + call.batch + 1;
   const int sequences = order_sequences(call, order);
   int64_t keys = 0, tasks = 0;
@@ -448,7 +473,7 @@ template <class P> int forward_large(const Call& call) {
   word *all_keys = (word*)packed.data, *all_values = all_keys + keys * call.kv_heads * K::D_WORDS;
   const auto panels_of = [&](int i, int hkv) {
     const int64_t length = base[i + 1] - base[i], start = base[i] * call.kv_heads + length * hkv;
-    return Panels<P>{all_keys + start * K::D_WORDS, all_values + start / K::E::PAIR * PANEL * K::V_PANELS, length / K::E::PAIR * PANEL};
+    return Panels<P>{all_keys + start * K::D_WORDS, all_values + start / K::E::PAIR * PANEL * K::V_PANELS, length / K::E::PAIR * PANEL, not_finite + i * call.kv_heads + hkv};
   };
   int status = DONE;
 #pragma omp parallel num_threads((int)call.threads)

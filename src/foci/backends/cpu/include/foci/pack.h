@@ -103,6 +103,34 @@ void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, in
   }
 }
 
+// ---- infinities and NaN ---------------------------------------------------------------------------------------------------
+
+FOCI_INLINE bool is_finite(float x) { return x - x == 0; }
+FOCI_INLINE vf finite_words(vf x) { return x - x == 0.0f ? x : vf{}; }
+#ifdef FOCI_PAIRS
+FOCI_INLINE vu finite_words(vu x) {
+  const vu low = (x & 0x7f80u) == 0x7f80u ? splat(0u) : x & 0xffffu, high = (x & 0x7f800000u) == 0x7f800000u ? splat(0u) : x & 0xffff0000u;
+  return low | high;
+}
+#endif
+
+// Zeroes what is not finite among packed rows, so that nothing comes of it where its weight is 0. Whether anything was.
+template <class E> bool clean_rows(typename E::word* panels, int64_t panel_stride, int words, int columns) {
+  typedef typename E::vector vector;
+  constexpr int CHAINS = 4;  // words are at least as many, and a multiple of it
+  bool any = false;
+  for (int at = 0; at < columns; at += WIDTH) {
+    typename E::word* from = panels + at / PANEL * panel_stride + at % PANEL;
+    vf zero[CHAINS] = {};  // 0 times what is not finite is NaN
+    for (int row = 0; row < words; row += CHAINS)
+      FOCI_UNROLL for (int i = 0; i < CHAINS; ++i) zero[i] = E::multiply_add(zero[i], load<vector>(from + (int64_t)(row + i) * PANEL), vector{});
+    if (is_finite(reduce_sum((zero[0] + zero[1]) + (zero[2] + zero[3])))) continue;
+    any = true;
+    for (int row = 0; row < words; ++row) store(from + (int64_t)row * PANEL, finite_words(load<vector>(from + (int64_t)row * PANEL)));
+  }
+  return any;
+}
+
 FOCI_INLINE float negative_word(float x) { return -x; }
 FOCI_INLINE uint32_t negative_word(uint32_t pair) { return pair ^ 0x80008000u; }
 
