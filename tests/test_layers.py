@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. Units in one row stand side by side and may not import each other.
 LAYERS = (
-    ("foci.compat",),
+    ("foci.compat", "foci.errors"),
     ("foci.ir",),
     ("foci.variant",),
     ("foci.binding",),
@@ -37,6 +37,7 @@ LAYERS = (
     ("foci.nested",),
     ("foci.nested_node",),
     ("foci.jagged",),
+    ("foci.strided_nested",),
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
     ("foci.distributed", "foci.paged"),
@@ -112,6 +113,14 @@ def test_imports_point_downward(module):
 )
 def test_an_upward_import_is_found(module, line):
     assert len(upward(module, line)) == 1
+
+
+@pytest.mark.parametrize("name", ["arguments", "dispatch", "distributed", "functional", "jagged", "paged", "prepare", "strided_nested"])
+def test_errors_of_entry_points_are_torchs_too(name):
+    """torch raises RuntimeError for wrong shapes and dtypes, so a ValueError of these modules is one as well (`foci.errors`)."""
+    tree = ast.parse(MODULES[f"foci.{name}"].read_text(encoding="utf-8"))
+    raised = [node.exc.func.id for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    assert "ValueError" not in raised
 
 
 BACKENDS = ("aten", "blocked", "cpu", "hopper", "reference", "triton")

@@ -14,6 +14,7 @@ from foci.jagged import attend_nested, decision_nested, is_nested
 from foci.planner import Decision
 from foci.prepare import Extras, alignment_note, check_is_tensor
 from foci.problem import Outputs, Results
+from foci.strided_nested import as_jagged, as_strided, has_strided
 
 __all__ = ["AuxOutput", "AuxRequest", "Explanation", "attention", "explain", "returned"]
 
@@ -110,7 +111,8 @@ def attention(
     A row that may attend to nothing gives zeros. Query heads are grouped over key heads when there are more of them.
 
     Args:
-        query: [B, Hq, Sq, D], float16, bfloat16, float32 or float64; or a NestedTensor of jagged layout.
+        query: [B, Hq, Sq, D], float16, bfloat16, float32 or float64; or a NestedTensor. One of strided layout is copied into a jagged
+            one, and the result back.
         key: [B, Hkv, Skv, D], Hq a multiple of Hkv, B may be 1.
         value: [B, Hkv, Skv, Dv].
         mask: which keys a query attends to: a `foci.Mask` (`foci.masks` has the known ones), a function
@@ -140,9 +142,12 @@ def attention(
         torch.Size([2, 8, 128, 64])
         >>> out.sum().backward()
     """
-    call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
-    results = attend_nested(*call) if is_nested(query, key, value) else run(*call)
-    return returned(results, return_aux)
+    nested = is_nested(query, key, value)
+    strided = nested and has_strided(query, key, value)
+    tensors = as_jagged((query, key, value)) if strided else (query, key, value)
+    call = _checked(tensors, mask, score, bias, sink, scale, dropout_p, return_aux)
+    results = attend_nested(*call) if nested else run(*call)
+    return returned(as_strided(results) if strided else results, return_aux)
 
 
 def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, AuxOutput]:
@@ -207,8 +212,11 @@ def explain(
         >>> explanation.backend is not None
         True
     """
+    nested = is_nested(query, key, value)
+    if nested and has_strided(query, key, value):
+        query, key, value = as_jagged((query, key, value))
     call = _checked((query, key, value), mask, score, bias, sink, scale, dropout_p, return_aux)
-    if is_nested(query, key, value):
+    if nested:
         return Explanation(decision_nested(*call))
     tensors, score_function, mask_function, extras = call
     note = alignment_note(query, key, extras)  # said here, so no warning of it

@@ -12,6 +12,7 @@ from torch import Tensor
 from foci import masks, scores
 from foci.block_mask import as_block_mask, block_classes
 from foci.core import Function
+from foci.errors import ArgumentError, DtypeError
 from foci.jagged import heads_of, is_nested, padded_sizes
 from foci.prepare import describe
 from foci.problem import Outputs
@@ -55,7 +56,7 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias must be a floating tensor; got {type(bias).__name__}")
     if not bias.is_floating_point():
-        raise TypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
+        raise DtypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
     added = scores.bias(broadcast("bias", bias, query, key))
     return added.function if function is None else (Score(function) >> added).function
 
@@ -103,7 +104,7 @@ def _tensor_mask(mask: Tensor, query: Tensor, key: Tensor, name: str) -> Functio
     if causal is not None:
         return causal.function
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be bool, true where the query attends; got {describe(mask)}; an additive one goes into bias=")
+        raise DtypeError(f"{name} must be bool, true where the query attends; got {describe(mask)}; an additive one goes into bias=")
     return masks.dense(broadcast(name, mask, query, key)).function
 
 
@@ -117,7 +118,7 @@ def causal_bias(mask: Any, query: Tensor, key: Tensor) -> Mask | None:
         return None
     got, wanted = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
     if not is_nested(query, key) and got != wanted:
-        raise ValueError(f"the causal bias is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
+        raise ArgumentError(f"the causal bias is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
     return masks.causal() if mask.variant.name == "UPPER_LEFT" else masks.causal_lower_right()
 
 
@@ -131,15 +132,15 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor; got a NestedTensor: give nested queries and keys a mask or score function")
     if tensor.device != query.device:
-        raise ValueError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
+        raise ArgumentError(f"{name} must be on the query's device, {query.device}; got {describe(tensor)}")
     if tensor.dim() == 0:
         return tensor.reshape(1)
     if tensor.dim() > 4:
-        raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys]; got {describe(tensor)}")
+        raise ArgumentError(f"{name} must broadcast to [batch, heads, queries, keys]; got {describe(tensor)}")
     if is_nested(query, key):
         wanted = padded_sizes(query, key)
         if wanted is not None and any(n != 1 and (n < w if at < 2 else n != w) for at, (n, w) in enumerate(_from_behind(tensor, wanted))):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must broadcast to [batch, heads, longest queries, longest keys] = {list(wanted)}, or have room for longer ones; "
                 f"got {describe(tensor)}"
             )
@@ -148,7 +149,7 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return tensor  # such query and key are another message's matter
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
     if any(n not in (1, w) for n, w in _from_behind(tensor, wanted)):
-        raise ValueError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
+        raise ArgumentError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
     return tensor
 
 
@@ -189,7 +190,7 @@ def checked_sink(sink: Any, query: Tensor) -> Tensor | None:
         return sink  # such a query is another message's matter
     heads = heads_of(query)
     if not sink.is_floating_point() or list(sink.shape) != [heads]:
-        raise ValueError(f"sink must be a floating tensor with one logit per query head, [{heads}]; got {describe(sink)}")
+        raise ArgumentError(f"sink must be a floating tensor with one logit per query head, [{heads}]; got {describe(sink)}")
     if sink.device != query.device:
-        raise ValueError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
+        raise ArgumentError(f"sink must be on the query's device, {query.device}; got {describe(sink)}")
     return sink

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.blocks import EMPTY, FULL, PARTIAL, classes_of_lists, to_lists, transpose_lists
+from foci.errors import ArgumentError
 
 __all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
 
@@ -229,7 +230,7 @@ class BlockMask:
         classes = block_classes(self)
         rows, columns = math.ceil(new_q_len / self.BLOCK_SIZE[0]), math.ceil(new_kv_len / self.BLOCK_SIZE[1])
         if rows > classes.shape[-2] or columns > classes.shape[-1]:
-            raise ValueError(
+            raise ArgumentError(
                 f"a BlockMask of lengths {self.seq_lengths} cannot grow to {(new_q_len, new_kv_len)}: create one with create_block_mask"
             )
         return from_classes(
@@ -295,7 +296,7 @@ def _lists(block_mask: Any) -> list[Tensor | None]:
 def _assembled(lengths: tuple[int, int], lists: Sequence[Tensor | None], block: tuple[int, int], mask_mod: MaskMod) -> BlockMask:
     counts, indices, *rest = lists
     if counts is None or indices is None:
-        raise ValueError("kv_num_blocks and kv_indices must be given")
+        raise ArgumentError("kv_num_blocks and kv_indices must be given")
     return BlockMask(lengths, counts, indices, rest[0], rest[1], rest[2], rest[3], rest[4], rest[5], block, mask_mod)
 
 
@@ -305,14 +306,14 @@ def _transposed(counts: Tensor | None, indices: Tensor | None) -> tuple[Tensor |
 
 def _check_lists(name: str, counts: Tensor | None, indices: Tensor | None) -> None:
     if (counts is None) != (indices is None):
-        raise ValueError(f"{name}_num_blocks and {name}_indices must be given together")
+        raise ArgumentError(f"{name}_num_blocks and {name}_indices must be given together")
     if counts is None or indices is None:
         if name == "kv":
-            raise ValueError("kv_num_blocks and kv_indices must be given")
+            raise ArgumentError("kv_num_blocks and kv_indices must be given")
         return
     if indices.dim() < 2 or counts.shape != indices.shape[:-1]:
         shapes = f"{list(indices.shape)} and {list(counts.shape)}"
-        raise ValueError(f"{name}_indices must be [..., rows, columns] and {name}_num_blocks [..., rows]; got {shapes}")
+        raise ArgumentError(f"{name}_indices must be [..., rows, columns] and {name}_num_blocks [..., rows]; got {shapes}")
 
 
 def as_block(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -326,7 +327,7 @@ def as_block(size: int | tuple[int, int]) -> tuple[int, int]:
     if len(block) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in block):
         raise TypeError(f"BLOCK_SIZE must be an integer or two, of queries and of keys; got {size!r}")
     if min(block) < 1:
-        raise ValueError(f"BLOCK_SIZE must be at least 1, got {size}")
+        raise ArgumentError(f"BLOCK_SIZE must be at least 1, got {size}")
     return block
 
 

@@ -318,7 +318,7 @@ def from_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 
     Args:
         counts: integer [..., rows].
-        indices: integer [..., rows, most]; entries from `counts` on are ignored.
+        indices: integer [..., rows, most]; entries from `counts` on are ignored, and so are negative ones, as in torch.
         columns: number of blocks in a row.
 
     Returns:
@@ -328,7 +328,7 @@ def from_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
         >>> from_lists(torch.tensor([2]), torch.tensor([[1, 2, 0]]), 3)
         tensor([[False,  True,  True]])
     """
-    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    used = (torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]) & (indices >= 0)
     place = torch.where(used, indices, columns).to(torch.int64)
     present = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return present.scatter_(-1, place, True)[..., :columns]

@@ -12,6 +12,7 @@ from torch import Tensor
 from foci.backends.contract import BackwardOfRows, ForwardOfRows
 from foci.context import observers
 from foci.core import Check, Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
+from foci.errors import ArgumentError
 from foci.operator import Optional, Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
 from foci.prepare import Extras, prepare
 from foci.problem import Results
@@ -182,7 +183,7 @@ def _with_sink(results: Results, sink: Tensor) -> Results:
 def _with_sink_and_columns(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
     """Column sums follow from the logsumexp with the sink in it, which is known only afterwards."""
     if torch.compiler.is_dynamo_compiling():
-        raise ValueError("column_sums cannot be returned together with a sink under torch.compile; ask for weights")
+        raise ArgumentError("column_sums cannot be returned together with a sink under torch.compile; ask for weights")
     results = run(tensors, score, mask, replace(extras, outputs=replace(extras.outputs, column_sums=False)))
     formula, operands = prepare(tensors, score, mask, replace(extras, dropout_p=0.0))
     return replace(results, column_sums=column_sums(formula, operands, results.lse, allowed_for(extras)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from foci.api import AuxOutput, AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
+from foci.errors import ArgumentError
 from foci.prepare import Extras, Part, check_is_tensor, check_tensors
 
 __all__ = ["attention"]
@@ -129,7 +130,7 @@ def attention(
     _check(query, key, value, shards, mask)
     outputs = checked_outputs(return_aux, sink)
     if outputs.column_sums and shards == "sequence":
-        raise ValueError('column_sums of shards="sequence" are sums over the rows of all ranks; ask for weights or row_max')
+        raise ArgumentError('column_sums of shards="sequence" are sums over the rows of all ranks; ask for weights or row_max')
     mask_function = mask_parts(mask, query, key, holds_many=True)[0]
     sink, group = checked_sink(sink, query), _group(group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -151,7 +152,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _check(query: Tensor, key: Tensor, value: Tensor, shards: str, mask: MaskLike) -> None:
     if shards not in _SHARDS:
-        raise ValueError(f"shards must be 'sequence' or 'heads'; got {shards!r}")
+        raise ArgumentError(f"shards must be 'sequence' or 'heads'; got {shards!r}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.is_nested:
             raise TypeError(f"{name} must be a dense tensor; got a NestedTensor: give packed documents a mask")

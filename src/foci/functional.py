@@ -13,9 +13,11 @@ from foci import masks, scores
 from foci.arguments import broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors
 from foci.dispatch import run, run_packed
+from foci.errors import ArgumentError, DtypeError
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.prepare import Extras, check_integers, check_is_flag, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
+from foci.strided_nested import as_jagged, as_strided, has_strided
 from foci.variant import Mask, picklable
 
 __all__ = ["FlexAuxOutput", "causal_lower_right", "causal_upper_left", "flex_attention", "scaled_dot_product_attention", "varlen_attn"]
@@ -43,7 +45,7 @@ class CausalMask(Mask):
 
 def _checked_length(name: str, length: Any) -> int:
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
-        raise ValueError(f"{name} must be a length, an integer of at least 0; got {length!r}")
+        raise ArgumentError(f"{name} must be a length, an integer of at least 0; got {length!r}")
     return length  # type: ignore[return-value]
 
 
@@ -92,8 +94,8 @@ def scaled_dot_product_attention(
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        query: [..., Sq, D] of at least two dims; leading dims broadcast against those of key and value. May be a
-            NestedTensor of jagged layout.
+        query: [..., Sq, D] of at least two dims; leading dims broadcast against those of key and value. May be a NestedTensor; one of
+            strided layout is copied into a jagged one, and the result back.
         key: [..., Skv, D].
         value: [..., Skv, Dv].
         attn_mask: bool (true attends) or floating (added), broadcasting to [..., Sq, Skv]; may require grad. Also a
@@ -119,17 +121,19 @@ def scaled_dot_product_attention(
     check_is_tensor(query=query, key=key, value=value)
     check_is_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
-        raise ValueError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
+        raise ArgumentError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
+        strided = has_strided(query, key, value)
+        tensors = as_jagged((query, key, value)) if strided else (query, key, value)
         if not enable_gqa:
-            check_ungrouped(query, key, value)
-        score, mask = _mask_argument(attn_mask, query, key, is_causal=is_causal)
-        return attend_nested(
-            (query, key, value), score, mask, Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
-        ).out
+            check_ungrouped(*tensors)
+        score, mask = _mask_argument(attn_mask, tensors[0], tensors[1], is_causal=is_causal)
+        extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
+        results = attend_nested(tensors, score, mask, extras)
+        return (as_strided(results) if strided else results).out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
-            raise ValueError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
+            raise ArgumentError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
     if (
         query.dim() == 4
         and key.shape[:2] == value.shape[:2]
@@ -156,7 +160,7 @@ def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: boo
     if isinstance(attn_mask, CausalMask):
         got, wanted = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
         if not is_nested(query, key) and got != wanted:
-            raise ValueError(f"the causal mask is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
+            raise ArgumentError(f"the causal mask is for lengths {got[0]} x {got[1]}; query and key have {wanted[0]} x {wanted[1]}")
         return None, attn_mask.function
     if not isinstance(attn_mask, Tensor):
         if not callable(attn_mask):
@@ -168,9 +172,11 @@ def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: boo
     if attn_mask.dtype == torch.bool:
         return None, mask_parts(attn_mask, query, key, name="attn_mask")[0]
     if not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}")
+        raise DtypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}")
     if attn_mask.dtype == torch.float64 != query.dtype:
-        raise TypeError(f"attn_mask must be bool, or floating and not float64 for a query that is {query.dtype}; got {describe(attn_mask)}")
+        raise DtypeError(
+            f"attn_mask must be bool, or floating and not float64 for a query that is {query.dtype}; got {describe(attn_mask)}"
+        )
     return scores.bias(broadcast("attn_mask", attn_mask, query, key)).function, None
 
 
@@ -179,19 +185,19 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> 
     shapes = [t.shape[:-2] for t in (query, key, value)]
     if enable_gqa:
         if min(len(s) for s in shapes) < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"enable_gqa needs a head dimension (-3); got query {describe(query)}, key {describe(key)}, value {describe(value)}"
             )
         heads = query.shape[-3]
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape[-3] == 0 or heads % tensor.shape[-3]:
-                raise ValueError(f"query heads must be a multiple of {name} heads; got {heads} and {tensor.shape[-3]}")
+                raise ArgumentError(f"query heads must be a multiple of {name} heads; got {heads} and {tensor.shape[-3]}")
         shapes = [(*s[:-1], heads) for s in shapes]  # type: ignore[misc]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
         got = ", ".join(str(list(t.shape[:-2])) for t in (query, key, value))
-        raise ValueError(
+        raise ArgumentError(
             f"the leading dimensions of query, key and value must broadcast; got {got}"
             + ("" if enable_gqa else "; grouped heads need enable_gqa=True")
         ) from None
@@ -224,7 +230,7 @@ def _fold_mask(mask: Any, lead: tuple[int, ...], query: Tensor, key: Tensor, *, 
         return mask
     wanted = (*lead, query.shape[-2], key.shape[-2])
     if mask.dim() > len(wanted) or any(n not in (1, w) for n, w in zip(reversed(mask.shape), reversed(wanted), strict=False)):
-        raise ValueError(f"attn_mask must broadcast to {list(wanted)}; got {describe(mask)}")
+        raise ArgumentError(f"attn_mask must broadcast to {list(wanted)}; got {describe(mask)}")
     if len(lead) == 1:
         return mask if grouped else mask.unsqueeze(1)
     if len(lead) == 2 or mask.dim() <= 3:
@@ -256,7 +262,7 @@ def flex_attention(
     """Drop-in for `torch.nn.attention.flex_attention.flex_attention`, fused with and without torch.compile.
 
     Args:
-        query: [B, Hq, Sq, D] or a NestedTensor of jagged layout.
+        query: [B, Hq, Sq, D] or a NestedTensor.
         key: [B or 1, Hkv, Skv, D].
         value: [B or 1, Hkv, Skv, Dv].
         score_mod: (score, b, h, q_idx, kv_idx) -> score, of pointwise torch functions and captured tensors, which get
@@ -284,20 +290,21 @@ def flex_attention(
     check_is_tensor(query=query, key=key, value=value)
     check_is_flag(enable_gqa=enable_gqa, return_lse=return_lse)
     if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
+        raise ArgumentError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
         raise TypeError(f"return_aux must have the flags lse and max_scores, as torch's AuxRequest; got {type(return_aux).__name__}")
+    nested = is_nested(query, key, value)
+    strided = nested and has_strided(query, key, value)
+    if strided:
+        query, key, value = as_jagged((query, key, value))
     if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
+        raise ArgumentError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
     mask, blocks, block_size = mask_parts(block_mask, query, key, name="block_mask")
     extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size, lower_right_form=lower_right_form(block_mask))
     score = score_parts(score_mod, None, query, key)
-    if is_nested(query, key, value):
-        results = attend_nested((query, key, value), score, mask, extras)
-    else:
-        results = run((query, key, value), score, mask, extras)
-    return _flex_returns(results, return_aux, return_lse=return_lse)
+    results = attend_nested((query, key, value), score, mask, extras) if nested else run((query, key, value), score, mask, extras)
+    return _flex_returns(as_strided(results) if strided else results, return_aux, return_lse=return_lse)
 
 
 def _flex_returns(results: Results, return_aux: Any, *, return_lse: bool) -> Any:
@@ -372,16 +379,16 @@ def varlen_attn(
     check_is_tensor(query=query, key=key, value=value)
     check_is_flag(enable_gqa=enable_gqa)
     if block_table is not None:
-        raise ValueError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
+        raise ArgumentError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
     if not query.dim() == key.dim() == value.dim() == 3:
         name, tensor = next((n, t) for n, t in (("query", query), ("key", key), ("value", value)) if t.dim() != 3)
-        raise ValueError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
+        raise ArgumentError(f"{name} must have 3 dimensions [tokens, heads, head dim]; got {describe(tensor)}")
     if cu_seq_k is None:
         cu_seq_k = cu_seq_q
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
+        raise ArgumentError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
@@ -397,7 +404,7 @@ def _check_sequences(tensors: Tensors, extras: Extras) -> None:
     query, key, value = tensors
     cu_seq_q, cu_seq_k, seqused_k = extras.cu_q, extras.cu_kv, extras.kv_lengths
     if not query.device == key.device == value.device:
-        raise ValueError(
+        raise ArgumentError(
             f"query, key and value must have one device; got query {describe(query)}, key {describe(key)}, value {describe(value)}"
         )
     check_offsets("cu_seq_q", cu_seq_q, query)
@@ -406,13 +413,13 @@ def _check_sequences(tensors: Tensors, extras: Extras) -> None:
     assert cu_seq_q is not None
     assert cu_seq_k is not None
     if cu_seq_q.shape != cu_seq_k.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"cu_seq_q and cu_seq_k must count the same sequences; got shapes {list(cu_seq_q.shape)} and {list(cu_seq_k.shape)}"
         )
     if seqused_k is not None:
         check_integers("seqused_k", seqused_k, query.device)
         if seqused_k.dim() != 1 or seqused_k.shape[0] != cu_seq_k.shape[0] - 1:
-            raise ValueError(f"seqused_k must have one length per sequence, [{cu_seq_k.shape[0] - 1}]; got {describe(seqused_k)}")
+            raise ArgumentError(f"seqused_k must have one length per sequence, [{cu_seq_k.shape[0] - 1}]; got {describe(seqused_k)}")
 
 
 def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Tensor) -> Function:
@@ -420,7 +427,7 @@ def _varlen_mask(window_size: tuple[int, int], mask: Any, query: Tensor, key: Te
         return None
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or not all(isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) and n >= -1 for n in window_size):
-        raise ValueError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size!r}")
+        raise ArgumentError(f"window_size must be (left, right), each at least -1 (unlimited); got {window_size!r}")
     left, right = window_size
     if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
         raise TypeError(f"mask of packed tensors must be a foci.Mask or a function; got {type(mask).__name__}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from foci.compat.torch import disabled_torch_function_subclass
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
+from foci.errors import ArgumentError
 from foci.nested import KINDS
 from foci.nested_node import attend_nested_now
 from foci.planner import Decision
@@ -52,31 +53,31 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
         if tensor.is_nested and tensor.layout != torch.jagged:
-            raise ValueError(f"{name} must be a NestedTensor of jagged layout, layout=torch.jagged; got layout {tensor.layout}")
+            raise ArgumentError(f"{name} must be a NestedTensor of jagged layout, layout=torch.jagged; got layout {tensor.layout}")
     for what in ("dtype", "device"):
         if not getattr(query, what) == getattr(key, what) == getattr(value, what):
             got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in named)
-            raise ValueError(f"Expected query, key, and value to have the same {what}; got {got}")
+            raise ArgumentError(f"Expected query, key, and value to have the same {what}; got {got}")
     if key.is_nested != value.is_nested:
         nested, dense = ("key", "value") if key.is_nested else ("value", "key")
-        raise ValueError(f"Expected key and value to be nested together; got a nested {nested} and a dense {dense}")
+        raise ArgumentError(f"Expected key and value to be nested together; got a nested {nested} and a dense {dense}")
     dims = (query.dim(), key.dim(), value.dim())
     if min(dims) < 3:
-        raise ValueError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]}")
+        raise ArgumentError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]}")
     if not dims[0] == dims[1] == dims[2]:
-        raise ValueError(f"Expected query, key, and value to have one number of dimensions; got {dims[0]}, {dims[1]} and {dims[2]}")
+        raise ArgumentError(f"Expected query, key, and value to have one number of dimensions; got {dims[0]}, {dims[1]} and {dims[2]}")
     ragged = [_ragged(t) for t in (query, key, value) if t.is_nested]
     if any(dim != ragged[0] for dim in ragged):
-        raise ValueError(f"Expected query, key, and value to all be ragged on the same dimension; got ragged dims {ragged}")
+        raise ArgumentError(f"Expected query, key, and value to all be ragged on the same dimension; got ragged dims {ragged}")
     if ragged[0] == dims[0] - 1:
-        raise ValueError("Expected query, key, and value to be ragged in the length or before it; they are ragged in the head dim")
+        raise ArgumentError("Expected query, key, and value to be ragged in the length or before it; they are ragged in the head dim")
 
 
 def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises a ValueError if there are fewer heads of key or value than of the query, but for one that all share."""
     heads = [heads_of(t) for t in (query, key, value) if not t.is_nested or t.layout == torch.jagged]
     if len(set(heads) - {1}) > 1:
-        raise ValueError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
+        raise ArgumentError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
 
 
 def heads_of(query: Tensor) -> int:
@@ -172,22 +173,22 @@ class _Call:
 
 def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
     if extras.blocks is not None:
-        raise ValueError("a block mask is made for one length; give nested tensors a mask function")
+        raise ArgumentError("a block mask is made for one length; give nested tensors a mask function")
     if extras.outputs.weights:
-        raise ValueError("weights of nested tensors are ragged in two dimensions; ask for column_sums or row_max")
+        raise ArgumentError("weights of nested tensors are ragged in two dimensions; ask for column_sums or row_max")
     query, key, value = tensors
     if query.dim() > 4:
-        raise ValueError(
+        raise ArgumentError(
             "query, key and value ragged in the length must have 4 dimensions [batch, heads, length, head dim], or 3 without heads; "
             f"got {query.dim()}"
         )
     batch = max(t.shape[0] for t in tensors)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.shape[0] not in (1, batch):
-            raise ValueError(f"{name} has batch size {tensor.shape[0]}; it must be {batch} or 1")
+            raise ArgumentError(f"{name} has batch size {tensor.shape[0]}; it must be {batch} or 1")
     q, k, v = (_pack(t, batch, tensors) for t in tensors)
     if k.values.shape[2] != v.values.shape[2]:
-        raise ValueError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
+        raise ArgumentError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
     _check_sequences(k, v)
     heads = max(k.values.shape[1], v.values.shape[1])
     where = replace(
@@ -204,11 +205,11 @@ def _check_sequences(key: Packed, value: Packed) -> None:
         return
     if key.offsets.device.type != "cpu" or torch.compiler.is_compiling():
         if (key.lengths is None) != (value.lengths is None):
-            raise ValueError("key and value must have the same sequences; one of them is narrowed and the other is not")
+            raise ArgumentError("key and value must have the same sequences; one of them is narrowed and the other is not")
         return
     ours, theirs = _spans(key), _spans(value)
     if ours != theirs:
-        raise ValueError(f"key and value must have the same sequences; got tokens {ours} and {theirs}")
+        raise ArgumentError(f"key and value must have the same sequences; got tokens {ours} and {theirs}")
 
 
 def _spans(packed: Packed) -> list[tuple[int, int]]:
@@ -259,16 +260,16 @@ def _is_over_entries(tensors: Tensors) -> bool:
 def _entries(tensors: Tensors) -> Tensors:
     """The values of tensors that are ragged before the length, as [entries, H, S, D]."""
     if not all(t.is_nested for t in tensors):
-        raise ValueError("query, key and value that are ragged in a dimension before the length must all be nested")
+        raise ArgumentError("query, key and value that are ragged in a dimension before the length must all be nested")
     if tensors[0].dim() > 5 or any(_ragged(t) != 1 for t in tensors):
-        raise ValueError(
+        raise ArgumentError(
             "NestedTensors ragged before the length must be [batch, ragged, length, head dim] or [batch, ragged, heads, length, head dim]; "
             f"got {tensors[0].dim()} dimensions, ragged in {_ragged(tensors[0])}"
         )
     values: list[Tensor] = [t.values() for t in tensors]
     if not values[0].shape[0] == values[1].shape[0] == values[2].shape[0]:
         counts = ", ".join(str(v.shape[0]) for v in values)
-        raise ValueError(f"query, key and value must have the same number of entries in the ragged dimension; got {counts}")
+        raise ArgumentError(f"query, key and value must have the same number of entries in the ragged dimension; got {counts}")
     query, key, value = (v if v.dim() == 4 else v.unsqueeze(1) for v in values)
     return query, key, value
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from foci.binding import bind
 from foci.block_mask import DEFAULT_BLOCK, BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
+from foci.errors import ArgumentError
 from foci.ir.eager import Env, evaluate
 from foci.variant import check_is_made, check_length
 
@@ -201,7 +202,7 @@ def _extent(batch: int | None, heads: int | None, q_len: int, kv_len: int) -> Ex
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise TypeError(f"{name} must be an integer, got {size!r} of type {type(size).__name__}")
         if size < 0:
-            raise ValueError(f"{name} must not be negative, got {size}")
+            raise ArgumentError(f"{name} must not be negative, got {size}")
     return sizes
 
 

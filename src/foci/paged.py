@@ -10,6 +10,7 @@ from torch import Tensor
 from foci.api import AuxOutput, AuxRequest, returned
 from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, lower_right_form, mask_parts, score_parts
 from foci.dispatch import run
+from foci.errors import ArgumentError
 from foci.prepare import Extras, check_integers, check_is_tensor, describe
 
 __all__ = ["paged_attention"]
@@ -125,12 +126,12 @@ def paged_attention(
         raise TypeError(f"mask must be a foci.Mask or a function: rows have lengths of their own; got {type(mask).__name__}")
     room = page_table.shape[1] * key.shape[2]
     if max_kv is not None and (isinstance(max_kv, bool) or not isinstance(max_kv, (int, torch.SymInt)) or not 0 <= max_kv <= room):
-        raise ValueError(
+        raise ArgumentError(
             f"max_kv must be an integer from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}"
         )
     outputs = checked_outputs(return_aux, sink)
     if outputs.weights:
-        raise ValueError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
+        raise ArgumentError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
         sink=checked_sink(sink, query), exact_lengths=False, lower_right_form=lower_right_form(mask),
@@ -141,18 +142,18 @@ def paged_attention(
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:
     if query.dim() != 4:
-        raise ValueError(f"query must have 4 dimensions [batch, heads, length, head dim]; got {describe(query)}")
+        raise ArgumentError(f"query must have 4 dimensions [batch, heads, length, head dim]; got {describe(query)}")
     for name, tensor, dims in (("page_table", page_table, 2), ("kv_lengths", kv_lengths, 1)):
         check_integers(name, tensor, query.device)
         if tensor.dim() != dims or tensor.shape[0] != query.shape[0]:
             wanted = "[batch, pages of a row]" if dims == 2 else "[batch]"
-            raise ValueError(f"{name} must be {wanted} for a batch of {query.shape[0]}; got {describe(tensor)}")
+            raise ArgumentError(f"{name} must be {wanted} for a batch of {query.shape[0]}; got {describe(tensor)}")
     for name, pool in (("key", key), ("value", value)):
         if pool.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [pages, heads, page size, head dim]; got {describe(pool)}")
+            raise ArgumentError(f"{name} must have 4 dimensions [pages, heads, page size, head dim]; got {describe(pool)}")
         if pool.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad: pages take no gradient; detach them, or gather them into a dense tensor")
+            raise ArgumentError(f"{name} requires grad: pages take no gradient; detach them, or gather them into a dense tensor")
     if key.shape[0] != value.shape[0]:
-        raise ValueError(f"key and value must have one number of pages; got {key.shape[0]} and {value.shape[0]}")
+        raise ArgumentError(f"key and value must have one number of pages; got {key.shape[0]} and {value.shape[0]}")
     if key.shape[2] == 0:
-        raise ValueError(f"a page must hold at least one token; got key {describe(key)}")
+        raise ArgumentError(f"a page must hold at least one token; got key {describe(key)}")

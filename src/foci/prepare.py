@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.binding import Bound, bind
+from foci.errors import ArgumentError, DtypeError
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
@@ -128,6 +129,8 @@ def prepare(
     """
     query, key, value = (t.resolve_neg() for t in _autocast(*tensors))
     check_tensors(query, key, value)
+    if query.shape[3] == 0:  # products of no numbers: zero, as those of a zero
+        query, key = torch.nn.functional.pad(query, (0, 1)), torch.nn.functional.pad(key, (0, 1))
     if extras.page_table is None:
         query, key, value = _broadcast_batch(query, key, value)
     if extras.lower_right_form:
@@ -205,24 +208,22 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not len(q) == len(k) == len(v) == 4:
         named = {"query": query, "key": key, "value": value}
         name, bad = next((n, t) for n, t in named.items() if t.dim() != 4)
-        raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, head dim]; got {describe(bad)}")
+        raise ArgumentError(f"{name} must have 4 dimensions [batch, heads, length, head dim]; got {describe(bad)}")
     if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
         what = "dtype" if not query.dtype == key.dtype == value.dtype else "device"
-        raise ValueError(f"query, key and value must have one {what}; got {_three(query, key, value)}")
+        raise ArgumentError(f"query, key and value must have one {what}; got {_three(query, key, value)}")
     if query.dtype not in _DTYPES:
-        raise TypeError(
+        raise DtypeError(
             f"query, key and value must be float16, bfloat16, float32 or float64; got {str(query.dtype).removeprefix('torch.')}"
         )
     if q[3] != k[3]:
-        raise ValueError(f"query and key must have one head dim; got {q[3]} and {k[3]} ({_three(query, key, value)})")
+        raise ArgumentError(f"query and key must have one head dim; got {q[3]} and {k[3]} ({_three(query, key, value)})")
     if k[2] != v[2]:
-        raise ValueError(f"key and value must have one length; got {k[2]} and {v[2]} ({_three(query, key, value)})")
+        raise ArgumentError(f"key and value must have one length; got {k[2]} and {v[2]} ({_three(query, key, value)})")
     if k[1] != v[1]:
-        raise ValueError(f"key and value must have one number of heads; got {k[1]} and {v[1]} ({_three(query, key, value)})")
+        raise ArgumentError(f"key and value must have one number of heads; got {k[1]} and {v[1]} ({_three(query, key, value)})")
     if q[1] != k[1] and (k[1] == 0 or q[1] % k[1] != 0):
-        raise ValueError(f"the number of query heads must be a multiple of the number of key heads; got {q[1]} and {k[1]}")
-    if q[3] == 0:
-        raise ValueError(f"the head dim must be at least 1; got {_three(query, key, value)}")
+        raise ArgumentError(f"the number of query heads must be a multiple of the number of key heads; got {q[1]} and {k[1]}")
 
 
 def _three(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -235,7 +236,7 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
         return query, key, value
     batch = next((n for n in sizes if n != 1), 1)
     if any(n not in (1, batch) for n in sizes):
-        raise ValueError(f"the batch sizes of query, key and value must be equal or 1; got {', '.join(map(str, sizes))}")
+        raise ArgumentError(f"the batch sizes of query, key and value must be equal or 1; got {', '.join(map(str, sizes))}")
     return tuple(t.expand(batch, *t.shape[1:]) for t in (query, key, value))  # type: ignore[return-value]
 
 
@@ -244,7 +245,7 @@ def _checked_dropout(dropout_p: Any) -> float:
         raise TypeError(f"dropout_p must be a number from 0 to 1; got {type(dropout_p).__name__}")
     probability = _number(dropout_p)
     if not 0.0 <= probability <= 1.0:
-        raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
+        raise ArgumentError(f"dropout_p must be from 0 to 1; got {dropout_p}")
     return probability
 
 
@@ -254,7 +255,7 @@ def _checked_scale(scale: Any, query: Tensor) -> float:
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise TypeError(f"scale must be a number or None (1 / sqrt(head dim)); got {type(scale).__name__}")
     if not isinstance(scale, _SYMBOLIC) and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite; got {scale}")
+        raise ArgumentError(f"scale must be finite; got {scale}")
     return _number(scale)
 
 
@@ -278,7 +279,7 @@ def _direct_indices(variant: Variant) -> tuple[tuple[int, int, str], ...]:
 def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) -> None:
     for slot, tensor in enumerate(bound.captures):
         if tensor.device != query.device:
-            raise ValueError(f"captured tensor {slot}, {describe(tensor)}, must be on the query's device, {query.device}")
+            raise ArgumentError(f"captured tensor {slot}, {describe(tensor)}, must be on the query's device, {query.device}")
     if extras.cu_q is None:
         part = extras.part or Part()
         lengths = {"b": query.shape[0], "h": part.first_head + query.shape[1], "q_idx": part.first_query + query.shape[2]}
@@ -291,7 +292,7 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
     for slot, dim, name in _direct_indices(bound.variant):
         size = bound.captures[slot].shape[dim]
         if isinstance(size, int) and isinstance(lengths.get(name), int) and size < lengths[name]:
-            raise ValueError(
+            raise ArgumentError(
                 f"captured tensor {slot}, {describe(bound.captures[slot])}, is indexed by {name} in dimension {dim}: "
                 f"{name} runs to {lengths[name]}, so that dimension must have at least {lengths[name]} entries"
             )
@@ -302,15 +303,15 @@ def _check_blocks(blocks: Tensor, block_size: tuple[int, int] | None, query: Ten
     wanted = [-(-n // size) for n, size in zip((query.shape[2], key.shape[2]), block_size, strict=True)]
     got = list(blocks.shape[-2:])
     if got != wanted:
-        raise ValueError(
+        raise ArgumentError(
             f"the block mask covers {got[0]} x {got[1]} blocks of {block_size[0]} x {block_size[1]}; "
             f"query length {query.shape[2]} and key length {key.shape[2]} need {wanted[0]} x {wanted[1]}"
         )
     for name, size, limit in (("batch", blocks.shape[0], query.shape[0]), ("heads", blocks.shape[1], query.shape[1])):
         if size not in (1, limit):
-            raise ValueError(f"the block mask has {size} {name}; it must have 1 or {limit}")
+            raise ArgumentError(f"the block mask has {size} {name}; it must have 1 or {limit}")
     if blocks.device != query.device:
-        raise ValueError(f"the block mask is on {blocks.device}; it must be on the query's device, {query.device}")
+        raise ArgumentError(f"the block mask is on {blocks.device}; it must be on the query's device, {query.device}")
 
 
 def check_is_tensor(**named: Any) -> None:
@@ -319,7 +320,7 @@ def check_is_tensor(**named: Any) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
         if type(value) is Tensor and value.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor; got layout {value.layout}")
+            raise DtypeError(f"{name} must be a dense tensor; got layout {value.layout}")
 
 
 def check_is_flag(**named: Any) -> None:
@@ -338,7 +339,7 @@ def check_offsets(name: str, offsets: Any, tokens: Tensor) -> None:
     """
     check_integers(name, offsets, tokens.device)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must be a vector of cumulative lengths [sequences + 1]; got shape {list(offsets.shape)} for {tokens.shape[0]} tokens"
         )
 
@@ -352,6 +353,6 @@ def check_integers(name: str, tensor: Any, device: torch.device) -> None:
     """
     check_is_tensor(**{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64; got {tensor.dtype}")
+        raise DtypeError(f"{name} must be int32 or int64; got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on the query's device, {device}; got {describe(tensor)}")
+        raise ArgumentError(f"{name} must be on the query's device, {device}; got {describe(tensor)}")

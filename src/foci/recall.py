@@ -78,6 +78,8 @@ def find_site(
         return None
     if query.is_neg() or key.is_neg() or value.is_neg():
         return None  # in memory lies the opposite
+    if not query.shape[-1]:
+        return None  # `prepare` gives it a head dim
     if type(dropout_p) not in _REAL or not (scale is None or type(scale) in _REAL):
         return None  # whatever else passes for a number is for `prepare` to say
     device, dtype = query.device, query.dtype

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foci.errors import ArgumentError
 from foci.execution import Allowed
 from foci.ir.expr import DType, Expr, const, load, variable
 from foci.ir.ops import apply
@@ -37,7 +38,7 @@ def column_sums(formula: Formula, operands: Operands, lse: Tensor, allowed: Allo
         ValueError: for a paged cache.
     """
     if formula.layout is Layout.PAGED:
-        raise ValueError("column_sums cannot be returned together with a sink from a paged cache; gather the pages")
+        raise ArgumentError("column_sums cannot be returned together with a sink from a paged cache; gather the pages")
     o = operands
     heads = o.query.shape[1]
     key = o.key if o.key.shape[1] == heads else o.key.repeat_interleave(heads // o.key.shape[1], dim=1)

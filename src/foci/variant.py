@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from foci.errors import ArgumentError
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
@@ -215,7 +216,7 @@ def check_length(mask: Any, q_len: int, kv_len: int, said: str) -> None:
     """
     length = mask.length if isinstance(mask, Mask) else None
     if length is not None and not q_len == kv_len == length:
-        raise ValueError(f"{_label(mask)} is for {length} queries and keys; {said} {q_len} and {kv_len}")
+        raise ArgumentError(f"{_label(mask)} is for {length} queries and keys; {said} {q_len} and {kv_len}")
 
 
 def check_heads(score: Any, heads: int) -> None:
@@ -226,7 +227,7 @@ def check_heads(score: Any, heads: int) -> None:
     """
     wanted = score.heads if isinstance(score, Score) else None
     if wanted is not None and wanted != heads:
-        raise ValueError(f"{_label(score)} is for {wanted} query heads; query has {heads}")
+        raise ArgumentError(f"{_label(score)} is for {wanted} query heads; query has {heads}")
 
 
 def _common_heads(first: Score, second: Any) -> int | None:

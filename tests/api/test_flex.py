@@ -228,6 +228,31 @@ def test_blocks_decide_without_their_function():
         torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense))
 
 
+# FLEX-06
+@pytest.mark.parametrize("maker", [theirs.BlockMask, foci.BlockMask])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_negative_entry_of_a_list_names_no_block(maker, full):
+    """Lists padded with -1, within the counts or behind them, mean what they mean in torch's `to_dense`."""
+    counts = torch.tensor([[[3, 2, 1, 0]]], dtype=torch.int32)
+    which = torch.tensor([[[[0, -1, 2, -1], [-1, 1, -1, -1], [-1, 3, 0, -1], [-1, -1, -1, -1]]]], dtype=torch.int32)
+    nothing = torch.zeros_like(counts), torch.zeros_like(which)
+    lists = (*nothing, counts, which) if full else (counts, which, *nothing)
+    mask = maker.from_kv_blocks(*lists, BLOCK_SIZE=16)
+    dense = torch.zeros(4, 4, dtype=torch.bool)
+    dense[0, 0] = dense[0, 2] = dense[1, 1] = True
+    assert torch.equal(theirs.BlockMask.from_kv_blocks(counts, which, BLOCK_SIZE=16).to_dense()[0, 0].bool(), dense)
+    ours = foci.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16)
+    assert torch.equal(ours.to_dense()[0, 0].bool(), dense)
+    assert ours.q_num_blocks is not None
+    assert torch.equal((ours.full_q_num_blocks if full else ours.q_num_blocks)[0, 0], dense.sum(0).int())
+    q, k, v = qkv(sq=64, skv=64)
+    wide = dense.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    want = formula(q, k, v, None, wide)[0].nan_to_num(0.0)  # rows with nothing to attend to
+    for backend in BACKENDS:
+        with foci.use(backend):
+            torch.testing.assert_close(foci.flex_attention(q, k, v, block_mask=mask), want)
+
+
 # FLEX-08
 def test_auxiliary_outputs():
     q, k, v = qkv()

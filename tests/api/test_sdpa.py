@@ -566,3 +566,29 @@ def test_gradcheck(backend):
     with use(backend):
         assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t), (q, k, v, bias))
         assert torch.autograd.gradcheck(lambda *t: foci.scaled_dot_product_attention(*t, is_causal=True), (q, k, v))
+
+
+# SDPA-01
+@pytest.mark.parametrize("entry", ["sdpa", "attention", "flex", "varlen", "nested", "compiled"])
+def test_no_head_dim_gives_equal_weights(entry):
+    """Products of no numbers are 0, as in torch: a score function and a mask see zeros, gradients of query and key are empty."""
+    q, k = torch.zeros(2, 4, 5, 0, requires_grad=True), torch.zeros(2, 4, 5, 0, requires_grad=True)
+    v = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    means = torch.cumsum(v, 2) / torch.arange(1, 6)[:, None]  # of the keys up to the query
+    causal, offsets = foci.masks.causal(), torch.tensor([0, 5, 10])
+    packed = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    nested = [torch.nested.nested_tensor_from_jagged(t, offsets, min_seqlen=5, max_seqlen=5).transpose(1, 2) for t in packed]
+    found = {
+        "sdpa": lambda: foci.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "attention": lambda: foci.attention(q, k, v, mask=causal),
+        "flex": lambda: foci.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf)),
+        "varlen": lambda: foci.varlen_attn(*packed, offsets, offsets, 5, 5, mask=causal).view(2, 5, 4, 8).transpose(1, 2),
+        "nested": lambda: torch.stack(foci.attention(*nested, mask=causal).unbind()),
+        "compiled": lambda: torch.compile(lambda *t: foci.attention(*t, mask=causal), fullgraph=True, backend="aot_eager")(q, k, v),
+    }[entry]()
+    torch.testing.assert_close(found, means)
+    gradients = torch.autograd.grad(found.sin().sum(), (q, k, v))
+    assert [tuple(g.shape) for g in gradients[:2]] == [(2, 4, 5, 0)] * 2
+    torch.testing.assert_close(gradients[2], torch.autograd.grad(means.sin().sum(), v)[0])
+    with torch.no_grad():
+        torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))

@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -78,8 +79,8 @@ def test_every_argument_of_torch_arrives():
     with foci.patch():
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, **arguments), expected)
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, scale=0.3, enable_gqa=True), expected)
-        with pytest.raises(TypeError):
-            F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3)  # keyword only, as torch has it
+        # Torch takes these two by name alone; torch.jit.script compiles no function that does.
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, bias, 0.0, False, 0.3, True), expected)
 
 
 # SDPA-01
@@ -276,6 +277,131 @@ def test_a_name_that_the_program_sets_anew_is_kept():
         assert module.attend is mine
     finally:
         del sys.modules[module.__name__]
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many passes over all modules were made."""
+    module, made = sys.modules["foci.integrations.patch"], []
+    whole = module._globals
+    monkeypatch.setattr(module, "_globals", lambda: made.append(1) or whole())
+    return made
+
+
+def named(name):
+    """A module of that name, in place."""
+    return sys.modules.setdefault(name, types.ModuleType(name))
+
+
+def test_a_second_start_makes_no_pass_over_the_modules(passes):
+    with foci.patch():
+        looked_up(query(1, 1, 4, 8))  # whatever is imported by a first call
+    with foci.patch():
+        pass
+    passes.clear()
+    seconds = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        with foci.patch():
+            seconds.append(time.perf_counter() - begin)
+            assert F.scaled_dot_product_attention is not Torch.attend
+        assert F.scaled_dot_product_attention is Torch.attend
+    assert passes == []
+    assert sorted(seconds)[4] < 1e-3
+
+
+NEW_NAMES = {
+    "a module that was there": lambda module: setattr(module, "attend", Torch.attend),
+    "a name that was another's": lambda module: setattr(module, "nothing", Torch.flex),
+    "an alias of what was compiled": lambda module: setattr(module, "attend", compiled_flex_attention),
+    "compiled now": lambda module: setattr(module, "attend", torch.compile(Torch.flex)),
+    "__main__": lambda module: setattr(sys.modules["__main__"], "attend_by_foci", Torch.attend),
+}
+
+
+@pytest.mark.parametrize("give", NEW_NAMES.values(), ids=NEW_NAMES)
+def test_a_name_given_between_two_starts_is_found(give):
+    module = named("a_module_that_takes_names")
+    module.nothing = None
+    try:
+        with foci.patch():
+            pass
+        give(module)
+        place = sys.modules["__main__"] if hasattr(sys.modules["__main__"], "attend_by_foci") else module
+        before = dict(vars(place))
+        with foci.patch():
+            changed = [name for name, value in before.items() if vars(place)[name] is not value]
+        assert len([name for name in changed if name in ("attend", "nothing", "attend_by_foci")]) == 1
+        assert all(vars(place)[name] is value for name, value in before.items())
+    finally:
+        del sys.modules[module.__name__]
+        vars(sys.modules["__main__"]).pop("attend_by_foci", None)
+
+
+def test_a_name_taken_while_it_was_focis_becomes_torchs_each_time():
+    module = named("a_module_that_takes_late")
+    try:
+        for _ in range(3):
+            with foci.patch():
+                module.attend = F.scaled_dot_product_attention
+            assert module.attend is Torch.attend
+            del module.attend
+    finally:
+        del sys.modules[module.__name__]
+
+
+# ECO-01
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script is not for Python 3.14")
+def test_scripted_modules_run_torchs_operator(tmp_path):
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = query(2, 5, 16)
+    expected, _ = layer(x, x, x, need_weights=False)
+    with foci.patch():
+        scripted = torch.jit.script(layer)
+        with foci.observe() as log:
+            torch.testing.assert_close(scripted(x, x, x, need_weights=False)[0], expected, atol=2e-6, rtol=1e-5)
+        assert log.calls == []
+        with foci.observe() as log:
+            layer(x, x, x, need_weights=False)
+        assert len(log.calls) == 1
+    torch.jit.save(scripted, tmp_path / "layer.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(x, x, x, need_weights=False)[0], expected, atol=2e-6, rtol=1e-5)
+
+
+WRONG = {
+    "one dim": lambda: F.scaled_dot_product_attention(query(8), query(2, 8), query(2, 8)),
+    "leading dims": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), *[query(2, 3, 6, 8)] * 2),
+    "head dims": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), query(2, 4, 6, 4), query(2, 4, 6, 8)),
+    "lengths": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), query(2, 4, 6, 8), query(2, 4, 5, 8), torch.ones(6, 6).bool()),
+    "dtypes": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), query(2, 4, 6, 8).half(), query(2, 4, 6, 8)),
+    "integers": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8).int()] * 3),
+    "devices": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), *[query(2, 4, 6, 8).to("meta")] * 2),
+    "groups": lambda: F.scaled_dot_product_attention(query(2, 4, 6, 8), *[query(2, 3, 6, 8)] * 2, enable_gqa=True),
+    "mask shape": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 3, attn_mask=torch.ones(6, 5).bool()),
+    "bias shape": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 3, attn_mask=query(3, 1, 6, 6)),
+    "mask dtype": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 3, attn_mask=torch.ones(6, 6).int()),
+    "wider bias": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 3, attn_mask=query(6, 6).double()),
+    "sparse value": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 2, query(2, 4, 6, 8).to_sparse()),
+    "dropout": lambda: F.scaled_dot_product_attention(*[query(2, 4, 6, 8)] * 3, dropout_p=-0.5),
+    "flex dims": lambda: flex_module.flex_attention(query(4, 6, 8), query(4, 6, 8), query(4, 6, 8)),
+    "flex heads": lambda: flex_module.flex_attention(query(2, 4, 6, 8), *[query(2, 2, 6, 8)] * 2),
+    "flex head dims": lambda: flex_module.flex_attention(query(2, 4, 6, 8), query(2, 4, 6, 4), query(2, 4, 6, 8)),
+}
+
+
+# SDPA-01
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+@pytest.mark.filterwarnings("ignore")
+def test_errors_can_be_caught_as_torchs(call):
+    with pytest.raises(Exception) as torchs:
+        call()
+    with foci.patch(), pytest.raises((TypeError, ValueError)) as focis:
+        call()
+    if isinstance(torchs.value, RuntimeError):
+        assert isinstance(focis.value, RuntimeError)
+    else:
+        assert isinstance(focis.value, type(torchs.value))
 
 
 def test_other_threads_are_routed_too():

@@ -90,6 +90,8 @@ def prepare(match: Match) -> Prepared:
         raise NoRule("the scores are scaled by infinity")
     if any(e.op == "axis" and isinstance(e.value, int) and e.value < 0 for root in (score, found.mask) for e in root.walk()):
         raise NoRule("the scores depend on something that is no position")
+    if hint_of(size_of(layout.depth)) == 0:
+        raise NoRule("query and key have no head dim: every score is 0")
     lengths = (hint_of(size_of(digits)) for digits in (layout.queries, layout.keys))
     unprofitable = obstacle(device_of(match.node).type, *lengths)
     if unprofitable is not None:

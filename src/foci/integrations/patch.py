@@ -6,8 +6,12 @@ see `flex_attention`, `create_block_mask` and `varlen_attn`, which are Python fu
 and not the call inside `torch.nn.functional.multi_head_attention_forward` either, since a mode is off while it handles a
 function that calls others. Module globals are what is replaced here instead: each module that refers to one of torch's
 functions by a global name, as `torch.nn.functional` itself does and every `from torch.nn.functional import
-scaled_dot_product_attention` does, refers to foci's. It costs one pass over the loaded modules (some 20 ms) and nothing
-per call, holds in all threads, and is what torch.compile follows and guards.
+scaled_dot_product_attention` does, refers to foci's. It costs nothing per call, holds in all threads, and is what torch.compile
+follows and guards.
+
+A pass over all loaded modules takes 15 to 40 ms. So the places found are kept, and the pass is made again only when a module was
+imported or the number of references to one of torch's functions has changed: whoever gives one a new name adds a reference.
+`__main__` is small and searched each time.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +35,24 @@ __all__ = ["Patch", "patch"]
 Function = Callable[..., Any]
 
 
+# torch.jit.script compiles this function, to torch's operator, as it calls no Python. So it has no keyword-only arguments and names no
+# type of foci: attn_mask may be a Mask.
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | Mask | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.ops.aten.scaled_dot_product_attention(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    else:  # TorchScript leaves out a branch, but not what follows a return
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _flex_attention(
@@ -126,8 +136,33 @@ _UNTOUCHED: Final = ("foci.", "torch._C", "torch._dynamo", "torch._inductor", "t
 
 _lock = threading.RLock()
 _starts = 0
-_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-"""Globals of a module, name, what stood there, and what stands there now."""
+
+
+class _Place(NamedTuple):
+    """A global that is one of torch's functions."""
+
+    names: dict[str, Any]
+    """Globals of a module."""
+    name: str
+    old: Any
+    new: Function
+
+
+class _Search:
+    """What the last pass over all modules found, and how many references there were to what it looked for."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.torchs: list[Any] = []
+        """torch's functions, and what torch.compile made of them."""
+        self.torchs_snapshot: list[int] = []
+        """Of these while they are in their places."""
+        self.focis_snapshot: list[int] = []
+        """Of foci's functions while they are."""
+
+
+_search = _Search()
+_FOCIS: Final = [function for _, _, function in _ROUTES]
 
 
 class Patch:
@@ -210,30 +245,66 @@ def _globals() -> Iterator[dict[str, Any]]:
             yield names
 
 
-def _replace() -> None:
-    # torch.compile looks torch's functions up by name once per process: before other functions go by these names.
-    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
-    routes = {getattr(importlib.import_module(module), name): function for module, name, function in _ROUTES}
-    by_id = {id(original): function for original, function in routes.items()}
-    for names in _globals():
+def _snapshot(objects: list[Any]) -> list[int]:
+    """How many references there are to each, and how many modules. Called where no local variable holds one of the objects."""
+    return [len(sys.modules), *[sys.getrefcount(o) for o in objects]]
+
+
+def _find_places(modules: Iterable[dict[str, Any]], routes: dict[int, Function]) -> list[_Place]:
+    """Where these modules have functions of torch, by their ids in `routes`."""
+    places = []
+    for names in modules:
         for name, value in list(names.items()):
-            new = by_id.get(id(value))
+            new = routes.get(id(value))
             if new is None and type(value) is FunctionType:
                 # torch.compile(flex_attention): foci's is fused as it is
-                new = by_id.get(id(value.__dict__.get("_torchdynamo_orig_callable")))
+                new = routes.get(id(value.__dict__.get("_torchdynamo_orig_callable")))
             if new is not None:
-                names[name] = new
-                _replaced.append((names, name, value, new))
+                places.append(_Place(names, name, value, new))
+    return places
+
+
+def _replace() -> None:
+    is_known = _search.torchs != [] and _snapshot(_search.torchs) == _search.torchs_snapshot
+    _search_for_torchs(only_main=is_known)
+    _put(old=2, new=3)
+    _search.focis_snapshot = _snapshot(_FOCIS)
 
 
 def _restore() -> None:
-    for names, name, old, new in _replaced:
-        if names.get(name) is new:
-            names[name] = old
-    _replaced.clear()
-    # Modules that were imported meanwhile took foci's functions for torch's.
-    originals = {id(function): getattr(importlib.import_module(module), name) for module, name, function in _ROUTES}
+    if _snapshot(_FOCIS) != _search.focis_snapshot:
+        _search_for_focis()
+    _put(old=3, new=2)
+    _search.torchs_snapshot = _snapshot(_search.torchs)
+
+
+def _search_for_torchs(*, only_main: bool) -> None:
+    # torch.compile looks torch's functions up by name once per process: before other functions go by these names.
+    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    found = [getattr(importlib.import_module(module), name) for module, name, _ in _ROUTES]
+    routes = {id(original): function for original, function in zip(found, _FOCIS, strict=True)}
+    if only_main and all(old is new for old, new in zip(_search.torchs, found, strict=False)):
+        main = _find_places([vars(sys.modules["__main__"])], routes)
+        known = {(id(place.names), place.name) for place in _search.places}
+        _search.places += [place for place in main if (id(place.names), place.name) not in known]
+    else:
+        _search.places = _find_places(_globals(), routes)
+    compiled = {id(place.old): place.old for place in _search.places if id(place.old) not in routes}
+    _search.torchs = [*found, *compiled.values()]
+
+
+def _search_for_focis() -> None:
+    """Modules that were imported meanwhile took foci's functions for torch's."""
+    originals = {id(function): original for function, original in zip(_FOCIS, _search.torchs, strict=False)}
+    known = {(id(place.names), place.name) for place in _search.places}
     for names in _globals():
         for name, value in list(names.items()):
-            if id(value) in originals:
-                names[name] = originals[id(value)]
+            if id(value) in originals and (id(names), name) not in known:
+                _search.places.append(_Place(names, name, originals[id(value)], value))
+
+
+def _put(*, old: int, new: int) -> None:
+    """In each place the field `new` for the field `old`, where that still stands."""
+    for place in _search.places:
+        if place.names.get(place.name) is place[old]:
+            place.names[place.name] = place[new]
