@@ -7,7 +7,7 @@ import torch
 import foci
 from foci.backends.cpu import build
 
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "blocked")
 
 
 def attention(backend, tensors, **arguments):

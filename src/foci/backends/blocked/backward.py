@@ -7,12 +7,13 @@ score function does to ds comes from its derivative.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from foci.backends.blocked.captures import CaptureSums
+from foci.backends.blocked.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
 from foci.backends.sequences import sequences
@@ -80,6 +81,8 @@ class _Rows:
     grad_out: Tensor
     lse: Tensor
     delta: Tensor
+    strange: bool = False
+    """Whether an operand of the tile is not finite somewhere, where positions may be excluded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +93,7 @@ class _Columns:
     value: Tensor
     key_sum: Tensor | None
     value_sum: Tensor | None
+    strange: bool
 
 
 def _backward_chunk(call: _Call, scores: Scores, chunk: Chunk) -> None:
@@ -100,6 +104,7 @@ def _backward_chunk(call: _Call, scores: Scores, chunk: Chunk) -> None:
         values,
         torch.zeros(keys.shape, dtype=keys.dtype, device=keys.device) if call.key is not None else None,
         torch.zeros(values.shape, dtype=values.dtype, device=values.device) if call.value is not None else None,
+        any(scores.may_hide(tile) for tile in chunk.tiles) and has_not_finite(keys, values),
     )
     for tile in chunk.tiles:
         if tile.runs:
@@ -121,6 +126,9 @@ def _backward_tile(call: _Call, scores: Scores, columns: _Columns, chunk: Chunk,
         lse=lse.masked_fill(lse == -torch.inf, torch.inf),  # a row without keys: exp(score - inf) is 0
         delta=delta,
     )
+    if scores.may_hide(tile):
+        strange = columns.strange or has_not_finite(rows.query, delta, rows.grad_out)
+        rows = replace(rows, strange=strange)
     if cotangents.column_sums is not None or cotangents.weights is not None:
         for run in tile.runs:
             weights = _weights(scores, rows, columns, (chunk, tile, run))
@@ -166,10 +174,16 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
     score = raw
     if run.masked or not scores.is_identity:
         score, values = scores.functions(scores.by_head(raw, *at[:2]), at, more)
+    excluded = score.view(raw.shape) == -torch.inf if rows.strange else None
     weights = _weights_of(score.view(raw.shape), rows)
+    if excluded is not None:
+        weights.masked_fill_(excluded, 0.0)
     if columns.value_sum is not None:
         kept = scores.dropped(weights, at) if scores.formula.dropout else weights
-        columns.value_sum[:, run.start : run.stop].baddbmm_(kept.mT, rows.grad_out)
+        total = columns.value_sum[:, run.start : run.stop]
+        total.baddbmm_(kept.mT, finite(rows.grad_out) if rows.strange else rows.grad_out)
+        if excluded is not None:
+            add_not_finite(total, (kept != 0).mT, rows.grad_out)
     if not call.needs_scores:
         return
     grad = torch.bmm(rows.grad_out, columns.value[:, run.start : run.stop].mT)
@@ -178,6 +192,8 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
     if cotangents.column_sums is not None or cotangents.weights is not None:
         grad += _direct(call, scores, weights, at)
     dscore = grad.sub_(rows.delta).mul_(weights)
+    if excluded is not None:
+        dscore.masked_fill_(weights == 0, 0.0)
     if call.captures.sites:
         factors = values[len(values) - len(call.captures.sites) :]
         call.captures.add(scores, scores.by_head(dscore, *at[:2]), factors, scores.by_head(raw, *at[:2]), at)
@@ -186,9 +202,10 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
     if not scores.is_identity:
         dscore = _through_function(scores, dscore, values[0], at)
     if query_sum is not None:
-        query_sum.baddbmm_(dscore, columns.key[:, run.start : run.stop])
+        keys = columns.key[:, run.start : run.stop]
+        query_sum.baddbmm_(dscore, finite(keys) if rows.strange else keys)
     if columns.key_sum is not None:
-        columns.key_sum[:, run.start : run.stop].baddbmm_(dscore.mT, rows.query)
+        columns.key_sum[:, run.start : run.stop].baddbmm_(dscore.mT, finite(rows.query) if rows.strange else rows.query)
 
 
 def _expressions(call: _Call, scores: Scores) -> tuple[Expr, ...]:

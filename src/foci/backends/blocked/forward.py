@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foci.backends.blocked.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
 from foci.backends.sequences import Sequence, sequences, without_keys
@@ -41,6 +42,7 @@ def forward_single(operands: Operands, formula: Formula) -> Results:
         chunk = Chunk((0, batch), (0, operands.key.shape[1]), groups, (tile,))
         scores = Scores(operands, formula, Sequence(None, (0, q_len), (0, kv_len)))
         score = scores.functions(score.view(batch, heads, q_len, kv_len), (chunk, tile, run))[0].view(score.shape)
+    attended = None if is_plain or not has_not_finite(value) else score != -torch.inf
     base = score.amax(-1, keepdim=True)
     if not is_plain:
         base = base.masked_fill_(base == -torch.inf, 0.0)
@@ -49,7 +51,10 @@ def forward_single(operands: Operands, formula: Formula) -> Results:
     lse = torch.log(total).add_(base)
     if not is_plain:
         total = total.masked_fill_(total == 0, 1.0)
-    out = torch.bmm(weights, value).div_(total).view(batch, heads, q_len, -1)
+    out = torch.bmm(weights, value if attended is None else finite(value)).div_(total)
+    if attended is not None:
+        add_not_finite(out, attended, value)
+    out = out.view(batch, heads, q_len, -1)
     return Results(out=empty_out(operands.query, operands.value).copy_(out), lse=lse.view(batch, heads, q_len))
 
 
@@ -71,27 +76,30 @@ def forward(operands: Operands, formula: Formula) -> Results:
 def _forward_chunk(scores: Scores, chunk: Chunk, results: Results) -> None:
     operands = scores.operands
     keys, values = scores.key_rows(operands.key, chunk), scores.key_rows(operands.value, chunk)
+    strange = any(scores.may_hide(tile) for tile in chunk.tiles) and has_not_finite(values)
     for tile in chunk.tiles:
         if tile.runs:
             query = scores.query_rows(operands.query, chunk, tile) * operands.scale
-            base, total = _forward_tile(scores, (query, keys, values), chunk, tile, results)
+            base, total = _forward_tile(scores, (query, keys, values), (chunk, tile), results, strange=strange)
             if results.column_sums is not None or results.weights is not None:
                 _weights_tile(scores, (query, keys, base, total), chunk, tile, results)
 
 
 def _forward_tile(
-    scores: Scores, operands: tuple[Tensor, Tensor, Tensor], chunk: Chunk, tile: Tile, results: Results
+    scores: Scores, operands: tuple[Tensor, Tensor, Tensor], at: tuple[Chunk, Tile], results: Results, *, strange: bool
 ) -> tuple[Tensor, Tensor]:
     """Writes out, lse and row_max of a tile; gives what normalises its weights, [pairs, groups * rows, 1] each.
 
     Weights are `exp(score - base) / total`: base is the row's maximum, 0 where the row has no key.
     """
     query, keys, values = operands
+    chunk, tile = at
     may_be_empty = scores.may_hide(tile)
     top: Tensor | None = None
     base = total = out = None
     for run in tile.runs:
         score = scores.masked(query, keys, (chunk, tile, run))
+        attended = score != -torch.inf if strange else None
         here = score.amax(-1, keepdim=True)
         before, top = top, here if top is None else torch.maximum(top, here)
         base = top.masked_fill(top == -torch.inf, 0.0) if may_be_empty else top
@@ -99,12 +107,15 @@ def _forward_tile(
         part = weights.sum(-1, keepdim=True)
         if scores.formula.dropout:
             weights = scores.dropped(weights, (chunk, tile, run))
-        value = values[:, run.start : run.stop]
+        given = values[:, run.start : run.stop]
+        value = finite(given) if strange else given
         if out is None or total is None or before is None:
             out, total = torch.bmm(weights, value), part
         else:
             shrink = torch.exp(before - base)
             out, total = out.mul_(shrink).baddbmm_(weights, value), total.mul_(shrink).add_(part)
+        if attended is not None:
+            add_not_finite(out, attended, given)
     assert top is not None
     assert base is not None
     assert total is not None
