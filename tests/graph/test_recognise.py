@@ -49,6 +49,42 @@ def test_heads_that_were_repeated_are_not_stored(kv_heads, dynamic):
     assert key.shape[0] * key.shape[1] in (B * kv_heads, kv_heads)
 
 
+TURNED = {
+    "mT": lambda t: t.mT, "mH": lambda t: t.mH, "adjoint": lambda t: t.adjoint(),
+    "aten.mT": lambda t: torch.ops.aten.mT(t), "aten.mH": lambda t: torch.ops.aten.mH.default(t),
+    "aten.adjoint": lambda t: torch.ops.aten.adjoint(t),
+}  # fmt: skip
+
+
+# FUSE-03
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", TURNED)
+def test_any_spelling_of_a_transpose(name, dynamic):
+    def repeated(q, k, v):
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape[0], -1, t.shape[2], t.shape[3]).float() for t in (k, v))
+        return torch.softmax(q.float() @ TURNED[name](k) * 0.3, -1) @ v
+
+    q, k, v = (t.bfloat16() for t in qkv(kv_heads=2))
+    backend = Fusing()
+    torch._dynamo.reset()
+    compiled = torch.compile(repeated, backend=backend, dynamic=dynamic)
+    for length in (S, S - 3, S - 6):
+        args = [t[:, :, :length] for t in (q, k, v)]
+        torch.testing.assert_close(compiled(*args), repeated(*args), rtol=2e-2, atol=2e-2)
+    for graph in backend.after:
+        call = next(n for n in graph.graph.nodes if "foci.attention" in str(n.target))
+        key = call.args[1].meta["example_value"]
+        assert key.dtype == torch.bfloat16
+        assert key.shape[0] * key.shape[1] == 2 * B
+
+
+@pytest.mark.parametrize("name", ["numpy_T", "matrix_H", "mH"])
+def test_any_spelling_of_the_transpose_of_a_matrix(name):
+    backend = fused(lambda q, k, v: torch.softmax(q @ getattr(torch.ops.aten, name)(k), -1) @ v, *learned(*(t[0, 0] for t in qkv())))
+    assert reasons(backend) == [None]
+    assert not {n for n in backend.after[0].graph.nodes if name in str(n.target)}
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_heads_that_are_merged_with_the_batch_are_told_apart_by_a_mask(dynamic):
     def merged(q, k, v, keep):

@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 
 from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
+from foci.graph.composite_views import open_views
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.examples import with_values
 from foci.graph.functions import open_functions, softmaxes_in
@@ -85,6 +86,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
     graph = module.graph
     opened = open_composites(graph, mode)
     open_functions(module, mode)
+    open_views(graph, mode)
     without_writes(graph, mode)
     erase_dead(graph)
     sizes = Sizes(graph)

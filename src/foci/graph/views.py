@@ -19,7 +19,7 @@ from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
 
-__all__ = ["VIEWS", "At", "source_of", "step"]
+__all__ = ["PARTS", "VIEWS", "At", "source_of", "step"]
 
 
 @dataclass(frozen=True)
@@ -347,11 +347,11 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
         return None
     if made.name == "meshgrid":
         return _of_grid(made, call.args[1], index)
-    if made.name not in _PARTS:
+    if made.name not in PARTS:
         return None
     source = source_of(made)
     shape, parts = shape_of(source), value_of(producer)
-    dim = _dim(made.argument(_PARTS[made.name], "dim", 0), len(shape))
+    dim = _dim(made.argument(PARTS[made.name], "dim", 0), len(shape))
     which = call.args[1] % len(parts)
     if made.name == "unbind":
         return source, (*index[:dim], one_digit(number(which), shape[dim]), *index[dim:])
@@ -373,7 +373,7 @@ def _of_grid(made: Call, which: int, index: Index) -> Place | None:
     return source, (index[1 - which if turned else which],) if rank_of(source) else ()
 
 
-_PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
+PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
 
 VIEWS: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "resolve_conj", "resolve_neg"), _same),
