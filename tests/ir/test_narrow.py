@@ -146,8 +146,11 @@ def test_bounds_survive_where_nothing_wraps():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_comparisons_alone_take_no_wrapping(dtype):
-    from foci.binding import bind
+    from foci.binding import bind, is_kept
+    from foci.ir.memo import fingerprint
 
     x = numbers(dtype, S)
-    bound = bind(None, lambda b, h, i, j: (x[i] == x[j]) & (x[i] <= 5), torch.device("cpu"))
+    mask = lambda b, h, i, j: (x[i] == x[j]) & (x[i] <= 5)
+    bound = bind(None, mask, torch.device("cpu"))
+    assert is_kept(fingerprint(None), fingerprint(mask), torch.device("cpu"))
     assert not any(e.op == "mod" for e in bound.variant.mask.walk())

@@ -9,7 +9,7 @@ import torch
 
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
-from foci.ir.narrow import common_dtype, fits, is_narrow, wrap
+from foci.ir.narrow import PROMOTED, common_dtype, fits, is_narrow, wrap
 from foci.ir.ops import OPS, Typing, apply
 from foci.ir.rewrite import substitute
 from foci.ir.trace import NUMBERS, Axis, Symbol, TraceError, complaint, is_numpy_number
@@ -52,7 +52,7 @@ def elementwise(build: Callable[..., Expr], *values: Any, typing: Typing = Typin
     if typing is Typing.SELECT:
         _check_fit(values[1:], dtype)
     # torch brings operands into the dtype first, in comparisons as well
-    fitting = [torch.promote_types(s.dtype, dtype) == dtype for s in symbols]
+    fitting = [PROMOTED[s.dtype, dtype] == dtype for s in symbols]
     found = build(*(e if is_fitting else wrap(e, dtype) for e, is_fitting in zip(exprs, fitting, strict=True)))
     if not found.dtype.is_integer:
         return Symbol(tracer, found, axes)

@@ -14,7 +14,12 @@ import torch
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
 
-__all__ = ["common_dtype", "fits", "is_narrow", "wrap"]
+__all__ = ["PROMOTED", "common_dtype", "fits", "is_narrow", "wrap"]
+
+# A table, as a call of torch.promote_types while a function is traced counts as a call of the function's.
+_DTYPES: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32)
+PROMOTED: Final = {(a, b): torch.promote_types(a, b) for a in _DTYPES for b in _DTYPES}
+"""The dtype of operations of symbols with two dtypes."""
 
 _LOWEST: Final = {torch.uint8: 0, torch.int8: -(1 << 7), torch.int16: -(1 << 15)}
 
@@ -58,7 +63,7 @@ def common_dtype(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | Non
         if found is None:
             found = dtype
         elif rank or not operands[0][1] or _kind(dtype) > _kind(found):
-            found = torch.promote_types(found, dtype)
+            found = PROMOTED[found, dtype]
     return found
 
 

@@ -369,6 +369,8 @@ class Tracer:
         if isinstance(value, Symbol):
             return value
         if isinstance(value, (bool, int, float)):
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise TraceError(complaint(f"the integer {value:.6g}", "write a number of 64 bits, or a float"))
             return Symbol(self, ir.const(value))
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             self.symbolic.append(value)
