@@ -29,6 +29,7 @@ from foci.backends.contract import (
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, is_tuning, observers
 from foci.planner import Decision, NoViableBackend, choose, target_of
+from foci.prepare import check_room
 from foci.problem import (
     Cotangents,
     Formula,
@@ -230,6 +231,8 @@ def forward_of(call: Chosen, operands: Operands) -> Results:
         check_spans(operands)
     if operands.page_table is not None and operands.page_table.device.type == "cpu":
         check_pages(operands)
+        if operands.captures and operands.kv_lengths is not None and operands.kv_lengths.numel():
+            check_room(call.formula.variant, operands.captures, {"kv_idx": int(operands.kv_lengths.max())})
     if is_empty(operands):
         return without_keys(operands, call.formula.outputs)
     with as_written(operands.query):

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,7 @@ __all__ = [
     "check_is_flag",
     "check_is_tensor",
     "check_offsets",
+    "check_room",
     "check_tensors",
     "describe",
     "draw_seed",
@@ -142,6 +143,7 @@ def prepare(
         bound = _in_whole(bound, extras.part)
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
+    _check_numbers(bound, query)
     formula = _formula(bound.variant, _layout(extras), extras.outputs, bound.block_size, dropout=dropout_p > 0)
     captures = tuple(t.resolve_neg() for t in bound.captures)
     operands = Operands(
@@ -245,7 +247,7 @@ def _checked_dropout(dropout_p: Any) -> float:
         raise TypeError(f"dropout_p must be a number from 0 to 1; got {type(dropout_p).__name__}")
     probability = _number(dropout_p)
     if not 0.0 <= probability <= 1.0:
-        raise ArgumentError(f"dropout_p must be from 0 to 1; got {dropout_p}")
+        raise ArgumentError(f"dropout_p must be from 0 to 1; got {probability}")
     return probability
 
 
@@ -254,14 +256,43 @@ def _checked_scale(scale: Any, query: Tensor) -> float:
         return 1.0 / math.sqrt(query.shape[-1])
     if isinstance(scale, bool) or not isinstance(scale, _NUMBERS):
         raise TypeError(f"scale must be a number or None (1 / sqrt(head dim)); got {type(scale).__name__}")
-    if not isinstance(scale, _SYMBOLIC) and not math.isfinite(scale):
-        raise ArgumentError(f"scale must be finite; got {scale}")
-    return _number(scale)
+    number = _number(scale)
+    if isinstance(scale, _SYMBOLIC):
+        return number
+    if not math.isfinite(number):
+        raise ArgumentError(f"scale must be finite; got {number}")
+    if query.dtype != torch.float64:
+        if abs(number) > _LARGEST:
+            raise ArgumentError(f"scale must be a number of float32, in which scores are computed: at most {_LARGEST:.6g}; got {scale}")
+        if abs(number) < _SMALLEST:
+            return 0.0  # as float32 has it
+    return number
+
+
+_LARGEST: Final = torch.finfo(torch.float32).max
+_SMALLEST: Final = 2.0**-149
+
+
+def _check_numbers(bound: Bound, query: Tensor) -> None:
+    """Refuses numbers of functions that are finite, and infinite in the accumulation type."""
+    if query.dtype == torch.float64:
+        return
+    for number in bound.floats:
+        if isinstance(number, float) and _LARGEST < abs(number) < math.inf:
+            raise ArgumentError(
+                f"score or mask holds the number {number:g}, which is beyond float32, in which scores are computed: write "
+                f"{'-' if number < 0 else ''}math.inf, or a number up to {_LARGEST:.6g}"
+            )
 
 
 def _number(value: Any) -> float:
-    """A float; a symbolic one stays symbolic."""
-    return value if isinstance(value, torch.SymFloat) else float(value)  # type: ignore[return-value]
+    """A float, infinite where an integer is too large for one; a symbolic one stays symbolic."""
+    if isinstance(value, torch.SymFloat):
+        return value  # type: ignore[return-value]
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -289,11 +320,25 @@ def _check_captures(bound: Bound, query: Tensor, key: Tensor, extras: Extras) ->
         lengths = {"b": extras.cu_q.shape[0] - 1, "h": query.shape[1]}
         if extras.exact_lengths:
             lengths |= {"q_idx": extras.max_q, "kv_idx": extras.max_kv}
-    for slot, dim, name in _direct_indices(bound.variant):
-        size = bound.captures[slot].shape[dim]
+    check_room(bound.variant, bound.captures, lengths)
+
+
+def check_room(variant: Variant, captures: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
+    """Checks that captured tensors have an entry for each value of the coordinates that index them.
+
+    Args:
+        variant: the functions.
+        captures: the captured tensors, by slot.
+        lengths: how far each coordinate runs, of those that are known.
+
+    Raises:
+        ValueError: if one is too short.
+    """
+    for slot, dim, name in _direct_indices(variant):
+        size = captures[slot].shape[dim]
         if isinstance(size, int) and isinstance(lengths.get(name), int) and size < lengths[name]:
             raise ArgumentError(
-                f"captured tensor {slot}, {describe(bound.captures[slot])}, is indexed by {name} in dimension {dim}: "
+                f"captured tensor {slot}, {describe(captures[slot])}, is indexed by {name} in dimension {dim}: "
                 f"{name} runs to {lengths[name]}, so that dimension must have at least {lengths[name]} entries"
             )
 
