@@ -51,7 +51,8 @@ class _Attention(HigherOrderOperator):
             scale=scale if options["scaled"] else None,
             dropout_p=options["dropout_p"],
             outputs=Outputs(**{name: options[name] for name in _OUTPUTS}),
-            block_size=(options["block_q"], options["block_kv"]) if options["blocks"] else None,
+            # a block size is part of the formula: a symbolic one is guarded, and another compiles anew
+            block_size=(int(options["block_q"]), int(options["block_kv"])) if options["blocks"] else None,
             max_q=options["max_q"],
             max_kv=options["max_kv"],
             exact_lengths=options["exact_lengths"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.example import ScoreExample, Sizes
-from foci.variant import Score, picklable
+from foci.variant import Score, name_with_numbers, picklable
 
 __all__ = ["alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]
 
@@ -111,7 +111,7 @@ def softcap(cap: float) -> Score:
     """
     _check_positive("cap", cap)
     inverse = 1.0 / cap
-    return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score * inverse), name=f"softcap({cap})")
+    return Score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score * inverse), name=name_with_numbers("softcap({})", cap))
 
 
 @picklable

@@ -17,7 +17,20 @@ from foci.ir.expr import Expr
 from foci.ir.text import from_text, to_infix, to_text
 from foci.ir.trace import length_symbol
 
-__all__ = ["PLAIN", "Capture", "Mask", "Score", "Variant", "check_heads", "check_is_made", "check_length", "kv_len", "picklable", "q_len"]
+__all__ = [
+    "PLAIN",
+    "Capture",
+    "Mask",
+    "Score",
+    "Variant",
+    "check_heads",
+    "check_is_made",
+    "check_length",
+    "kv_len",
+    "name_with_numbers",
+    "picklable",
+    "q_len",
+]
 
 _Made = TypeVar("_Made", bound="Mask | Score")
 _Arguments = ParamSpec("_Arguments")
@@ -239,6 +252,12 @@ def _common_heads(first: Score, second: Any) -> int | None:
 
 def _label(value: Any) -> str:
     return getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__
+
+
+def name_with_numbers(template: str, *numbers: Any) -> str:
+    """The name of a mask or score, such as "window({}, {})", with its numbers. Dynamo cannot write a number that changes from call to
+    call, so in its graphs the name stands alone."""
+    return template.partition("(")[0] if torch.compiler.is_dynamo_compiling() else template.format(*numbers)
 
 
 def _joined(left: Any, operator: str, right: Any) -> str:

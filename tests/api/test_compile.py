@@ -181,6 +181,41 @@ def test_changed_closures_are_seen():
         same(compiled(*args, window, factor), attend(*args, window, factor))
 
 
+NUMBERED = {
+    "window": lambda n: {"mask": foci.masks.window(n)},
+    "window, lower right": lambda n: {"mask": foci.masks.window(n, 1, align="lower_right")},
+    "dilated window": lambda n: {"mask": foci.masks.dilated_window(n, n + 1, dilation=2)},
+    "global window": lambda n: {"mask": foci.masks.global_window(n, 2, n)},
+    "block diffusion": lambda n: {"mask": foci.masks.block_diffusion(8, block=n)},
+    "prefix": lambda n: {"mask": foci.masks.prefix_lm(n)},
+    "softcap": lambda n: {"score": foci.scores.softcap(n / 4)},
+    "temperature": lambda n: {"score": foci.scores.temperature(n / 4)},
+    "composed": lambda n: {"mask": foci.masks.window(n) | foci.masks.prefix_lm(n), "score": foci.scores.softcap(n / 4)},
+}
+
+
+# FLEX-09, FLEX-13
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_of_named_masks_and_scores_may_change(name):
+    def attend(q, k, v, number):
+        return foci.attention(q, k, v, **NUMBERED[name](number))
+
+    q, k, v = qkv(16, 16)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for number in (2, 3, 5, 7):
+        same(compiled(q, k, v, number), attend(q, k, v, number))
+
+
+# FLEX-06, FLEX-13
+@pytest.mark.parametrize("create", [foci.create_block_mask, torch_create_block_mask])
+def test_block_masks_of_other_sizes(create):
+    compiled = torch.compile(lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), fullgraph=True, backend="aot_eager")
+    for q_len, kv_len, block in ((16, 20, 8), (24, 40, 8), (33, 21, 16), (40, 40, (8, 32))):
+        q, k, v = qkv(q_len, kv_len)
+        mask = create(lambda b, h, i, j: i >= j, None, None, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+        same(compiled(q, k, v, mask), foci.attention(q, k, v, mask=foci.masks.causal()))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_dropout(backend):
     q, k, v = qkv()

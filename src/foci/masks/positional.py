@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.example import MaskExample, Sizes
-from foci.variant import Mask, kv_len, picklable, q_len
+from foci.variant import Mask, kv_len, name_with_numbers, picklable, q_len
 
 __all__ = [
     "EXAMPLES",
@@ -110,8 +110,8 @@ def window(left: int | None, right: int | None = 0, *, align: Align = "upper_lef
             inside = inside & (distance >= -right)
         return inside
 
-    mask = Mask(attend, name=f"window({left}, {right}{', lower_right' if lower_right else ''})")
-    mask.lower_right_form = "" if lower_right else f'foci.masks.window({left}, {right}, align="lower_right")'
+    mask = Mask(attend, name=name_with_numbers("window({}, {}, lower_right)" if lower_right else "window({}, {})", left, right))
+    mask.lower_right_form = "" if lower_right else name_with_numbers('foci.masks.window({}, {}, align="lower_right")', left, right)
     return mask
 
 
@@ -140,7 +140,7 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> Mask:
         distance = q_idx - kv_idx
         return (distance <= left * dilation) & (distance >= -right * dilation) & (distance % dilation == 0)
 
-    return Mask(attend, name=f"dilated_window({left}, {right}, dilation={dilation})")
+    return Mask(attend, name=name_with_numbers("dilated_window({}, {}, dilation={})", left, right, dilation))
 
 
 @picklable
@@ -175,7 +175,7 @@ def global_window(left: int, right: int, global_tokens: int | Tensor) -> Mask:
         def attend(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return (q_idx < global_tokens) | (kv_idx < global_tokens) | near(b, h, q_idx, kv_idx)
 
-    return Mask(attend, name=f"global_window({left}, {right})")
+    return Mask(attend, name=name_with_numbers("global_window({}, {})", left, right))
 
 
 @picklable
@@ -208,7 +208,7 @@ def block_diffusion(length: int, *, block: int) -> Mask:
         clean_causal = q_clean & kv_clean & (kv_block <= q_block)
         return own_noise | clean_past | clean_causal
 
-    return Mask(attend, name=f"block_diffusion({length}, block={block})")
+    return Mask(attend, name=name_with_numbers("block_diffusion({}, block={})", length, block))
 
 
 def _check_reach(name: str, size: int | None) -> None:
