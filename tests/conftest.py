@@ -36,6 +36,7 @@ OF_MANY_CASES = frozenset(
         "backends/test_triton_compile.py",
         "backends/test_triton_interpreted.py",
         "conformance/test_conformance.py",
+        "conformance/test_grid.py",
         "conformance/test_scores_with_masks.py",
         "graph/test_calls_by_name.py::test_results_and_gradients",
         "graph/test_joined_gradients.py::test_who_reads_gradients_side_by_side",

@@ -31,7 +31,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float(distance.max()) if distance.numel() else 0.0
 
 
-def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Tensor, lse: Tensor | None = None) -> None:
+def check(
+    name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Tensor, lse: Tensor | None = None, terms: Tensor | None = None
+) -> None:
     """Asserts that `found` is within budget.
 
     Args:
@@ -41,10 +43,13 @@ def check(name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Te
         plain: what the plain formula gives in the same dtype.
         exact: what it gives in float64.
         lse: of a gradient, the logsumexp: weights that are rebuilt from it carry its rounding, which grows with the scores.
+        terms: of a gradient, what is summed to it, before differences are taken: rounding is a share of that, also where the sum is zero.
     """
     assert found.shape == exact.shape, f"{name}: shape {tuple(found.shape)}, not {tuple(exact.shape)}"
     finite = exact[torch.isfinite(exact)]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
+    if terms is not None and terms.numel():
+        largest = max(largest, float(terms.abs().max()))
     # Sums kept in float32 next to half inputs need not be better than a sixteenth of the inputs' rounding.
     rounding = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps / 16)
     floor = FLOOR[dtype] * rounding * largest + 1e-30
