@@ -337,3 +337,13 @@ def test_what_is_known_is_bounded(monkeypatch):
         q = torch.randn(1, 1, length, 8)
         foci.attention(q, q, q)
     assert len(recall._known) == 4
+
+
+@pytest.mark.parametrize("mask", [foci.masks.causal(), foci.masks.window(3), foci.masks.causal() & foci.masks.window(3)], ids=str)
+def test_calls_with_a_named_mask_are_kept(monkeypatch, mask):
+    """Nothing that tracing itself asks torch counts as a value that the function read."""
+    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    query = torch.randn(1, 2, 40, 8)
+    for _ in range(2):
+        foci.attention(query, query, query, mask=mask)
+    assert len(recall._known) == 1

@@ -274,8 +274,8 @@ class _Record(TorchFunctionMode):
         return result
 
 
-GEOMETRY: Final = frozenset(("__get__", "__len__", "dim", "is_floating_point", "ndimension", "numel", "size"))
-"""Names of what asks a tensor for nothing but its shape and dtype."""
+GEOMETRY: Final = frozenset(("__get__", "__len__", "dim", "is_floating_point", "ndimension", "numel", "promote_types", "size"))
+"""Names of what asks for nothing but shapes and dtypes. Tracing itself calls `promote_types`."""
 CONSTRUCTORS: Final = frozenset(("arange", "full", "ones", "scalar_tensor", "tensor", "zeros"))
 
 
