@@ -78,11 +78,64 @@ def test_what_hangs_on_a_part(hang, name):
 
 
 def test_what_hangs_on_the_out_projection():
-    """torch.nn never calls that module, so what hangs on it there is not heard; here it is."""
+    """torch.nn never calls that module, so what hangs on it is not heard. A module of another class is called."""
     theirs, ours = stack(), foci.nn.convert(stack())
-    hook_forward(theirs, "self_attn")
-    hook_forward(ours, "self_attn.out_proj")
+    for model in (theirs, ours):
+        for hang in (hook_forward, hook_before, hook_backward, hook_behind):
+            hang(model, "self_attn.out_proj")
     torch.testing.assert_close(outcome(ours), outcome(theirs))
+    scaling = foci.nn.convert(stack())
+    hook_forward(theirs, "self_attn")
+    part_of(scaling, "self_attn.out_proj").__class__ = Doubled
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(outcome(scaling), outcome(ours))
+
+
+def test_hooks_on_the_out_projection_of_an_attention_alone():
+    x, results = rand(B, S, E), []
+    for make in (torch.nn.MultiheadAttention, foci.nn.MultiheadAttention):
+        torch.manual_seed(0)
+        layer = make(E, 2, batch_first=True, dtype=x.dtype)
+        layer.out_proj.register_forward_hook(lambda module, args, out: 1 / 0)
+        results += [layer(x, x, x, need_weights=needed)[0] for needed in (True, False)]
+        if make is foci.nn.MultiheadAttention:
+            results.append(torch.compile(layer, backend="eager")(x, x, x, need_weights=False)[0])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("bias_kv", [False, True])
+def test_number_of_heads_changed_after_conversion(heads, bias_kv):
+    x = rand(B, S, E)
+    layer = torch.nn.MultiheadAttention(E, 4, batch_first=True, dtype=x.dtype, add_bias_kv=bias_kv)
+    ours = foci.nn.convert(copy.deepcopy(layer))
+    ours(x, x, x)
+    layer.num_heads = ours.num_heads = heads
+    layer.head_dim = E // heads  # which torch's own fast path reads
+    assert (ours.head_dim, ours.num_kv_heads) == (E // heads, heads)
+    for needed in (True, False):
+        torch.testing.assert_close(ours(x, x, x, need_weights=needed)[0], layer(x, x, x, need_weights=needed)[0])
+
+
+def test_number_of_heads_changed_within_a_stack():
+    theirs, ours = stack(), foci.nn.convert(stack())
+    outcome(ours)  # what a call found is kept
+    for model in (theirs, ours):
+        part_of(model, "self_attn").num_heads = 4
+        part_of(model, "self_attn").head_dim = E // 4
+    torch.testing.assert_close(outcome(ours), outcome(theirs))
+
+
+def test_number_of_heads_that_does_not_fit():
+    layer = foci.nn.MultiheadAttention(16, 8, num_kv_heads=2)
+    with pytest.raises(ValueError, match="num_heads must divide embed_dim = 16, .*; got 3"):
+        layer.num_heads = 3
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (8, 2, 2)
+    layer.num_heads = 4
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 1, 4)
+    with pytest.raises(ValueError, match=r"key heads over 4 features of keys; got 2"):
+        layer.num_heads = 2
 
 
 def subclassed(model):

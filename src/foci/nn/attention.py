@@ -15,7 +15,7 @@ from foci.arguments import checked_outputs
 from foci.dispatch import run, run_packed
 from foci.nn import masking, scripted
 from foci.nn.cache import LayerCache, Memory, Stored
-from foci.nn.direct import caller, is_alone, is_silent, parameter
+from foci.nn.direct import is_alone, is_silent, parameter, project_out
 from foci.nn.leaf import is_traced, leaf
 from foci.nn.masking import Functions
 from foci.nn.packing import Packing, Pair, appended, bounded, check_same_sequences, pack_nested, pack_whole
@@ -81,6 +81,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "num_kv_heads" not in self.__dict__:  # pickled by torch.nn
             _plug(self, num_kv_heads=self.num_heads)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "num_heads" and "num_kv_heads" in self.__dict__:
+            self._regroup(value)
+        super().__setattr__(name, value)
+
+    def _regroup(self, num_heads: int) -> None:
+        """Other heads over the same parameters, as torch's attention takes them: head dim and key heads follow."""
+        own: Any = self
+        width = own.num_kv_heads * own.head_dim
+        head_dim, rest = divmod(self.embed_dim, num_heads)
+        if rest or width % head_dim or num_heads % (width // head_dim):
+            raise ValueError(
+                f"num_heads must divide embed_dim = {self.embed_dim}, and be a multiple of key heads over {width} features of keys; "
+                f"got {num_heads}"
+            )
+        own.head_dim, own.num_kv_heads = head_dim, width // head_dim
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -306,7 +323,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         else:
             found = foci.paged_attention(q, k, v, pages.table, pages.lengths, max_kv=pages.longest, return_aux=asked, **options)
         out, aux = found if isinstance(found, tuple) else (found, None)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), aux
+        return project_out(self.out_proj, out.transpose(1, 2).flatten(2)), aux
 
     def _heads(
         self, inputs: Projected, padding: Tensor | None, order: tuple[int, ...], cache: LayerCache | Memory | None
@@ -343,7 +360,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         tensors, functions, extras = self._call_of_packed(inputs, padding, attn_mask, is_causal=is_causal)
         mask, score = functions.mask, functions.score
         out = run_packed(tensors, None if score is None else score.function, None if mask is None else mask.function, extras).out
-        return caller()(self.out_proj, out.flatten(1))
+        return project_out(self.out_proj, out.flatten(1))
 
     def _with_statistics(
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool, asked: foci.AuxRequest
@@ -360,7 +377,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         lse, row_max, column_sums = (None if t is None else t.squeeze(0) for t in given)
         aux = foci.AuxOutput(lse, row_max, column_sums, None)
         assert extras.cu_kv is not None
-        return caller()(self.out_proj, found.out.squeeze(0).transpose(0, 1).flatten(1)), aux, extras.cu_kv
+        return project_out(self.out_proj, found.out.squeeze(0).transpose(0, 1).flatten(1)), aux, extras.cu_kv
 
     def _call_of_packed(
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool

@@ -15,7 +15,7 @@ from foci.compat.torch import is_any_autocast_enabled, is_forward_ad_open
 from foci.nn.products import linear, linear_relu
 from foci.operator import is_plain_eager
 
-__all__ = ["HOOKS", "Call", "activated", "caller", "is_alone", "is_silent", "parameter"]
+__all__ = ["HOOKS", "Call", "activated", "caller", "is_alone", "is_silent", "parameter", "project_out"]
 
 Call: TypeAlias = Callable[[torch.nn.Module, Tensor], Tensor]
 
@@ -56,6 +56,14 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
     """A module's parameter, also where something else than a parameter stands for it now."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
+
+
+def project_out(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """An attention's out-projection, by its parameters: torch.nn never calls that module, so hooks on it are not heard. A module of
+    another class, or with a `forward` of its own, is called, as it may compute something else."""
+    kind = type(module)
+    forward, compute = _COMPUTE.get(kind, _UNKNOWN)
+    return compute(module, x) if kind.forward is forward and "forward" not in vars(module) else _as_module(module, x)
 
 
 def activated(module: torch.nn.Module, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
