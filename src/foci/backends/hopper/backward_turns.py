@@ -14,7 +14,7 @@ and nothing waits in a circle. But tiles wait for those of later programs too, s
 from typing import Any, NamedTuple
 
 from foci.backends.hopper.backward_posts import is_posted, take_task
-from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma, viewed
+from foci.backends.hopper.interface import gl, gluon, mbarrier, send, tma
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.reduction import begin_add
 from foci.backends.hopper.tiles import span_of
@@ -268,5 +268,5 @@ def put_share(shares, share, bars, n, half: gl.constexpr):
     turned = share.reshape([4, 2, 8, share.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * share.shape[1]])
     to = shares.index(at * 2 + half)
     if share.shape[1] != 64:
-        to = viewed(to, gl.float32, [64 * share.shape[1]], to.layout)
+        to = to.slice(0, 64 * share.shape[1])
     to.store(turned)

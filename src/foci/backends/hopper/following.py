@@ -17,7 +17,7 @@ from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.layouts import product
 from foci.backends.hopper.masking import ROWS, by_column
 
-__all__ = ["by_lanes", "followed", "nothing", "reference_of", "rescales", "weighed"]
+__all__ = ["by_lanes", "eight_of", "followed", "nothing", "reference_of", "rescales", "weighed"]
 
 # by how much scores may exceed the number, as a power of two: 8.0 as assemblers write it
 SLACK = gl.constexpr("0f41000000")

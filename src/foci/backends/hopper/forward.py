@@ -38,7 +38,7 @@ from foci.backends.hopper.signals import (
     free_queries,
     let_kernel_behind_begin,
 )
-from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded, unpacked, weights_of
+from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded_here, unpacked, weights_of
 from foci.backends.hopper.tasks import find_task, plan
 from foci.backends.hopper.tiles import barriers, begin_of, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
 from foci.backends.triton.tiles import LN2, LOG2E, number
@@ -103,7 +103,7 @@ def fold_in_turn(
         if not rescales(acc, c.TILE_KV):
             acc = rescaled(acc, alpha)
         # before the wait: between exponentials
-        p = rounded(dropped(p, drops, c), keys[0].dtype, c)
+        p = rounded_here(dropped(p, drops, c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), phase)
         acc = finish_sums(begin_sums(p, nth(values, stage), acc))
         free(v_free, stage, c, 1)
@@ -137,7 +137,7 @@ def fold_overlapped(
         weights, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
         weights = dropped(weights, drops, c)
         if c.EARLY:
-            weights = packed(weights, keys[0].dtype, c)
+            weights = packed(weights, keys[0].dtype, c, PURE=False)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
         acc = finish_sums(acc)

@@ -4,17 +4,22 @@
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
-from foci.backends.hopper.following import by_lanes, followed, weighed
+from foci.backends.hopper.following import by_lanes, eight_of, followed, weighed
 from foci.backends.hopper.interface import gl, gluon
 from foci.backends.hopper.masking import ROWS, by_column
 
-__all__ = ["by_rows", "by_thread", "packed", "rescaled", "rounded", "unpacked", "weights_of"]
+__all__ = ["by_rows", "by_thread", "packed", "rescaled", "rounded", "rounded_here", "unpacked", "weights_of"]
 
 
 @gluon.jit
 def by_thread(p):
-    """Sums over the columns that one thread holds, so that threads meet once, at the end."""
-    return gl.sum(p.reshape([ROWS, p.shape[1] // 8, 8]), 1)
+    """Sums over the columns that one thread holds, so that threads meet once, at the end: one after the other, as exponentials come.
+    Triton 3.8 and later add in pairs, for which more of them wait in registers."""
+    y, column, lane = by_column(p)
+    total = eight_of(y, 0)
+    for i in gl.static_range(1, p.shape[1] // 8):
+        total = total + eight_of(y, i)
+    return total.reshape([ROWS, 8])
 
 
 @gluon.jit
@@ -37,14 +42,20 @@ def rounded(p, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def packed(p, dtype: gl.constexpr, c):
+def rounded_here(p, dtype: gl.constexpr, c):
+    """The same, between the exponentials before it: a cast may become instructions behind the next wait (from Triton 3.8 on it does)."""
+    return unpacked(packed(p, dtype, c, PURE=False), dtype)
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
     """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves.
 
-    With dropout a weight with a minus is dropped.
+    With dropout a weight with a minus is dropped. What is not PURE stays where it stands among waits.
     """
     low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
     KIND: gl.constexpr = ("relu." if c.DROPOUT else "") + ("bf16" if dtype == gl.bfloat16 else "f16")
-    return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=PURE, pack=1)
 
 
 @gluon.jit
