@@ -55,6 +55,8 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         return function
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias must be a floating tensor; got {type(bias).__name__}")
+    if bias.dtype.itemsize == 1 and bias.is_floating_point():
+        raise DtypeError(f"bias must be float16, bfloat16, float32 or float64; got {describe(bias)}: give bias.to(torch.bfloat16)")
     if not bias.is_floating_point():
         raise DtypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
     added = scores.bias(broadcast("bias", bias, query, key))
@@ -129,6 +131,8 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
         TypeError: if it is nested.
         ValueError: if it does not, or is on another device.
     """
+    if not tensor.is_nested and tensor.layout is not torch.strided:
+        raise DtypeError(f"{name} must be a dense tensor; got layout {tensor.layout}: give {name}.to_dense()")
     if tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor; got a NestedTensor: give nested queries and keys a mask or score function")
     if tensor.device != query.device:

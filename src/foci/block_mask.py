@@ -122,6 +122,8 @@ class BlockMask:
         """
         _check_lists("kv", kv_num_blocks, kv_indices)
         _check_lists("full_kv", full_kv_num_blocks, full_kv_indices)
+        _check_entries("kv", kv_num_blocks, kv_indices)
+        _check_entries("full_kv", full_kv_num_blocks, full_kv_indices)
         block = as_block(BLOCK_SIZE)
         full: tuple[Tensor | None, Tensor | None] = (full_kv_num_blocks, full_kv_indices)
         by_column = [None] * 4 if not compute_q_blocks else [*_transposed(kv_num_blocks, kv_indices), *_transposed(*full)]
@@ -314,6 +316,20 @@ def _check_lists(name: str, counts: Tensor | None, indices: Tensor | None) -> No
     if indices.dim() < 2 or counts.shape != indices.shape[:-1]:
         shapes = f"{list(indices.shape)} and {list(counts.shape)}"
         raise ArgumentError(f"{name}_indices must be [..., rows, columns] and {name}_num_blocks [..., rows]; got {shapes}")
+
+
+def _check_entries(name: str, counts: Tensor | None, indices: Tensor | None) -> None:
+    if counts is None or indices is None:
+        return
+    for what, tensor in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{what} must be int32 or int64; got {tensor.dtype}")
+    if type(counts) is Tensor and counts.device.type == "cpu" and counts.numel() and not torch.compiler.is_compiling():
+        low, high = counts.min().item(), counts.max().item()
+        if low < 0 or high > indices.shape[-1]:
+            raise ArgumentError(
+                f"{name}_num_blocks must be from 0 to the {indices.shape[-1]} columns of {name}_indices; got {low} to {high}"
+            )
 
 
 def as_block(size: int | tuple[int, int]) -> tuple[int, int]:

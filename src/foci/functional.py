@@ -46,6 +46,8 @@ class CausalMask(Mask):
 def _checked_length(name: str, length: Any) -> int:
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
         raise ArgumentError(f"{name} must be a length, an integer of at least 0; got {length!r}")
+    if isinstance(length, int) and length >= 1 << 31:
+        raise ArgumentError(f"{name} must be a length below 2**31; got {length:.6g}")
     return length  # type: ignore[return-value]
 
 
@@ -171,8 +173,8 @@ def _mask_argument(attn_mask: Any, query: Tensor, key: Tensor, *, is_causal: boo
         return None, causal.function
     if attn_mask.dtype == torch.bool:
         return None, mask_parts(attn_mask, query, key, name="attn_mask")[0]
-    if not attn_mask.is_floating_point():
-        raise DtypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}")
+    if not attn_mask.is_floating_point() or attn_mask.dtype.itemsize == 1:
+        raise DtypeError(f"attn_mask must be bool or floating; got {describe(attn_mask)}, and floating ones have 16 bits or more")
     if attn_mask.dtype == torch.float64 != query.dtype:
         raise DtypeError(
             f"attn_mask must be bool, or floating and not float64 for a query that is {query.dtype}; got {describe(attn_mask)}"

@@ -117,7 +117,7 @@ def test_tokens_outside_every_sequence():
 @pytest.mark.parametrize("offsets", [(0, 3, 30), (-3, 3, 9), (0, 7, 5)], ids=str)
 def test_offsets_beyond_the_tokens(offsets, backend):
     q = rand(9, 2, 8, dtype=torch.float32)
-    with foci.use(backend), pytest.raises(ValueError, match="sequences of query must follow each other within its 9 tokens"):
+    with foci.use(backend), pytest.raises(ValueError, match="sequences of query must follow each other within its 9 tokens: cu_seq_q must"):
         foci.varlen_attn(q, q, q, torch.tensor(offsets), None, 30, 30)
 
 

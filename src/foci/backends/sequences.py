@@ -78,8 +78,8 @@ def check_spans(operands: Operands) -> None:
         for (start, stop), following in zip(_spans(offsets, lengths), offsets.tolist()[1:], strict=True):
             if not 0 <= start <= stop <= following <= tokens.shape[2]:
                 raise ValueError(
-                    f"the sequences of {name} must follow each other within its {tokens.shape[2]} tokens; got one from {start} to {stop}, "
-                    f"the next from {following}"
+                    f"the sequences of {name} must follow each other within its {tokens.shape[2]} tokens: cu_seq_{name[0]} must not "
+                    f"decrease and not go beyond; got one from {start} to {stop}, the next from {following}"
                 )
             if stop - start > longest:
                 raise ValueError(

@@ -19,6 +19,8 @@ __all__ = ["index_symbol"]
 def index_symbol(tracer: Tracer, source: Tensor | Symbol, index: tuple[Any, ...]) -> Symbol:
     """`source[index]` for a captured tensor or for a row."""
     if isinstance(source, Tensor):
+        if source.layout is not torch.strided:
+            raise TraceError(complaint(f"a captured tensor of layout {source.layout}", "capture tensor.to_dense()"))
         source, index = _slice_for_real(source, index)
         slot = tracer.slot(source)
         placeholders = [tracer.fresh_axis(ir.size(slot, d), n) for d, n in enumerate(source.shape)]

@@ -77,7 +77,7 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
         into.numbers.append(value)
         return (kind,) if value or kind is int else (kind, str(value))  # 0.0 == -0.0
     if kind is Tensor or kind is torch.nn.Parameter:
-        if value.dim() == 0:
+        if value.dim() == 0 or value.layout is not torch.strided:
             return None  # may be read as a number
         if value.__dict__ and not _attributes().isdisjoint(value.__dict__):
             return None  # an attribute of Python's hides one of torch's; code that reads another has no key

@@ -108,7 +108,25 @@ def _to_dtype(x: Symbol, dtype: torch.dtype) -> Symbol:
     return Symbol(x.tracer, wrap(cast(x.expr, kind), dtype), x.axes, dtype)
 
 
+def _move(kind: str) -> Word:
+    """`x.cuda()` and `x.cpu()`."""
+
+    def word(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+        _check_stays(x, kind)
+        return x
+
+    return word
+
+
+def _check_stays(x: Symbol, device: Any) -> None:
+    if str(device).partition(":")[0] != x.device.type:
+        raise TraceError(complaint(f"a move to {device}", f"leave it out: scores are on {x.device}, as the query"))
+
+
 def _to(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    for value in (*args, kwargs.get("device")):
+        if isinstance(value, (str, torch.device)):
+            _check_stays(x, value)
     for value in (*args, kwargs.get("dtype"), kwargs.get("other")):
         if isinstance(value, torch.dtype):
             return _to_dtype(x, value)
@@ -436,7 +454,7 @@ WORDS: Final[dict[str, Word]] = {
     "to": _to, "_to_copy": _to, "convert_element_type": _to, "type": _to, "type_as": _type_as,
     "float": _as(torch.float32), "double": _as(torch.float64), "half": _as(torch.float16), "bfloat16": _as(torch.bfloat16),
     "int": _as(torch.int32), "long": _as(torch.int64), "bool": _as(torch.bool),
-    "clone": _same, "contiguous": _same, "pos": _same, "positive": _same, "cpu": _same, "cuda": _same, "alias": _same,
+    "clone": _same, "contiguous": _same, "pos": _same, "positive": _same, "cpu": _move("cpu"), "cuda": _move("cuda"), "alias": _same,
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _like(None), "new_zeros": _new(0), "new_ones": _new(1),
     "new_full": _new(None),
     "new_tensor": _new_tensor, "scalar_tensor": lambda x, **kwargs: x,

@@ -208,7 +208,7 @@ def block_diffusion(length: int, *, block: int) -> Mask:
         clean_causal = q_clean & kv_clean & (kv_block <= q_block)
         return own_noise | clean_past | clean_causal
 
-    return Mask(attend, name=name_with_numbers("block_diffusion({}, block={})", length, block))
+    return Mask(attend, name=name_with_numbers("block_diffusion({}, block={})", length, block), length=2 * length)
 
 
 def _check_reach(name: str, size: int | None) -> None:

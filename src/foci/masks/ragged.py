@@ -107,16 +107,18 @@ def document_offsets(offsets: Tensor, kv_offsets: Tensor | None = None) -> Mask:
     """
     check_tensor("offsets", offsets, dtypes=_INTEGERS, ranks=(1,), shape="[documents + 1]")
     if kv_offsets is None:
-        return document(_ids(offsets))
+        return document(_ids("offsets", offsets))
     check_tensor("kv_offsets", kv_offsets, dtypes=_INTEGERS, ranks=(1,), shape="[documents + 1]")
     if kv_offsets.shape != offsets.shape:
         raise ValueError(
             f"offsets and kv_offsets must name as many documents, got shapes {list(offsets.shape)} and {list(kv_offsets.shape)}"
         )
-    return document(_ids(offsets), _ids(kv_offsets))
+    return document(_ids("offsets", offsets), _ids("kv_offsets", kv_offsets))
 
 
-def _ids(offsets: Tensor) -> Tensor:
+def _ids(name: str, offsets: Tensor) -> Tensor:
+    if offsets.numel() and bool((offsets.diff() < 0).any() | (offsets[0] != 0)):
+        raise ValueError(f"{name} must begin at 0 and not decrease, got {offsets.tolist()}")
     positions = torch.arange(int(offsets[-1]), device=offsets.device, dtype=offsets.dtype)
     return torch.bucketize(positions, offsets[1:], right=True, out_int32=True)
 

@@ -1,0 +1,76 @@
+"""Bad inputs: each is an error that names the argument, what it was and what would be right."""
+
+import pytest
+import torch
+
+import foci
+
+Q = torch.randn(1, 2, 16, 8)
+PACKED = torch.randn(16, 2, 8)
+COUNTS, INDICES = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32)
+SPARSE = torch.ones(16, 16).to_sparse()
+FLOAT8 = torch.ones(16, 16).to(torch.float8_e4m3fn)
+
+
+def lists(counts=COUNTS, indices=INDICES, *full):
+    return lambda: foci.BlockMask.from_kv_blocks(counts, indices, *full, BLOCK_SIZE=16)
+
+
+def attend(**options):
+    return lambda: foci.attention(Q, Q, Q, **options)
+
+
+def varlen(*offsets, longest=16):
+    at = torch.tensor(offsets)
+    return lambda: foci.varlen_attn(PACKED, PACKED, PACKED, at, at, longest, longest)
+
+
+CASES = {
+    "counts beyond": (lists(COUNTS * 4), ValueError, r"^kv_num_blocks must be from 0 to the 3 columns of kv_indices; got 4 to 4$"),
+    "negative counts": (lists(-COUNTS), ValueError, r"^kv_num_blocks must be from 0 to the 3 columns of kv_indices; got -1 to -1$"),
+    "full counts beyond": (lists(COUNTS, INDICES, COUNTS * 9, INDICES), ValueError, "^full_kv_num_blocks must be from 0 to the 3"),
+    "counts of floats": (lists(COUNTS.float()), TypeError, "^kv_num_blocks must be int32 or int64; got torch.float32"),
+    "indices of floats": (lists(COUNTS, INDICES.float()), TypeError, "^kv_indices must be int32 or int64; got torch.float32"),
+    "block diffusion": (
+        attend(mask=foci.masks.block_diffusion(5, block=2)),
+        ValueError,
+        r"^block_diffusion\(5, block=2\) is for 10 queries and keys; query and key have 16 and 16",
+    ),
+    "document offsets": (
+        lambda: foci.masks.document_offsets(torch.tensor([0, 5, 3, 16])),
+        ValueError,
+        r"^offsets must begin at 0 and not decrease, got \[0, 5, 3, 16\]",
+    ),
+    "offsets that begin late": (lambda: foci.masks.document_offsets(torch.tensor([2, 5])), ValueError, "^offsets must begin at 0"),
+    "moved to cuda": (attend(score=lambda s, b, h, i, j: s.to("cuda")), TypeError, r"test_bad_inputs.py:\d+: a move to cuda .*; leave it out"),
+    "cuda()": (attend(score=lambda s, b, h, i, j: s.cuda()), TypeError, r"test_bad_inputs.py:\d+: a move to cuda"),
+    "sparse mask": (attend(mask=SPARSE.bool()), TypeError, r"^mask must be a dense tensor; got layout torch.sparse_coo: give mask.to_dense\(\)"),
+    "sparse bias": (attend(bias=SPARSE), TypeError, "^bias must be a dense tensor; got layout torch.sparse_coo"),
+    "sparse attn_mask": (
+        lambda: foci.scaled_dot_product_attention(Q, Q, Q, SPARSE), TypeError, "^attn_mask must be a dense tensor; got layout torch.sparse_coo"
+    ),
+    "sparse capture": (
+        attend(score=lambda s, b, h, i, j: s + SPARSE[i, j]), TypeError, r"a captured tensor of layout torch.sparse_coo .*tensor.to_dense\(\)"
+    ),
+    "bias of 8 bits": (attend(bias=FLOAT8), TypeError, r"^bias must be float16, .* got float8_e4m3fn\[16, 16\]"),
+    "attn_mask of 8 bits": (
+        lambda: foci.scaled_dot_product_attention(Q, Q, Q, FLOAT8), TypeError, r"^attn_mask must be bool or floating; got float8_e4m3fn"
+    ),
+    "max_q beyond 64 bits": (varlen(0, 16, longest=2**70), ValueError, r"^max_q must be a length below 2\*\*31; got 1.18059e\+21"),
+    "offsets that decrease": (varlen(0, 9, 5, 16), ValueError, "cu_seq_q must not decrease"),
+    "offsets beyond": (varlen(0, 9, 20), ValueError, "within its 16 tokens: cu_seq_q must not decrease and not go beyond"),
+}  # fmt: skip
+
+
+# FLEX-03, FLEX-06, JAG-02
+@pytest.mark.parametrize("name", CASES)
+def test_names_the_argument(name):
+    call, kind, said = CASES[name]
+    with pytest.raises(kind, match=said):
+        call()
+
+
+def test_what_is_right_still_runs():
+    assert attend(score=lambda s, b, h, i, j: s.to("cpu").cpu())().shape == Q.shape
+    assert attend(mask=foci.masks.block_diffusion(8, block=2))().shape == Q.shape
+    assert foci.attention(Q, Q, Q, mask=foci.masks.document_offsets(torch.tensor([0, 5, 5, 16]))).isfinite().all()
