@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foci.backends.cpu import build
+from sampling import drawn_part
 
 # Elsewhere each run draws new examples and keeps those that failed. Deadlines measure the machine, not the code.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -51,7 +52,9 @@ OF_MANY_CASES = frozenset(
 
 def pytest_addoption(parser):
     parser.addoption("--sample", type=int, default=1, metavar="N", help="of tests of many cases, one case in N")
-    parser.addoption("--draw", type=int, default=0, metavar="K", help="which of the N parts --sample takes, modulo N")
+    parser.addoption(
+        "--draw", type=int, default=0, metavar="K", help="number of a commit, which decides which of the N parts --sample takes"
+    )
 
 
 def pytest_runtest_setup(item):
@@ -75,7 +78,7 @@ def pytest_report_header():
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     many = config.getoption("--sample")
-    left = not_drawn(items, many, config.getoption("--draw") % many) if many > 1 else set()
+    left = not_drawn(items, many, drawn_part(config.getoption("--draw"), many)) if many > 1 else set()
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]

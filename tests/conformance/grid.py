@@ -6,6 +6,9 @@ combinations for which an interface has no words; `REFUSED` those that can be wr
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
@@ -196,7 +199,7 @@ REFUSED = (
         ("score", "backend"),
         lambda score, backend: score != "none" and backend == "aten",
         foci.NoViableBackend,
-        "aten.*torch's fused kernels take no score function",
+        "aten.*torch's fused kernels take no (score|mask) function",
     ),
     Refusal(
         "torch's kernels take no mask but the causal one",
@@ -247,3 +250,18 @@ CHEAP = ("way", "backend")
 
 def table() -> Table:
     return Table(DIMENSIONS, (*UNWRITTEN, *REFUSED))
+
+
+PRODUCT = ("score", "mask", "form", "name", "layout")
+
+
+def eager_product() -> Iterator[Row]:
+    """The whole product of what combines, called eagerly; the other dimensions take turns at random."""
+    rows = table()
+    for number, values in enumerate(itertools.product(*(DIMENSIONS[name] for name in PRODUCT))):
+        row = dict(zip(PRODUCT, values, strict=True)) | {"way": "eager"}
+        if rows.is_allowed(row):
+            rng = random.Random(number)
+            completed = rows.complete(row, lambda name, row, values, rng=rng: rng.sample(values, len(values)))
+            assert completed is not None, row
+            yield {name: completed[name] for name in DIMENSIONS}

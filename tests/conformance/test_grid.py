@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 from budget import check
 from dense_reference import Dense, attend
-from grid import CHEAP, DEVICE, GRAPH_NAMES, point_id, point_of, table
+from grid import CHEAP, DEVICE, GRAPH_NAMES, eager_product, point_id, point_of, table
 from grid_calls import arguments, compiled, learns, make_call, make_turn, tokens_of
 from grid_functions import MASKS, SCORES, Position
 
@@ -110,10 +109,15 @@ def check_point(point):
     assert point.backend is None or set(calls) <= {point.backend}
 
 
-ROWS = [point_of(row) for row in table().cover(0, CHEAP)[0]]
+def pytest_generate_tests(metafunc):
+    """Rows that hold every pair; where all cases are asked for, the whole eager product as well."""
+    rows = table().cover(0, CHEAP)[0]
+    if metafunc.config.getoption("--sample") == 1:
+        rows += eager_product()
+    points = dict.fromkeys(point_of(row) for row in rows)
+    metafunc.parametrize("point", list(points), ids=point_id)
 
 
 # SDPA-06, SDPA-08, SDPA-11, SDPA-20, FLEX-01, FLEX-02, FLEX-03, FLEX-04, FLEX-09, FLEX-13, JAG-01, JAG-04, ECO-01
-@pytest.mark.parametrize("point", ROWS, ids=point_id)
 def test_point(point):
     check_point(point)
