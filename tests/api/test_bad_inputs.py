@@ -52,6 +52,11 @@ CASES = {
     "sparse capture": (
         attend(score=lambda s, b, h, i, j: s + SPARSE[i, j]), TypeError, r"a captured tensor of layout torch.sparse_coo .*tensor.to_dense\(\)"
     ),
+    "index beyond a table": (
+        attend(score=lambda s, b, h, i, j: s + Q[0, 0, 0][9]),
+        TypeError,
+        r"test_bad_inputs.py:\d+: index 9 is out of bounds for dimension 0 with size 8 .*; use an index within the dimension",
+    ),
     "bias of 8 bits": (attend(bias=FLOAT8), TypeError, r"^bias must be float16, .* got float8_e4m3fn\[16, 16\]"),
     "attn_mask of 8 bits": (
         lambda: foci.scaled_dot_product_attention(Q, Q, Q, FLOAT8), TypeError, r"^attn_mask must be bool or floating; got float8_e4m3fn"

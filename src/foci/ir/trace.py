@@ -268,7 +268,12 @@ class _Record(TorchFunctionMode):
         active = _local.active
         if active and draws_random_numbers(func, args, kwargs):
             raise TraceError(complaint(f"torch.{func.__name__}, a random number,", "draw it outside and capture the tensor"))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except IndexError as error:
+            if not active:
+                raise
+            raise TraceError(complaint(str(error), "use an index within the dimension")) from error
         if active and not _is_the_same_each_time(func, result, leaves):
             active[-1].reads_values = True
         return result
