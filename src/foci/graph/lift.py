@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foci.graph.indices import Index, NoRule, broadcast_index, one_digit, symbolic_expression, value_of_digits
+from foci.graph.narrow import may_wrap
 from foci.graph.reading import (
     CASTS,
     Call,
@@ -163,6 +164,8 @@ class Lift:
             return self.element(*moved)
         if is_written(node):
             raise NoRule(f"{node.name} is written in place ({location_of(node)})")
+        if may_wrap(node, call):
+            return None
         if call.name in _MAKERS:
             return _MAKERS[call.name](self, node, call, index)
         if call.name == "dropout":
