@@ -17,6 +17,7 @@ from foci import masks, scores
 from foci.backends.triton import known, recording, sparsity, surroundings, templates
 from foci.backends.triton.counts import Count
 from foci.binding import bind
+from foci.compat import triton as compat
 from foci.problem import Cotangents, Layout, Operands, Outputs
 
 
@@ -190,7 +191,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
         "make_tensordesc_arg",
         lambda arg, facts: described.append((arg.base.data_ptr(), facts)) or [f"map of {arg.base.data_ptr()}"],
     )
-    monkeypatch.setattr(recording, "RELEASE", (3, 6))
+    monkeypatch.setattr(compat, "release", lambda: (3, 6))
     given = []
     compiled = Compiled("kernel", [], 4)
     compiled.run = Launcher(given, [{"swizzle": 3}])
@@ -207,7 +208,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
             assert before == (8, 1, 1, 0, 7, 1, 0, None, None, (4, 1, 0), None, None, None)
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
-    monkeypatch.setattr(recording, "RELEASE", (3, 9))
+    monkeypatch.setattr(compat, "release", lambda: (3, 99))
     assert recording.direct(compiled, (8, 1, 1, 0, 7), noted) is None
 
 

@@ -9,8 +9,8 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.backends.hopper import VERSIONS
 from foci.binding import bind
+from foci.compat.triton import release
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target, bucket
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -31,8 +31,8 @@ GRADIENTS = (
     "attention_split_gradient",
 )
 TABLES = ("mark_tiles", "pack_queries", "rank_packed", "rank_tiles")
-# bytes that releases of Triton which the backend is not written for spill besides
-SPARE = 0 if triton.__version__.startswith(VERSIONS) else 320
+# bytes that a release of Triton spills besides: up to so many were seen, on a release not seen yet up to 320 are no failure
+SPARE = {(3, 6): 0, (3, 7): 0, (3, 8): 48, (3, 9): 72}.get(release(), 320)
 LAUNCHED = {
     backward: (*GRADIENTS, "begin_gradients", "clear_turns", "finish_query_gradient", "add_shares", *TABLES),
     sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),

@@ -17,11 +17,12 @@ from foci.backends.hopper.schedules import alternatives_of, forward_schedule, in
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
 from foci.backends.triton.schedules import padded
+from foci.compat.triton import TESTED
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
-VERSIONS: Final = ("3.6",)
+VERSIONS: Final = tuple(f"{major}.{minor}" for major, minor in TESTED)
 """Releases of Triton whose Gluon the kernels are written for."""
 
 

@@ -26,11 +26,9 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.hurry import is_waited_for, submit_elsewhere
 from foci.backends.triton.elsewhere import compile_packed, is_sendable, pack
+from foci.compat.triton import COMPILE_OPTIONS, release
 
-__all__ = ["RELEASE", "Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
-
-RELEASE: Final = tuple(int(part) for part in triton.__version__.split(".")[:2])
-"""Of Triton, whose inside some ways are written for."""
+__all__ = ["Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
 
 class Waiting(NamedTuple):
@@ -134,14 +132,14 @@ def _compile(new: Sequence[Waiting]) -> None:
     try:
         # a pass ends with what takes longest
         for each in reversed([each for each in new if not each.is_ahead]):
-            each.function.warmup(*each.args, grid=(1,), **each.options)
+            each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
         if len(os.sched_getaffinity(0)) < 2 * len(new):
             mode.finish()
         beside.wait_until_read()
         mode.is_ahead = True
         for each in reversed([each for each in new if each.is_ahead]):
             with suppress(Exception):
-                each.function.warmup(*each.args, grid=(1,), **each.options)
+                each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
     finally:
         active_mode.reset(token)
         pool.shutdown(wait=False)
@@ -224,7 +222,7 @@ class _Beside(Executor):
         sent = _sent(made_of)
         if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
-        if src is not None and RELEASE == (3, 6):
+        if src is not None and release() == (3, 6):
             self._pool.submit(_build_launcher, src)
         if sent is None:
             future = self._pool.submit(compile_it, *args, **options)

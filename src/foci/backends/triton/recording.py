@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import types
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
-from foci.backends.triton.compiling import RELEASE, Waiting, launch_waiting, waiting
+from foci.backends.triton.compiling import Waiting, launch_waiting, waiting
 from foci.backends.triton.counts import Count
 from foci.backends.triton.keys import settle
 from foci.backends.triton.templates import (
@@ -34,6 +33,7 @@ from foci.backends.triton.templates import (
     address_of,
     late_counts,
 )
+from foci.compat.triton import COMPILE_OPTIONS, bottom_of
 
 __all__ = ["Recorder", "plain_arguments"]
 
@@ -57,38 +57,30 @@ class _UnknownTensor(Exception):
 
 
 def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | None:
-    """A launch by the compiled function at the bottom of Triton's launcher, which Python around it doubles the cost of.
-
-    Only where that is as it is in Triton 3.6; else None. Arguments that describe tiles become a map, lengths and strides.
+    """A launch by the compiled function at the bottom of Triton's launcher, where that is known; else None. Arguments that describe tiles
+    become a map, lengths and strides.
     """
-    launcher = compiled.run
-    bottom: Any = getattr(launcher, "launch", None)
-    metadata: list[Any] = []
-    if isinstance(bottom, types.FunctionType) and bottom.__closure__:
-        around = dict(zip(bottom.__code__.co_freevars, (cell.cell_contents for cell in bottom.__closure__), strict=True))
-        bottom, metadata = around.get("launcher"), list(around.get("tensordesc_meta") or ())
-    plain = callable(bottom) and not (launcher.global_scratch_size or launcher.profile_scratch_size)
-    if not plain or RELEASE != (3, 6) or len(metadata) != len(noted.tiles) or None in metadata:
+    bottom = bottom_of(compiled)
+    if bottom is None or len(bottom.metadata) != len(noted.tiles) or None in bottom.metadata:
         return None
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
     values: list[Any] = []
     moved: dict[int, int] = {}
     tiles: list[tuple[int, int, Any]] = []
-    described = {at: (role, made, facts) for (at, role, made), facts in zip(noted.tiles, metadata, strict=True)}
+    described = {at: (role, made, facts) for (at, role, made), facts in zip(noted.tiles, bottom.metadata, strict=True)}
     for at, value in enumerate(noted.values):
         moved[at] = len(values)
         if at in described:
             role, made, facts = described[at]
-            tiles.append((moved[at], role, Maps(made, make_tensordesc_arg, facts)))
+            tiles.append((moved[at], role, Maps(made, bottom.make_map, facts)))
             values += [None, *made.rest["shape"], *made.rest["strides"]]
         else:
             values.append(value)
     late = [*late_counts(values), *((moved[at], text) for at, text in noted.late)]
     places, parts = [(moved[at], role) for at, role in noted.places], [(moved[at], part) for at, part in noted.parts]
     arguments = Arguments(values, places, tiles, parts, late)
-    settings = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)  # and no scratch memory
-    return Launch(bottom, arguments.after((*place, *settings, compiled.packed_metadata, *_UNWATCHED)))
+    if bottom.are_packed:
+        arguments = Arguments([tuple(values)], [], [], [] if arguments.is_constant else [(0, arguments)], [])
+    return Launch(bottom.run, arguments.after((*place, *bottom.settings)), compiled=compiled)
 
 
 class Recorder:
@@ -157,7 +149,7 @@ class Recorder:
     def _launch(
         self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any, between: bool
     ) -> None:
-        compiled = function[tuple(map(int, grid))](*plain, **options)
+        compiled = function[tuple(map(int, grid))](*plain, **COMPILE_OPTIONS, **options)
         if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
             return
@@ -167,7 +159,8 @@ class Recorder:
             self._launches = None
             return
         place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
-        launch = direct(compiled, place, noted) or Launch(compiled.run, noted.after((*place, compiled.packed_metadata, *_UNWATCHED)))
+        whole = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
+        launch = direct(compiled, place, noted) or Launch(compiled.run, whole, compiled=compiled)
         self._launches.append(launch._replace(between=between))
 
     def template(self) -> Template | None:

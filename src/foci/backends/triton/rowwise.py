@@ -20,10 +20,9 @@ from foci.backends import row_kernels as contract
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.backends.triton import rows as kernels
 from foci.backends.triton.compiling import Waiting, launch_ahead, launch_waiting, side_by_side
-from foci.backends.triton.recording import direct
 from foci.backends.triton.surroundings import allocator_on, is_watched
-from foci.backends.triton.templates import Arguments
 from foci.compat.cuda import current_device, is_capturing, raw_stream
+from foci.compat.triton import COMPILE_OPTIONS, bottom_of
 
 __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
@@ -59,7 +58,7 @@ class _Kernel:
     def __init__(self, function: Any, example: tuple[Any, ...], constants: Mapping[str, int | bool], warps: int) -> None:
         self._function, self._example, self._constants = function, example, tuple(constants.values())
         self._options = {**constants, "num_warps": warps}
-        self._known: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[int, tuple[Any, tuple[Any, ...], bool, Any]] = {}
         self._turns = threading.Lock()
 
     def is_known(self, device: int) -> bool:
@@ -77,16 +76,18 @@ class _Kernel:
         if known is None:
             self.launch_first(device, programs, (*tensors, *numbers))
             return
-        run, head = known
-        run(programs, 1, 1, stream, *head, *[t.data_ptr() for t in tensors], *numbers, *self._constants)
+        self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers)
 
     def launch_known(self, device: int, stream: int, programs: int, *given: float) -> bool:
         """Of such tensors, by their addresses, and numbers; False, with nothing done, where it has not been launched."""
         known = self._known.get(device)
         if known is None:
             return False
-        run, head = known
-        run(programs, 1, 1, stream, *head, *given, *self._constants)
+        run, head, are_packed, _ = known
+        if are_packed:
+            run(programs, 1, 1, stream, *head, (*given, *self._constants))
+        else:
+            run(programs, 1, 1, stream, *head, *given, *self._constants)
         return True
 
     def launch_first(self, device: int, programs: int, given: tuple[Any, ...]) -> None:
@@ -94,7 +95,7 @@ class _Kernel:
         made: list[Any] = []
 
         def run() -> None:
-            made.append(self._function[(programs,)](*given, **self._options))
+            made.append(self._function[(programs,)](*given, **COMPILE_OPTIONS, **self._options))
 
         with self._turns:
             launch_waiting([Waiting(self._function, given, self._options, run)])
@@ -102,12 +103,13 @@ class _Kernel:
             self._known[device] = _launcher(made[0])
 
 
-def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What launches it, and what that takes between the stream and the kernel's own arguments."""
-    bottom = direct(compiled, (1, 1, 1, 0, compiled.function), Arguments([], [], [], [], []))
-    if bottom is None:
-        return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED)
-    return bottom.run, tuple(bottom.arguments.values[4:])
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
+    """What launches it, what that takes between the stream and the kernel's own arguments, whether these come as one tuple, and the kernel,
+    which is to stay."""
+    bottom = bottom_of(compiled)
+    if bottom is None or bottom.metadata:
+        return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED), False, compiled
+    return bottom.run, (compiled.function, *bottom.settings), bottom.are_packed, compiled
 
 
 def _block(width: int) -> int:

@@ -174,11 +174,13 @@ def address_of(number: int) -> str:
 
 
 class Launch(NamedTuple):
-    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies."""
+    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies; `compiled`: the kernel, which is held
+    because Triton 3.8 and later unload it with its object."""
 
     run: Callable[..., None]
     arguments: Arguments
     between: bool = False
+    compiled: Any = None
 
 
 class New(NamedTuple):
@@ -331,7 +333,7 @@ class _Way(NamedTuple):
 
     @staticmethod
     def of(launch: Launch) -> _Way:
-        run, given, between = launch
+        run, given, between, _ = launch
         makers = given.makers()
         return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers), between)
 
