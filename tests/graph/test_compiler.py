@@ -321,3 +321,28 @@ def test_parameters_stay_known_as_such(monkeypatch):
         torch._dynamo.reset()
         torch.compile(attend, backend=backend)(x)
     assert given[0] == given[1] == [0, 1]
+
+
+class CastScores(torch.nn.Module):
+    """Attention with the casts of transformers' eager functions: torch.export asserts dtype and device of what each reads."""
+
+    def forward(self, q, k, v):
+        scores = q @ k.transpose(2, 3) * 0.25
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return weights.to(v.device) @ v
+
+
+# FUSE-04
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_assertions_of_exported_programs_are_no_readers(dtype):
+    lengths = torch.export.Dim("lengths", min=2, max=512)
+    args = tuple(t.to(dtype) for t in qkv(20))
+    program = torch.export.export(CastScores(), args, dynamic_shapes=[{2: lengths}] * 3)
+    assert any("_assert_tensor_metadata" in str(node.target) for node in program.graph.nodes)
+    made, sites = foci.graph.fuse_exported(program)
+    assert [(site.fused, site.reason) for site in sites] == [(True, None)]
+    assert not any("softmax" in str(node.target) for node in made.graph.nodes)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    for length in (20, 31, 64):
+        args = tuple(t.to(dtype) for t in qkv(length))
+        torch.testing.assert_close(made.module()(*args), CastScores()(*args), **tolerance)

@@ -7,12 +7,12 @@ import textwrap
 import pytest
 import torch
 from rich.console import Console
-from spelling_harness import qkv
+from spelling_harness import graph_of, qkv
 from typer.testing import CliRunner
 
 import foci
 from foci.cli.app import app
-from foci.graph import Site, summary, table
+from foci.graph import Site, fuse, summary, table
 
 FUSED = Site(True, "/somewhere/site-packages/models/gpt.py:12", "score where kv_idx <= q_idx", None, "matmul-softmax-matmul")
 DECLINED = Site(False, "", "", "the softmax is not over the keys", "sdpa")
@@ -91,11 +91,11 @@ def test_a_script_is_reported(tmp_path):
             sys.exit(3)
         """)
     )
-    done = CliRunner().invoke(app, ["report", str(script), "20"], env={"COLUMNS": "160"})
+    done = CliRunner().invoke(app, ["report", str(script), "20"], env={"COLUMNS": "260"})
     assert done.exit_code == 3, done.output
     assert "1 of 2 attentions fused" in done.output
     assert "train.py:7" in done.output.replace("\n", "")
-    assert "the softmax is not over the keys" in done.output
+    assert "the softmax is over dimension 2" in done.output
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,47 @@ def test_a_script_that_compiles_nothing_is_told_so(tmp_path):
     done = CliRunner().invoke(app, ["report", str(script)])
     assert done.exit_code == 0
     assert "no attention in what was compiled" in " ".join(done.output.split())
+
+
+TALKING = torch.eye(4)
+MISREAD = {
+    "heads mixed behind the softmax": (
+        lambda q, k, v: torch.einsum("bhqk,hg->bgqk", (q @ k.mT).softmax(-1), TALKING) @ v,
+        "the softmax is over dimension 3, but the product that reads its weights sums over dimension 1",
+    ),
+    "heads mixed before the softmax": (
+        lambda q, k, v: torch.einsum("bhqk,hg->bgqk", q @ k.mT, TALKING).softmax(-1) @ v,
+        "the scores go through `einsum` between the product with the keys and the softmax",
+    ),
+    "softmax over heads": (
+        lambda q, k, v: (q @ k.mT).softmax(1) @ v,
+        "the softmax is over dimension 1, but the product that reads its weights sums over dimension 3",
+    ),
+    "softmax over queries": (
+        lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+        "the softmax is over dimension 2, but the product that reads its weights sums over dimension 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_reasons_name_the_dimensions(name):
+    function, reason = MISREAD[name]
+    found = fuse(graph_of(function, *qkv(20)), list(qkv(20)))
+    assert [site.reason for site in found.sites] == [reason]
+
+
+def test_a_reason_names_the_operation_that_also_reads():
+    def read(q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        return weights @ v, weights.sort().values
+
+    def written(q, k, v):
+        scores = q @ k.mT
+        weights = scores.softmax(-1)
+        scores.zero_()
+        return weights @ v, scores
+
+    reasons = [fuse(graph_of(f, *qkv(20)), list(qkv(20))).sites[0].reason for f in (read, written)]
+    assert "is also read by `sort`" in reasons[0]
+    assert reasons[1] is not None and "`zero`" in reasons[1]

@@ -359,7 +359,9 @@ def _without_sink(
     size, total = shape_of(softmax.node)[dim], size_of(keys)
     first = walk.index[dim] != keys
     if first and walk.index[dim] != offset(keys, ir.const(1), 1, size, lift.number):
-        raise NoRule("the softmax is not over the keys")
+        summed = [n for n, digits in enumerate(walk.index) if digits == keys]
+        where = f"dimension {summed[0]}" if summed else "elements of several dimensions"
+        raise NoRule(f"the softmax is over dimension {dim % len(walk.index)}, but the product that reads its weights sums over {where}")
     if not first and same_size(total, size):
         return source, None
     walk.index = (*walk.index[:dim], keys, *walk.index[dim + 1 :])

@@ -231,10 +231,19 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
                 prepared = _prepared(second, side, softmax, below, first, passed, writes)
                 variant = _replace(graph, prepared, mode, sizes, writes)
             except Exception as obstacle:
-                reason = reason or _reason(obstacle)
+                reason = reason or _mixed_reason(first) or _reason(obstacle)
                 continue
             return Site(True, location, variant, None, "matmul-softmax-matmul")
     return Site(False, location, "", reason, "matmul-softmax-matmul")
+
+
+def _mixed_reason(product: Product) -> str:
+    """What stands in the way where a product is one of scores, as where heads are mixed; "" where it may make them."""
+    above = [node for operand in product.operands for node in path_to(operand)[0]]
+    call = call_of(product.node)
+    if call is None or not any(map(_is_score_like, above)):
+        return ""
+    return f"the scores go through `{call.name}` between the product with the keys and the softmax"
 
 
 _MOST_CANDIDATES: Final = 8

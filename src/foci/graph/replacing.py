@@ -103,10 +103,26 @@ _MAKERS = frozenset((
 
 
 def erase_dead(graph: fx.Graph) -> None:
-    """Erases values that nobody reads: they would look like readers of the scores."""
+    """Erases values that nobody reads, and assertions that always hold: they would look like readers of the scores."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op in ("call_function", "call_method") and (is_pure(node) or product_of(node) is not None):
+        if _asserts_what_is_known(node) or (
+            not node.users and node.op in ("call_function", "call_method") and (is_pure(node) or product_of(node) is not None)
+        ):
             graph.erase_node(node)
+
+
+def _asserts_what_is_known(node: fx.Node) -> bool:
+    """Whether a node asserts dtype, device and layout of a tensor that the graph computes: torch.export notes them at each cast."""
+    call = call_of(node)
+    if call is None or call.name != "_assert_tensor_metadata" or node.users:
+        return False
+    source, tensor = call.argument(0, "a"), value_of(call.argument(0, "a"))
+    if not isinstance(source, fx.Node) or source.op == "placeholder" or not isinstance(tensor, Tensor):
+        return False
+    shape = (call.argument(1, "size"), call.argument(2, "stride"))
+    rest = (call.argument(3, "dtype"), call.kwargs.get("device"), call.kwargs.get("layout"))
+    found = (tensor.dtype, tensor.device, tensor.layout)
+    return shape == (None, None) and all(wanted is None or wanted == one for wanted, one in zip(rest, found, strict=True))
 
 
 def is_pure(node: fx.Node) -> bool:

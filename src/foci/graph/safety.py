@@ -117,9 +117,16 @@ def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset
         for user in node.users:
             if user in inside or user in known or (user is last and node not in values) or reads_only_shape(user):
                 continue
-            place = location_of(user) or user.name
-            how = "returned" if user.op == "output" else f"written in place at {place}" if _is_written(user) else f"read at {place}"
-            raise NoRule(f"{node.name} ({location_of(node) or 'scores'}) is also {how}")
+            raise NoRule(f"{node.name} ({location_of(node) or 'scores'}) is also {_how_read(user, location_of(node))}")
+
+
+def _how_read(user: fx.Node, beside: str) -> str:
+    """What a reader does with a value, and where unless it is `beside` it."""
+    if user.op == "output":
+        return "returned"
+    call, place = call_of(user), location_of(user)
+    done = f"{'written in place' if _is_written(user) else 'read'} by `{call.name if call else user.name}`"
+    return done if not place or place == beside else f"{done} at {place}"
 
 
 def _is_written(user: fx.Node) -> bool:
