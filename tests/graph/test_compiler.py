@@ -346,3 +346,19 @@ def test_assertions_of_exported_programs_are_no_readers(dtype):
     for length in (20, 31, 64):
         args = tuple(t.to(dtype) for t in qkv(length))
         torch.testing.assert_close(made.module()(*args), CastScores()(*args), **tolerance)
+
+
+# FUSE-01
+def test_a_model_is_compiled_in_place():
+    """For those who hand a model to a trainer, which looks at its class and its signature."""
+    model = Block()
+    reference = Block()
+    reference.load_state_dict(model.state_dict())
+    model.compile(backend="foci", options={"rest": "eager"})
+    assert type(model) is Block
+    with foci.observe() as log:
+        for length in (20, 31, 40):
+            (x,) = hidden(length)
+            x = x.to(next(model.parameters()).dtype)
+            torch.testing.assert_close(model(x), reference(x), atol=1e-5, rtol=1e-5)
+    assert log.fusions and all(site.fused for site in log.fusions)
