@@ -314,7 +314,7 @@ def biased_3d(length, batch=BATCH):
 
 
 FORMS = (
-    Spelling("divided by a constant", divided, qkv, divided_twin, "over the keys"),
+    Spelling("divided by a constant", divided, qkv, divided_twin, "the softmax is over dimension"),
     Spelling("multiplied by a constant", multiplied, qkv, multiplied_twin),
     Spelling("divided, with dropout of nothing", divided_dropout, qkv, divided_dropout_twin, ""),
     Spelling("multiplied, dropout off", multiplied_dropout, qkv, multiplied_dropout_twin, ""),
@@ -323,7 +323,7 @@ FORMS = (
     Spelling("from [B, S, H, D], softmax in float32, dropout off", upcast, bshd, upcast_twin, ""),
     Spelling("from [B, S, H, D], scores in float32", upcast_no_dropout, bshd, upcast_no_dropout_twin),
     Spelling("divided queries", scaled_query, bshd, scaled_query_twin, twin_fused=1),
-    Spelling("divided queries, scores in float32", scaled_query_upcast, bshd, scaled_query_upcast_twin, "over the keys"),
+    Spelling("divided queries, scores in float32", scaled_query_upcast, bshd, scaled_query_upcast_twin, "the softmax is over dimension"),
     Spelling("scaled keys", scaled_key, qkv, scaled_key_twin, ""),
     Spelling("permuted in and out", permuted_out, bshd, permuted_out_twin),
     Spelling("three dimensions, unscaled", three_dims, flat, three_dims_twin, ""),

@@ -89,7 +89,7 @@ CAUSAL = ("kv_idx <= q_idx",)
 MASKS = (
     Spelling("a triangle like the queries", triangle_like_the_queries, qkv, triangle_like_the_queries_twin, "tanh", variant=CAUSAL),
     Spelling("integers of a triangle", subsequent, qkv, variant=CAUSAL),
-    Spelling("the logarithm of a mask", logarithm, padded, logarithm_twin, "keys", variant=CAUSAL),
+    Spelling("the logarithm of a mask", logarithm, padded, logarithm_twin, "the softmax is over dimension", variant=CAUSAL),
     Spelling("assigned by a mask", assigned, padded, assigned_twin, "written"),
     Spelling("zeros for nan", zeros_for_nan, padded, zeros_for_nan_twin, "zeroed"),
     Spelling("weights times their mask", masked_weights, padded, masked_weights_twin, "zeroed", variant=CAUSAL),

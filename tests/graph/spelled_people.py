@@ -193,5 +193,5 @@ PEOPLE = (
     Spelling("chunks that look back", chunks_looking_back, chunked, grows=False),
     Spelling("text with layout", text_with_layout, text_and_layout, text_with_layout_twin, "also read", fused=2),
     Spelling("latent attention", latent, latents, latent_twin, "", variant=("score where kv_idx <= q_idx",)),
-    Spelling("talking heads", talking_heads, heads_mixed, reason="columns are not the keys"),
+    Spelling("talking heads", talking_heads, heads_mixed, reason="the scores go through"),
 )

@@ -128,7 +128,12 @@ WHOLES = (
     Spelling("weights normalised again", normalised_again, qkv, normalised_again_twin, "normalize"),
     Spelling("weights divided by two", one_more, qkv, reason="divided by a tensor"),
     Spelling(
-        "a mask of two pieces, side by side", mask_from_pieces, qkv, mask_from_pieces_twin, "over the keys", variant=("(kv_idx <= 2)",)
+        "a mask of two pieces, side by side",
+        mask_from_pieces,
+        qkv,
+        mask_from_pieces_twin,
+        "the softmax is over dimension",
+        variant=("(kv_idx <= 2)",),
     ),
     Spelling("a mask of two pieces, one above the other", rows_from_pieces, qkv, rows_from_pieces_twin, "zeroed", variant=("q_idx",)),
 )
