@@ -80,7 +80,7 @@ def test_a_graph_that_foci_did_not_pass_keeps_the_operator():
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_results_and_gradients(function, dynamic):
     model = foci.compile(function, dynamic=dynamic)
-    for length in (64, 64, 96):
+    for length in (64, 64, 96, 128):
         q, k, v = tensors(length, learn=True)
         found, wanted = model(q, k, v), function(q, k, v)
         torch.testing.assert_close(found, wanted)
