@@ -24,6 +24,7 @@ def qkv(batch=2, heads=4, kv_heads=4, sq=9, skv=12, dtype=torch.float64):
 
 def torch_flex(*args, **kwargs):
     """Forward only: on the CPU torch has no backward."""
+    torch.compiler.reset()  # torch compiles it, and torch 2.15 fails where a function's float is another one the second time
     args = [a.detach() for a in args]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # eager flex_attention warns that it is eager
