@@ -161,3 +161,31 @@ def test_functions_of_torch_are_seen_or_an_error_says_that_they_are_not():
     for module in (compat, public):
         with module.disabled_torch_function(), module.disabled_torch_function_subclass():
             torch.sin(torch.ones(1))
+
+
+@pytest.mark.parametrize("module", [compat, public], ids=["private", "public"])
+def test_autograd_inside_of_operators(module):
+    def differentiated():
+        x = torch.full((2,), 3.0).requires_grad_()
+        return torch.autograd.grad((x * x).sum(), x)[0]
+
+    library = torch.library.Library("foci_compat_test", "FRAGMENT")
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x * module.with_autograd(differentiated), "CompositeExplicitAutograd")
+    with torch.no_grad():
+        torch.testing.assert_close(torch.ops.foci_compat_test.f(torch.ones(2)), torch.full((2,), 6.0))
+    library._destroy()
+
+
+@pytest.mark.parametrize("module", [compat, public], ids=["private", "public"])
+def test_a_mode_of_operators(module):
+    seen = []
+
+    class Watch(module.OperatorMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.sin(torch.ones(2))
+    assert len(seen) >= 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from torch import Tensor
 from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.sequences import is_empty, without_keys
+from foci.compat.aten import EFFICIENT_FORWARD, FLASH_BACKWARD, FLASH_CPU_BACKWARD, FLASH_CPU_FORWARD, FLASH_FORWARD, Absent
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
 from foci.variant import PLAIN
 
 __all__ = ["BACKEND"]
 
-_aten: Final = torch.ops.aten
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -59,6 +59,7 @@ class _Op:
         overhead: seconds of a call with hardly any work.
         flops: forward and backward, per second; a half type first, float32, float64.
         forward, backward: the call; no backward where its gradients would not be repeatable.
+        needs: what they call.
     """
 
     name: str
@@ -71,11 +72,14 @@ class _Op:
     flops: dict[torch.dtype, tuple[float, float]]
     forward: Forward
     backward: Backward | None
+    needs: tuple[Any, ...]
 
     def reject(self, problem: Problem, target: Target) -> str | None:
         largest, multiple = self.head_dim
         named = str(problem.dtype).removeprefix("torch.")
+        absent = [operator for operator in self.needs if isinstance(operator, Absent)]
         checks = (
+            (bool(absent), f"torch {torch.__version__} has no {absent[0].path}" if absent else ""),
             (problem.dtype not in self.dtypes, f"{self.name} does not take {named}"),
             (target.arch < self.arch, f"{self.name} needs sm_{self.arch}, this is sm_{target.arch}"),
             (problem.head_dim > largest, f"{self.name} takes a head dim up to {largest}, this is {problem.head_dim}"),
@@ -87,12 +91,12 @@ class _Op:
 
 
 def _cpu_forward(call: _Call) -> tuple[Tensor, Tensor]:
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(call.query, call.key, call.value, 0.0, call.causal, scale=call.scale)
+    out, lse = FLASH_CPU_FORWARD(call.query, call.key, call.value, 0.0, call.causal, scale=call.scale)
     return out, lse
 
 
 def _cpu_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads: tuple[Tensor, Tensor, Tensor] = FLASH_CPU_BACKWARD(
         grad, call.query, call.key, call.value, out, lse, 0.0, call.causal, scale=call.scale
     )
     return grads
@@ -118,7 +122,7 @@ def _squares(call: _Call) -> list[tuple[_Call, slice, slice]]:
 def _flash_forward(call: _Call) -> tuple[Tensor, Tensor]:
     def run(part: _Call) -> tuple[Tensor, Tensor]:
         inputs = (part.query, part.key, part.value)
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(*inputs, 0.0, part.causal, False, scale=part.scale)
+        out, lse, *_ = FLASH_FORWARD(*inputs, 0.0, part.causal, False, scale=part.scale)
         return out, lse
 
     outs, lses = zip(*(run(part) for part, _, _ in _squares(call)), strict=True)
@@ -134,9 +138,7 @@ def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
         for part, q, kv in pieces:
             lengths = (part.query.shape[2], part.key.shape[2])
             rows = (grad[:, :, q], part.query, part.key, part.value, out[:, :, q], lse[:, :, q].contiguous())
-            found = _aten._scaled_dot_product_flash_attention_backward(
-                *rows, None, None, *lengths, 0.0, part.causal, random, random, scale=part.scale
-            )
+            found = FLASH_BACKWARD(*rows, None, None, *lengths, 0.0, part.causal, random, random, scale=part.scale)
             if len(pieces) == 1 and kv.stop == call.key.shape[2]:
                 return found[0], found[1], found[2]
             queries.append(found[0])
@@ -147,7 +149,7 @@ def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
 
 def _efficient_forward(call: _Call) -> tuple[Tensor, Tensor]:
     inputs = (call.query, call.key, call.value)
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, call.causal, scale=call.scale)
+    out, lse, *_ = EFFICIENT_FORWARD(*inputs, None, True, 0.0, call.causal, scale=call.scale)
     return out, lse[:, :, : call.query.shape[2]]  # rows are padded to a multiple of 32
 
 
@@ -178,6 +180,7 @@ _OPS: Final = (
         flops={torch.float32: (150e9, 140e9), torch.bfloat16: (150e9, 200e9), torch.float16: (100e9, 100e9), torch.float64: (55e9, 44e9)},
         forward=_cpu_forward,
         backward=_cpu_backward,
+        needs=(FLASH_CPU_FORWARD, FLASH_CPU_BACKWARD),
     ),
     _Op(
         name="flash attention",
@@ -190,6 +193,7 @@ _OPS: Final = (
         flops={torch.bfloat16: (330e12, 200e12), torch.float16: (330e12, 200e12)},
         forward=_flash_forward,
         backward=_flash_backward,
+        needs=(FLASH_FORWARD, FLASH_BACKWARD),
     ),
     _Op(
         name="memory-efficient attention",
@@ -202,6 +206,7 @@ _OPS: Final = (
         flops={torch.float32: (30e12, 20e12)},
         forward=_efficient_forward,
         backward=None,
+        needs=(EFFICIENT_FORWARD,),
     ),
 )
 

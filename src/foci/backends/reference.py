@@ -7,8 +7,6 @@ Sums are kept in float32, float64 for float64. Gradients are those of autograd t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +16,12 @@ from foci.backends.contract import Kernel, Plan
 from foci.backends.paging import Gathered, jagged_plan
 from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences, shapeless_weights
 from foci.blocks import FULL, PARTIAL
+from foci.compat.torch import with_autograd
 from foci.dropout import keep
 from foci.ir.eager import Env, evaluate
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target, accumulation_dtype
 
-__all__ = ["BACKEND", "attend", "formula", "recording"]
+__all__ = ["BACKEND", "attend", "formula"]
 
 
 def formula(operands: Operands, formula: Formula, /) -> Results:
@@ -92,17 +91,6 @@ def _dropped(operands: Operands, weights: Tensor, at: dict[str, Tensor]) -> Tens
     return torch.where(kept, weights * (0.0 if p >= 1 else 1 / (1 - p)), 0.0)
 
 
-@contextmanager
-def recording() -> Iterator[None]:
-    """Lets autograd record, also inside an operator's kernel, which runs below autograd's dispatch keys."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(keys, name))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
-        yield
-
-
 @dataclass(frozen=True)
 class _Kernel:
     problem: Problem
@@ -113,7 +101,8 @@ class _Kernel:
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Autograd through the formula, computed again."""
         asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad, *self.problem.capture_grads)
-        with recording():
+
+        def differentiate() -> Gradients:
             inputs = (operands.query, operands.key, operands.value, *operands.captures)
             leaves = [t.detach().requires_grad_(on) for t, on in zip(inputs, asked + (False,) * len(inputs), strict=False)]
             fresh = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2], captures=tuple(leaves[3:]))
@@ -122,9 +111,11 @@ class _Kernel:
             pairs = [(output, g) for output, g in pairs if output.requires_grad]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True) if pairs else ()
-        grads = iter(found if pairs else [torch.zeros_like(leaf) for leaf in wanted])
-        gradients = [next(grads) if leaf.requires_grad else None for leaf in leaves]
-        return Gradients(gradients[0], gradients[1], gradients[2], tuple(gradients[3:]))
+            grads = iter(found if pairs else [torch.zeros_like(leaf) for leaf in wanted])
+            gradients = [next(grads) if leaf.requires_grad else None for leaf in leaves]
+            return Gradients(gradients[0], gradients[1], gradients[2], tuple(gradients[3:]))
+
+        return with_autograd(differentiate)
 
 
 class _Reference:

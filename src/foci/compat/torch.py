@@ -5,20 +5,22 @@ Where a name is missing, the answer is the careful one: somebody looks on, so th
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from foci.compat.lookup import find
 
 __all__ = [
-    "TransformType",
+    "OperatorMode", "TransformType",
     "are_transforms_open",
     "count_dispatch_modes",
     "count_function_modes",
@@ -37,10 +39,13 @@ __all__ = [
     "is_transformed",
     "open_transforms",
     "version_of",
+    "with_autograd",
 ]  # fmt: skip
 
 _THROUGH_DISPATCHER: Final = "sends every call through the dispatcher"
 
+
+_T = TypeVar("_T")
 
 # ---- modes and tracing ----
 
@@ -109,6 +114,19 @@ disabled_torch_function_subclass: Final[Callable[[], AbstractContextManager[Any]
 """A context without the `__torch_function__` of tensors: faster, with the same answers."""
 
 
+class _ByFunctions(TorchFunctionMode):
+    """Hands torch's functions to `__torch_dispatch__`, which is given operators otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+
+
+OperatorMode: Final[Any] = find(
+    "torch.utils._python_dispatch.TorchDispatchMode", _ByFunctions, without="checks fused graphs function by function, not by operators"
+)
+"""The base of modes with a `__torch_dispatch__`."""
+
+
 # ---- torch.func and forward-mode AD ----
 
 TransformType: Final[Any] = find("torch._C._functorch.TransformType", without="differentiates inside torch.func through the formula")
@@ -174,6 +192,26 @@ def has_tangent(tensor: Tensor) -> bool:
     if not is_forward_ad_open() or not tensor.is_floating_point():
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+# ---- autograd inside an operator's kernel ----
+
+_tls_excluded: Final[Any] = find("torch._C._dispatch_tls_local_exclude_set", without="runs the reference's backward in a thread of its own")
+_tls_included: Final[Any] = find("torch._C._dispatch_tls_local_include_set", without="runs the reference's backward in a thread of its own")
+_tls_guard: Final[Any] = find("torch._C._ForceDispatchKeyGuard", without="runs the reference's backward in a thread of its own")
+
+
+def with_autograd(function: Callable[[], _T]) -> _T:
+    """What a function computes where autograd records, also inside an operator's kernel, which runs below autograd's dispatch keys."""
+    if _tls_excluded is None or _tls_included is None or _tls_guard is None:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # dispatch keys are left out in each thread by itself
+            return thread.submit(function).result()
+    keys = torch._C.DispatchKey
+    excluded = _tls_excluded()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(keys, name))
+    with _tls_guard(_tls_included(), excluded), torch.enable_grad():
+        return function()
 
 
 # ---- tensors ----

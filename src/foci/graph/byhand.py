@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.compat.fake import FakeTensorMode
 from foci.graph.emit import Emitter, Sizes
 from foci.graph.indices import Digit, Index, broadcast_index
 from foci.graph.match import path_to

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.compat.fake import FakeTensorMode
 from foci.graph.examples import making
 from foci.graph.indices import Digits, NoRule, is_atom, size_of, symbolic_expression
 from foci.graph.match import Place

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from foci.compat.fake import FakeTensor, FakeTensorMode, detect_fake_mode, python_dispatcher
 from foci.graph.reading import value_of
 
 __all__ = ["making", "with_values"]
@@ -23,7 +21,7 @@ def making(mode: FakeTensorMode | None) -> Iterator[None]:
         if mode is not None:
             stack.enter_context(mode)
             if mode.shape_env is not None:
-                stack.enter_context(enable_python_dispatcher())
+                stack.enter_context(python_dispatcher())
         yield
 
 

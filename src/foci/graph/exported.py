@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputSpec
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from foci.compat.fake import detect_fake_mode
+from foci.compat.fx import rename
 from foci.graph import report
 from foci.graph.recognise import fuse
 from foci.graph.sites import Site
@@ -70,7 +71,7 @@ def _as_exported(fused: fx.GraphModule, original: fx.GraphModule, inputs: Sequen
     with mode or contextlib.nullcontext():
         module = make_fx(fused, pre_dispatch=True)(*inputs)
     for node, before in zip(_placeholders(module), _placeholders(original), strict=True):
-        node._rename(before.name)
+        rename(node, before.name)
         node.target, node.meta = before.name, dict(before.meta)
     module.graph.lint()
     module.recompile()

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.compat.fake import FakeTensorMode
+from foci.compat.fx import SET_GRAD_ENABLED
 from foci.graph.examples import making
 from foci.graph.nested import named
 from foci.graph.reading import Call, call_of, dtype_of, is_tensor, needs_grad, rank_of, value_of
@@ -80,7 +81,7 @@ def _several(found: Any) -> tuple[Any, ...]:
 def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], tuple[Any, ...]]:
     """Inputs, operations but for switches of autograd, and outputs."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    steps = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not torch._C._set_grad_enabled]
+    steps = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not SET_GRAD_ENABLED]
     return inputs, steps, _several(graph.output_node().args[0])
 
 

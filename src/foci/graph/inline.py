@@ -8,9 +8,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from foci.compat.aten import ENCODER_LAYER
+from foci.compat.fake import FakeTensorMode
 from foci.graph.examples import making
 from foci.graph.reading import tensor_of, value_of
 
@@ -69,7 +70,7 @@ def _encoder_layer(
 
 _COMPOSITES: Final[Mapping[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: _attention,
-    torch._transformer_encoder_layer_fwd: _encoder_layer,
+    ENCODER_LAYER: _encoder_layer,
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.compat.fake import FakeTensorMode
 from foci.graph.examples import making
 from foci.graph.reading import Call, call_of, dtype_of, rank_of, storage_of, tensor_of, value_of
 

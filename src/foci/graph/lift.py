@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from foci.compat.fake import real_values
 from foci.graph.indices import Index, NoRule, broadcast_index, one_digit, symbolic_expression, value_of_digits
 from foci.graph.narrow import may_wrap
 from foci.graph.reading import (
@@ -297,8 +297,8 @@ def _held(number: Any, dtype: torch.dtype) -> Expr:
 
 
 def _as_held(number: bool | int | float, dtype: torch.dtype) -> Any:
-    with unset_fake_temporarily():
-        return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None, device="cpu").to(dtype).item()
+    kind = torch.float64 if isinstance(number, float) else None
+    return real_values(lambda: torch.tensor(number, dtype=kind, device="cpu").to(dtype).item())
 
 
 def _tensor(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:

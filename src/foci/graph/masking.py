@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from foci.compat.fake import real_values
 from foci.ir import expr as ir
 from foci.ir.expr import COORDINATES, DType, Expr
 from foci.ir.interval import Grid, bounds
@@ -181,10 +181,13 @@ def _true_for_positions(e: Expr) -> bool:
     """Whether a condition holds because positions are not negative."""
     if any(x.op in ("param", "load", "size", "axis") for x in e.walk()):
         return False
-    with unset_fake_temporarily():
+
+    def holds() -> bool:
         first, last = torch.zeros((), dtype=torch.float64, device="cpu"), torch.full((), float(1 << 24), dtype=torch.float64, device="cpu")
         grid = Grid({name: Range(first, last) for name in e.variables()})
         return bool(bounds(e, grid).lo >= 1)
+
+    return real_values(holds)
 
 
 def leading_scale(score: Expr) -> tuple[Expr, float]:

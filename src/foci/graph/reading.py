@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from foci.compat.fx import storage_identity
 from foci.compat.torch import is_transformed as is_functorch_tensor
 
 __all__ = [
@@ -154,7 +155,7 @@ def storage_of(node: fx.Node) -> int | None:
     """An identity of the memory that a node's tensor lies in, which its views share; None where the example has none."""
     tensor = tensor_of(node)
     try:
-        return None if tensor is None else tensor.untyped_storage()._cdata
+        return None if tensor is None else storage_identity(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 

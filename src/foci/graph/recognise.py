@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module
 
+from foci.compat.fake import FakeTensorMode
+from foci.compat.fx import lazy_graph_module
 from foci.graph.byhand import without_softmaxes_by_hand
 from foci.graph.calls import is_flex, is_sdpa, lower_flex, prepare_sdpa
 from foci.graph.composite_views import open_views
@@ -124,7 +124,7 @@ def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, copies))
-    module = _make_graph_module(graph_module, graph)  # nobody runs its code: where Dynamo's is not generated, neither is this
+    module = lazy_graph_module(graph_module, graph)  # nobody runs its code: where Dynamo's is not generated, neither is this
     module.meta = dict(graph_module.meta)
     # by these compilers know parameters, which they need not check in each call, nor copy for CUDA graphs
     _hand_on("_param_name_to_source", graph_module, module)

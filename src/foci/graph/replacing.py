@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foci.compat.fake import FakeTensorMode
+from foci.compat.fx import is_erased, is_higher_order
 from foci.graph.examples import making
 from foci.graph.lift import PASSED
 from foci.graph.products import product_of
@@ -48,7 +48,7 @@ def _rerun(new: fx.Node, old: fx.Node) -> list[bool]:
         node = stack.pop()
         for user in node.users:
             fits = _lie_alike(values[node], value_of(node))
-            if user.op == "output" or isinstance(user.target, HigherOrderOperator):
+            if user.op == "output" or is_higher_order(user.target):
                 leaving.append(fits)
             elif user not in values and not fits and _hands_strides_on(user, node):
                 values[user] = _run(user, values)
@@ -87,7 +87,7 @@ def erase(graph: fx.Graph, node: fx.Node, inside: frozenset[fx.Node]) -> None:
     stack = [node]
     while stack:
         dead = stack.pop()
-        if dead.users or dead.op not in ("call_function", "call_method") or dead.graph is not graph or dead._erased:
+        if dead.users or dead.op not in ("call_function", "call_method") or dead.graph is not graph or is_erased(dead):
             continue
         if dead is not node and dead not in inside and not is_pure(dead):
             continue

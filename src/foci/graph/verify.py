@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from foci.compat.fake import is_fake_tensor
+from foci.compat.fx import tree_map
+from foci.compat.torch import OperatorMode
 from foci.graph.sites import Fused
 
 __all__ = ["Float64", "VerificationError", "verify"]
@@ -25,7 +26,7 @@ class VerificationError(RuntimeError):
     """A fused graph whose results differ from the original's by more than rounding."""
 
 
-class Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Float64(OperatorMode):  # type: ignore[misc]
     """Inside, every floating point operation is one of float64, whatever dtypes the program names."""
 
     supports_higher_order_operators = True  # flex_attention is one
@@ -63,9 +64,7 @@ def verify(original: fx.GraphModule, fused: Fused, example_inputs: Sequence[Any]
 
 
 def _has_values(inputs: Sequence[Any]) -> bool:
-    from torch._subclasses import FakeTensor
-
-    return not any(isinstance(t, FakeTensor) or (isinstance(t, Tensor) and t.is_meta) for t in inputs)
+    return not any(is_fake_tensor(t) or (isinstance(t, Tensor) and t.is_meta) for t in inputs)
 
 
 def _is_random(graph_module: fx.GraphModule) -> bool:
@@ -102,7 +101,7 @@ def _results(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, wid
     run: Callable[..., Any] = graph_module
     with torch.random.fork_rng(devices=[]):
         if wide:
-            with Float64():  # type: ignore[no-untyped-call]
+            with Float64():
                 outputs = list(_tensors(run(*inputs)))
         else:
             outputs = list(_tensors(run(*inputs)))

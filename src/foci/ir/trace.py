@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from foci.compat.fake import is_making_fakes
 from foci.compat.torch import disabled_torch_function, enabled_torch_function, has_tangent, is_transformed
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -311,7 +312,7 @@ def length_symbol(name: str) -> Any:
     active = _local.active
     if active:
         return Symbol(active[-1], ir.variable(name))
-    if torch._guards.detect_fake_mode() is not None:
+    if is_making_fakes():
         return torch.zeros((), dtype=torch.int32)  # torch.compile only looks at the shape
     raise RuntimeError(f"{name}() has a value only inside a score or mask function that foci runs")
 
@@ -421,7 +422,7 @@ def _is_plain_number(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not is_transformed(tensor)
         and not has_tangent(tensor)
-        and torch._guards.detect_fake_mode() is None
+        and not is_making_fakes()
     )
 
 

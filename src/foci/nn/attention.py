@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._jit_internal import is_scripting
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 import foci
 from foci.arguments import checked_outputs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foci.compat.aten import MKLDNN_LINEAR, Absent, is_mkldnn_enabled, linear_with_relu
 from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing
 from foci.operator import is_plain_eager
 
@@ -35,14 +36,14 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _by_onednn(x, weight, bias, relu=True)
     if bias is None or x.device.type not in _ENDS_WITH_RELU:
         return torch.relu(F.linear(x, weight, bias))
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+    return linear_with_relu(x, weight, bias)
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
     """Most rows by oneDNN, the last few by torch's own product. oneDNN's own relu makes zeros of NaN, so that it is not used."""
     rows = x.view(-1, x.shape[-1])
     total, most = rows.shape[0], _rounded_down(rows.shape[0])
-    first: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows[:most], weight, bias, "none", [], None)
+    first: Tensor = MKLDNN_LINEAR(rows[:most], weight, bias, "none", [], None)
     if most == total:
         return (first.relu_() if relu else first).view(*x.shape[:-1], -1)
     out = x.new_empty((total, weight.shape[0]))
@@ -70,7 +71,7 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         not torch.is_grad_enabled()
         and _is_onednn_faster()
-        and torch._C._get_mkldnn_enabled()
+        and is_mkldnn_enabled()
         and is_plain_eager(tensors)
         and not _is_seen()
         and all(t.dtype == torch.float32 and t.layout == torch.strided and not t.is_nested and t.is_contiguous() for t in tensors)
@@ -95,9 +96,7 @@ def _is_onednn_faster() -> bool:
 
 
 def _has_operator() -> bool:
-    """Inductor's compiled programs call it too, so its arguments are kept."""
-    mkldnn: Any = torch.ops.mkldnn
-    return hasattr(mkldnn, "_linear_pointwise")
+    return not isinstance(MKLDNN_LINEAR, Absent)
 
 
 def _vendor() -> str:

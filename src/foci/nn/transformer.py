@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._jit_internal import is_scripting
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.functional import relu
 
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer

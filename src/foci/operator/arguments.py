@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from foci.compat.fake import detect_fake_mode
 from foci.execution import Allowed, Needs, as_written
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results
 from foci.problem import Outputs as Asked
@@ -40,7 +41,7 @@ def formula_kernel(formula: Formula, operands: Operands) -> Results:
     if formula.layout is Layout.PAGED:
         one, jagged = gathered(operands, formula)
         return paged_results(formula_kernel(jagged, one), operands)
-    if torch._guards.detect_fake_mode([operands.query]) is not None:
+    if detect_fake_mode([operands.query]) is not None:
         return plain(operands, formula)  # a graph is made: there are no values to find tiles by, and sizes may be symbols
     with as_written(operands.query):
         return differentiable(operands, formula)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from foci.compat.aten import OpOverload
 from foci.graph.padding.dims import CREATIONS
 from foci.graph.padding.growth import Growth, call, lengthened, resized
 from foci.graph.padding.model import Machine
@@ -109,7 +110,7 @@ def _is_dead(node: fx.Node) -> bool:
 def _is_loop(node: fx.Node, growth: Growth) -> bool:
     if not growth.dims(node) or not growth.remakes(node) or node.target in CREATIONS:
         return False
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     return pointwise or node.target in VIEWS or node.target is prims.convert_element_type.default
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
+from foci.compat.aten import TO_COPY, UNSAFE_VIEW, OpOverload, schema_of
 from foci.graph.padding.reading import value_of
 from foci.graph.padding.strides import known
 
@@ -27,7 +28,7 @@ Slot: TypeAlias = tuple[fx.Node, int]
 CREATIONS: Final = frozenset({aten.full.default, prims.iota.default})
 """Operations that make a tensor of any size out of nothing."""
 
-RESHAPES: Final = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default})
+RESHAPES: Final = frozenset({aten.view.default, aten.reshape.default, UNSAFE_VIEW, aten.expand.default})
 """Operations whose second argument holds sizes."""
 
 REDUCTIONS: Final[Mapping[Any, float]] = {
@@ -38,7 +39,7 @@ REDUCTIONS: Final[Mapping[Any, float]] = {
 }
 """By operation: the value that changes no result."""
 
-_SAME: Final = frozenset({aten._to_copy.default, aten.alias.default, aten.clone.default, aten.detach.default, aten.full_like.default})
+_SAME: Final = frozenset({TO_COPY, aten.alias.default, aten.clone.default, aten.detach.default, aten.full_like.default})
 
 
 @dataclass
@@ -72,12 +73,17 @@ def relations_of(node: fx.Node) -> Relations | None:
     rule = _RULES.get(node.target)
     if rule is not None:
         return rule(node)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         tags = node.target.tags
         pointwise = torch.Tag.pointwise in tags or node.target in _SAME or node.target is prims.convert_element_type.default
-        if pointwise and torch.Tag.nondeterministic_seeded not in tags and not node.target._schema.is_mutable:
+        if pointwise and torch.Tag.nondeterministic_seeded not in tags and not _is_mutable(node.target):
             return _pointwise(node, _tensors(node))
     return None
+
+
+def _is_mutable(operator: Any) -> bool:
+    schema = schema_of(operator)
+    return schema is None or bool(schema.is_mutable)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -164,7 +170,7 @@ _MAPS: Final[Mapping[Any, _Map]] = {
     aten.transpose.int: _by_transpose,
     aten.view.default: _by_extent,
     aten.reshape.default: _by_extent,
-    aten._unsafe_view.default: _by_extent,
+    UNSAFE_VIEW: _by_extent,
     aten.unsqueeze.default: _by_extent,
     aten.squeeze.default: _by_extent,
     aten.squeeze.dim: _by_extent,

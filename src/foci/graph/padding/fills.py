@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
+from foci.compat.aten import OpOverload
+from foci.compat.fake import real_values
 from foci.graph.padding.reading import VIEWS, value_of
 
 __all__ = ["Fill", "Rows", "fill_of"]
@@ -176,7 +177,7 @@ _RULES: Final[Mapping[Any, Callable[[fx.Node, Fills], Fill | None]]] = {
 def _evaluated(made: fx.Node, fills: Fills) -> Fill | None:
     """A function of constants, element by element."""
     target = made.target
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and "device" not in made.kwargs
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and "device" not in made.kwargs
     operands = made.all_input_nodes
     values: dict[fx.Node, float] = {}
     for operand in operands:
@@ -187,8 +188,11 @@ def _evaluated(made: fx.Node, fills: Fills) -> Fill | None:
         values[operand] = value
     if not pointwise or not operands or value_of(made) is None:
         return None
-    with _disable_current_modes():
+
+    def evaluated() -> float:
         scalars = {operand: torch.tensor(value, dtype=operand.meta["val"].dtype, device="cpu") for operand, value in values.items()}
         arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: scalars[n])
-        result = float(target(*arguments, **keywords))  # type: ignore[operator]
+        return float(target(*arguments, **keywords))  # type: ignore[operator]
+
+    result = real_values(evaluated)
     return None if result != result else Fill(result)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
-from torch._prims_common import make_contiguous_strides_for
 
+from foci.compat.fx import contiguous_strides
 from foci.graph.padding.cutting import Cut, cut, cut_of, may_be_cut, seconds_cut
 from foci.graph.padding.decide import seconds_by_rows
 from foci.graph.padding.dims import Reader, closure, relations_of
@@ -235,7 +235,7 @@ def _cut_entry(found: Cut, gain: float) -> Padding:
     value = value_of(left.node)
     assert value is not None
     sizes, strides = hints(value.shape), hints(value.stride())
-    shorter = make_contiguous_strides_for((*sizes[:-1], found.length))
+    shorter = contiguous_strides((*sizes[:-1], found.length))
     return Padding(left.base.name, (str(product),), sizes, strides, shorter, "cut", gain, location=location_of(product.node))
 
 
@@ -256,7 +256,7 @@ def _entries(products: Sequence[Product], growth: Growth, gain: float, reason: s
             yield Padding(base.name, named, sizes, strides, reason=reason, location=location)
             continue
         grown = [growth.lengths.get((base, dim), (0, size))[1] for dim, size in enumerate(sizes)]
-        padded = make_contiguous_strides_for(grown)
+        padded = contiguous_strides(grown)
         copied = not growth.remakes(base)
         taken = (math.prod(grown) - (0 if copied else math.prod(sizes))) * value.dtype.itemsize
         how = "copied" if copied else "in place"

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from foci.compat.aten import OpOverload
+from foci.compat.fake import FakeTensor, FakeTensorMode, below_dispatch, has_symbols
 from foci.graph.padding.dims import CREATIONS, REDUCTIONS, RESHAPES, Reader, Slot, relations_of
 from foci.graph.padding.fills import Fill, Rows, fill_of
 from foci.graph.padding.reading import VIEWS, hints, meta_like, value_of
@@ -150,16 +151,17 @@ def call(
 def _result(node: fx.Node, sizes: Sequence[int] | None, dtype: torch.dtype | None) -> Any:
     """A fake one. Without symbols, from meta tensors: a mode takes most of the pass's time to look at what it is asked."""
     values = [operand.meta["val"] for operand in node.all_input_nodes]
-    places = {value.device if isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides else None for value in values}
+    places = {value.device if isinstance(value, torch.Tensor) and not has_symbols(value) else None for value in values}
     if "device" in node.kwargs:
         places.add(None if values else node.kwargs["device"])  # type: ignore[arg-type]
     mode = _mode(node.graph)
     target: Any = node.target
-    if len(places) != 1 or None in places:
+    below = below_dispatch() if len(places) == 1 and None not in places else None
+    if below is None:
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with mode:
             return target(*arguments, **keywords)
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+    with below:
         if sizes is not None and values and all(map(_lies_in_order, values)):
             made = torch.empty(tuple(sizes), dtype=dtype, device="meta")
         else:
@@ -235,7 +237,7 @@ def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
 def lengthened(node: fx.Node, lengths: Mapping[int, int]) -> list[int] | None:
     """The sizes of an operation's result with other lengths, if it is contiguous wherever the operands' dims lie in their order."""
     value, target = value_of(node), node.target
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and "memory_format" not in node.kwargs
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and "memory_format" not in node.kwargs
     if value is None or not (pointwise or target in _CONTIGUOUS):
         return None
     return [lengths.get(dim, size) for dim, size in enumerate(value.shape)]

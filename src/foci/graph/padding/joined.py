@@ -12,13 +12,15 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from foci.compat.aten import UNSAFE_VIEW
+from foci.compat.fx import base_of_view
 from foci.graph.padding.reading import value_of
 
 __all__ = ["join_gradients"]
 
 aten = torch.ops.aten
 
-_WHOLE: Final = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_WHOLE: Final = frozenset({aten.view.default, aten.reshape.default, UNSAFE_VIEW})
 _TURNS: Final = frozenset({aten.permute.default, aten.transpose.int})
 _COPIES: Final = frozenset({aten.clone.default})
 
@@ -103,4 +105,4 @@ def _are_rows(chain: list[fx.Node], shape: torch.Size) -> bool:
             if not all(type(n) is int for n in numbers[0]):
                 return False
             moved = moved.reshape(numbers[0])
-    return moved._base is memory and moved.is_contiguous()
+    return base_of_view(moved) is memory and moved.is_contiguous()

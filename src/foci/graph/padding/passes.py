@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from foci.compat.fake import tracing_metadata
 from foci.graph.padding.decide import Verdict, decide
 from foci.graph.padding.grouped import bytes_read_by_rows, bytes_written_by_rows
 from foci.graph.padding.legal import Fix, How
@@ -119,7 +120,7 @@ def _refresh_views(node: fx.Node) -> None:
         if reader.target not in VIEWS or value_of(reader) is None:
             continue
         arguments, keywords = fx.map_arg((reader.args, reader.kwargs), lambda n: n.meta["val"])
-        reader.meta["val"] = reader.target(*arguments, **keywords)
+        reader.meta["val"] = reader.target(*arguments, **keywords)  # type: ignore[operator]
         _refresh_views(reader)
 
 
@@ -143,9 +144,8 @@ def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph to compute with."""
     given: Any = graph.output_node().args[0]
     outputs = given if isinstance(given, (tuple, list)) else (given,)
-    context = torch._guards.TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
     leaving = range(len(outputs))
+    metadata = tracing_metadata()  # where torch does not tell, everything leaves
     if metadata is not None and not any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
         # what was saved comes last; an output that aliases another is made from it, strides and all, after the graph has run
         leaving = range(metadata.num_forward_returns)

@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from foci.compat.aten import LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD, TO_COPY, UNSAFE_VIEW, OpOverload
+from foci.compat.fx import tree_map
 from foci.graph.padding.strides import known
 from foci.graph.padding.tables import Fault, Role, Shape
 
@@ -48,21 +50,21 @@ VIEWS: Final = frozenset(
         aten.transpose.int,
         aten.unsqueeze.default,
         aten.view.default,
-        aten._unsafe_view.default,
+        UNSAFE_VIEW,
     }
 )
 """Operations that may leave a tensor where it lies."""
 
-_RESHAPES: Final = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+_RESHAPES: Final = frozenset({aten.reshape.default, aten.view.default, UNSAFE_VIEW})
 
 # Besides whatever is tagged pointwise: what a compiler writes as loops of its own, into any strides.
 _LOOPS: Final = frozenset(
     {
-        aten._log_softmax.default,
-        aten._log_softmax_backward_data.default,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
-        aten._to_copy.default,
+        LOG_SOFTMAX,
+        LOG_SOFTMAX_BACKWARD,
+        SOFTMAX,
+        SOFTMAX_BACKWARD,
+        TO_COPY,
         aten.amax.default,
         aten.amin.default,
         aten.clone.default,
@@ -148,7 +150,7 @@ class Product:
     def __str__(self) -> str:
         batch, m, n, k = (self.shape.batch, self.shape.m, self.shape.n, self.shape.k)
         front = [] if self.node.target in (aten.mm.default, aten.addmm.default) else [batch]
-        return f"{self.node.target._schema.name.split('::')[1]} {[*front, m, k]} @ {[*front, k, n]}"  # type: ignore[union-attr]
+        return f"{self.node.target.__name__.split('.')[0]} {[*front, m, k]} @ {[*front, k, n]}"  # type: ignore[union-attr]
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -194,7 +196,7 @@ def replayed(sizes: Sequence[int], strides: Sequence[int], chain: Sequence[fx.No
     for node in chain:
         target: Callable[..., Any] = aten.view.default if node.target in _RESHAPES else node.target  # type: ignore[assignment]
         arguments = fx.map_arg(node.args[1:], lambda arg: known(arg.meta["val"]))  # symbolic sizes are nodes
-        arguments = torch.utils._pytree.tree_map_only(torch.SymInt, known, arguments)
+        arguments = tree_map(lambda leaf: known(leaf) if isinstance(leaf, torch.SymInt) else leaf, arguments)
         try:
             value = target(value, *arguments, **node.kwargs)
         except RuntimeError:
@@ -211,7 +213,7 @@ def origin_of(node: fx.Node) -> Origin:
         return Origin.PRODUCT
     if node.target is aten.cat.default:
         return Origin.CAT
-    loop = node.target in _LOOPS or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
+    loop = node.target in _LOOPS or (isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags)
     return Origin.LOOP if loop else Origin.OTHER
 
 
