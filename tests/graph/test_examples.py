@@ -26,7 +26,7 @@ def padded(x):
 def test_a_symbolic_length_is_padded_beside_a_write_by_index():
     torch._dynamo.reset()
     compiled = torch.compile(padded, backend=Compiler(rest="eager"), dynamic=True)
-    for length in (20, 27):
+    for length in (20, 27, 35):
         x = torch.randn(2, 3, length, 16, requires_grad=True)
         with foci.observe() as log:
             out = compiled(x)
