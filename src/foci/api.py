@@ -127,7 +127,8 @@ def attention(
         return_aux: which auxiliary outputs to return besides.
 
     Returns:
-        [B, Hq, Sq, Dv] in the query's dtype; with `return_aux`, that and an `AuxOutput`.
+        [B, Hq, Sq, Dv] in the query's dtype; with `return_aux`, that and an `AuxOutput`. In memory it lies without gaps, as
+        [B, Sq, Hq, Dv] where the query's heads lie within its rows, else as [B, Hq, Sq, Dv].
 
     Raises:
         TypeError: for an argument of a wrong type or dtype, or a function that leaves the language.

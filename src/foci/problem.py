@@ -29,10 +29,15 @@ __all__ = [
     "empty_out",
     "gradient_strides",
     "is_aligned",
+    "lay_out",
     "record",
+    "result_strides",
 ]
 
 _NEWLINE: Final = " | "  # of a formula in one line; nothing in a formula's text has a bar
+_PROMISE: Final = "strides=query"
+"""What the operators promise of their outputs. Inductor keeps compiled code on disk by an operator's arguments and asserts the strides it
+saw when compiling: another promise must be another argument."""
 _Record = TypeVar("_Record")
 
 
@@ -112,7 +117,7 @@ class Formula:
     @functools.cached_property
     def line(self) -> str:
         """The text in one line, as an operator's argument: Inductor writes arguments into comments of its code."""
-        return self.text.replace("\n", _NEWLINE)
+        return f"{_PROMISE};{self.text}".replace("\n", _NEWLINE)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -156,10 +161,21 @@ def is_aligned(tensor: Tensor) -> bool:
     return last == 1 and x > 0 and y > 0 and z > 0 and (x | y | z) % unit == 0 and tensor.data_ptr() & 15 == 0
 
 
+def result_strides(shape: Sequence[int], strides: Sequence[int], width: int) -> tuple[int, ...]:
+    """Of the output of a query [B, H, S, D] with these strides whose values have `width` elements: without gaps, heads within rows or
+    rows within heads as in the query: torch's attention functions keep its order of dimensions too."""
+    return gradient_strides((*shape[:3], width), heads_in_rows=strides[1] < strides[2])
+
+
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
-    """An uninitialised result [B, Hq, Sq, Dv] laid out as [B, Sq, Hq, Dv], so that merging heads needs no copy."""
-    batch, heads, length, _ = query.shape
-    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    """An uninitialised result [B, Hq, Sq, Dv], laid out by `result_strides`."""
+    width = value.shape[-1]
+    return query.new_empty_strided((*query.shape[:3], width), result_strides(query.shape, query.stride(), width))
+
+
+def lay_out(out: Tensor, query: Tensor) -> Tensor:
+    """An output [B, Hq, Sq, Dv] that lies as `empty_out` does; differentiable."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if query.stride(1) < query.stride(2) else out.contiguous()
 
 
 @dataclass(frozen=True)
@@ -291,7 +307,7 @@ class Results:
     """What a kernel's forward returns. `acc` below is float32, or float64 for float64 inputs.
 
     Attributes:
-        out: [B, Hq, Sq, Dv] in the query's dtype, laid out in memory as [B, Sq, Hq, Dv].
+        out: [B, Hq, Sq, Dv] in the query's dtype, laid out in memory by `result_strides`.
         lse: [B, Hq, Sq] acc, natural logarithm, -inf for a row with nothing to attend to.
         row_max: [B, Hq, Sq] acc, largest score of the row, or None when not asked for.
         column_sums: [B, Hq, Skv] acc ([B, Hq, max_kv] paged), weights summed over queries, before dropout, or None.

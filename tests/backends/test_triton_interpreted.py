@@ -45,6 +45,7 @@ PARTS = {
         "triton and (blocks-all-where_turned or full_blocks-window-added or one_block-causal-captured or torch_blocks-by_head-everything)",
         4,
     ),
+    "layout": ("tests/api/test_result_layout.py", "triton", 4),
     "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
 }
 

@@ -23,7 +23,7 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Plan
 from foci.backends.sequences import is_empty, without_keys
 from foci.compat.aten import EFFICIENT_FORWARD, FLASH_BACKWARD, FLASH_CPU_BACKWARD, FLASH_CPU_FORWARD, FLASH_FORWARD, Absent
-from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out
+from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out, result_strides
 from foci.variant import PLAIN
 
 __all__ = ["BACKEND"]
@@ -251,8 +251,10 @@ class _Kernel:
         if is_empty(operands):  # torch's kernel for the CPU divides by zero
             return without_keys(operands, self.problem.formula.outputs)
         out, lse = self.op.forward(self._call(operands))
-        if not out.transpose(1, 2).is_contiguous():
-            out = empty_out(operands.query, operands.value).copy_(out)
+        query = operands.query
+        wanted = result_strides(query.shape, query.stride(), out.shape[3])
+        if any(n > 1 and a != b for n, a, b in zip(out.shape, out.stride(), wanted, strict=True)):
+            out = empty_out(query, operands.value).copy_(out)
         return Results(out, lse)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:

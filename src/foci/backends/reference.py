@@ -19,7 +19,7 @@ from foci.blocks import FULL, PARTIAL
 from foci.compat.torch import with_autograd
 from foci.dropout import keep
 from foci.ir.eager import Env, evaluate
-from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target, accumulation_dtype
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target, accumulation_dtype, lay_out
 
 __all__ = ["BACKEND", "attend", "formula"]
 
@@ -65,7 +65,7 @@ def attend(operands: Operands, formula: Formula, sequence: Sequence) -> Results:
     kept = _dropped(operands, weights, at) if formula.dropout else weights
     out = (kept @ value).to(query.dtype)
     return Results(
-        out=out.transpose(1, 2).contiguous().transpose(1, 2),
+        out=lay_out(out, query),
         lse=lse,
         row_max=row_max if outputs.row_max else None,
         column_sums=weights.sum(2) if outputs.column_sums else None,

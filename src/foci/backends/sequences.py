@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.ir.expr import LENGTHS
-from foci.problem import Formula, Layout, Operands, Outputs, Results, accumulation_dtype, empty_out
+from foci.problem import Formula, Layout, Operands, Outputs, Results, accumulation_dtype, empty_out, lay_out
 
 __all__ = [
     "Sequence",
@@ -182,7 +182,7 @@ def pack(operands: Operands, outputs: Outputs, parts: list[tuple[Sequence, Resul
         pieces = [(s.kv[0], r.column_sums) for s, r in parts if r.column_sums is not None]
         columns = _join(pieces, operands.key.shape[2], 0.0, nothing)
     return Results(
-        out=out.transpose(1, 2).contiguous().transpose(1, 2),
+        out=lay_out(out, operands.query),
         lse=rows([r.lse for _, r in parts], -torch.inf, nothing),
         row_max=rows([r.row_max for _, r in parts], -torch.inf, nothing) if outputs.row_max else None,
         column_sums=columns,

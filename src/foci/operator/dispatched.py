@@ -20,11 +20,11 @@ from foci.context import allowed_backends, is_tuning
 from foci.execution import Allowed, Needs, backward_again, backward_of, choose_kernel
 from foci.operator.arguments import NO_NEEDS, Flat, outputs_of, unflatten
 from foci.operator.eager import Outline, forward_now
-from foci.problem import Cotangents, Geometry, Results, gradient_strides
+from foci.problem import Cotangents, Geometry, Results, gradient_strides, result_strides
 
 __all__ = [
     "Known", "backward", "backward_known", "backward_rows", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_rows",
-    "gradients", "result_strides", "results",
+    "gradients", "results",
 ]  # fmt: skip
 
 _CAPACITY: Final = 1024
@@ -193,12 +193,6 @@ def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def result_strides(shape: Sequence[int], width: int) -> Strides:
-    """Of the output of a query [B, H, S, D] whose values have `width` elements: [B, S, H, Dv] in memory."""
-    _, h, s, _ = shape
-    return (s * h * width, width, h * width, 1)
-
-
 def _keep(signature: tuple[Any, ...], known: Known) -> Known:
     _known[signature] = known
     if len(_known) > _CAPACITY:
@@ -221,7 +215,7 @@ def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str, *, joined
 
 
 def _forward_strides(args: Sequence[Any]) -> list[Strides]:
-    return [result_strides(args[0].shape, args[2].shape[3])]
+    return [result_strides(args[0].shape, args[0].stride(), args[2].shape[3])]
 
 
 def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:

@@ -47,7 +47,7 @@ def _attention_fake(*args: Any) -> Flat:
         return query.new_empty(tuple(shape) if wanted else (0,), dtype=dtype if wanted else query.dtype)
 
     return (
-        query.new_empty_strided((*rows, width), dispatched.result_strides(query.shape, width)),
+        query.new_empty_strided((*rows, width), gradient_strides((*rows, width), heads_in_rows=_heads_lie_in_rows(query))),
         query.new_empty(tuple(rows), dtype=acc),
         maybe(asked.row_max, rows, acc),
         maybe(asked.column_sums, (query.shape[0], query.shape[1], kv_len), acc),

@@ -12,7 +12,7 @@ from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_ch
 from foci.backends.reference import attend
 from foci.backends.sequences import Sequence, narrow, pack, sequences
 from foci.ir.eager import Env, evaluate
-from foci.problem import Formula, Layout, Operands, Results
+from foci.problem import Formula, Layout, Operands, Results, lay_out
 
 __all__ = ["differentiable"]
 
@@ -51,7 +51,7 @@ def _attend_sequence(operands: Operands, formula: Formula, sequence: Sequence, c
     out, lse = join("out"), join("lse")
     assert out is not None
     assert lse is not None
-    out = out.to(operands.query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    out = lay_out(out.to(operands.query.dtype), operands.query)
     weights = join("weights")
     return Results(out, lse, join("row_max"), join("column_sums"), None if weights is None else weights.to(operands.query.dtype))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foci.backends.triton.counts import tokens_of
 from foci.backends.triton.recording import Recorder
-from foci.problem import Gradients, Operands, Problem, gradient_strides
+from foci.problem import Gradients, Operands, Problem, gradient_strides, result_strides
 
 __all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]
 
@@ -16,7 +16,8 @@ def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> 
     """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
     query, width = operands.query, problem.value_dim
     b, h, s = query.shape[0], query.shape[1], tokens_of(operands)[0]
-    out = recorder.empty((b, h, s, width), (s * h * width, width, h * width, 1), query.dtype, query)
+    shape = b, h, s, width
+    out = recorder.empty(shape, result_strides(shape, query.stride(), width), query.dtype, query)
     lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
     return out, lse, most[0] if most else None
 
