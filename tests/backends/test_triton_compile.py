@@ -9,6 +9,7 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.binding import bind
+from foci.compat.triton import COMPILE_OPTIONS
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -237,7 +238,7 @@ def test_the_backward_pass_is_foreseen_as_it_will_be(name, keyed, monkeypatch):
         own = [t for arg in args for t in (getattr(arg, "base", arg),) if isinstance(t, torch.Tensor)]
         assert all(t.is_meta or t.untyped_storage().data_ptr() in given for t in own)
         function.found = seen
-        function[(1,)](*args, **options)
+        function[(1,)](*args, **COMPILE_OPTIONS, **options)
         function.found = keyed
 
     monkeypatch.setattr(foresight, "is_new", lambda: True)

@@ -17,6 +17,7 @@ from foci import masks, scores
 from foci.backends.triton import known, recording, sparsity, surroundings, templates
 from foci.backends.triton.counts import Count
 from foci.binding import bind
+from foci.compat import cuda
 from foci.compat import triton as compat
 from foci.problem import Cotangents, Layout, Operands, Outputs
 
@@ -299,12 +300,12 @@ def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
 
 @pytest.mark.parametrize("stream, of_graphs", [(0, False), (5, False), (7, True)])
 def test_the_stream_of_inductors_graphs(monkeypatch, stream, of_graphs):
-    manager = types.SimpleNamespace(stream=types.SimpleNamespace(cuda_stream=7))
-    trees = types.SimpleNamespace(get_manager=lambda device, create_if_none_exists: manager)
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
-    assert surroundings._is_of_graphs(0, stream) == of_graphs
-    trees.get_manager = lambda device, create_if_none_exists: None
-    assert not surroundings._is_of_graphs(0, stream)
+    managers = [types.SimpleNamespace(stream=types.SimpleNamespace(cuda_stream=7))]
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", types.ModuleType("cudagraph_trees"))
+    monkeypatch.setattr(cuda, "_manager_of", lambda: lambda device, create_if_none_exists: managers[-1])
+    assert cuda.is_inductor_stream(0, stream) == of_graphs
+    managers.append(None)
+    assert not cuda.is_inductor_stream(0, stream)
 
 
 def test_gradients_of_parts_of_one_tensor_are_parts_of_one(logs):
