@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.triton import known, recording, sparsity, surroundings, templates
+from foci.backends.triton import known, recording, sparsity, templates
 from foci.backends.triton.counts import Count
 from foci.binding import bind
 from foci.compat import cuda
