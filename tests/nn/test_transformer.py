@@ -95,7 +95,9 @@ def test_padding_is_not_computed():
         module.register_forward_hook(lambda m, args, out, name=name: shapes.update({name: (args[0], out)}))
     out = ours(rand(B, S, E).requires_grad_(), src_key_padding_mask=hidden)
     out.sum().backward()
-    assert set(shapes) == {name for name, m in ours.named_modules() if not isinstance(m, torch.nn.ModuleList)}
+    # torch.nn.MultiheadAttention reads the parameters of its out_proj and does not call it
+    called = {name for name, m in ours.named_modules() if not isinstance(m, torch.nn.ModuleList) and not name.endswith("out_proj")}
+    assert set(shapes) == called
     for name, (given, result) in shapes.items():
         if name:
             result = result[0] if isinstance(result, tuple) else result
