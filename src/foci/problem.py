@@ -80,7 +80,8 @@ class Outputs:
     weights: bool = False
 
     def __post_init__(self) -> None:
-        for name, asked in vars(self).items():
+        for name in ("lse", "row_max", "column_sums", "weights"):  # Dynamo of torch 2.11 traces neither vars() nor dataclasses.fields()
+            asked = getattr(self, name)
             if not isinstance(asked, bool):
                 raise TypeError(f"{name} must be True or False; got {type(asked).__name__}")
 
