@@ -11,7 +11,7 @@ from fusing import B, D, Fusing, H, S, draw, fused, learned, plain, qkv, reasons
 from torch import nn
 
 import foci
-from foci.graph import fuse
+from foci.graph import Compiler, fuse
 
 
 # FUSE-03
@@ -375,6 +375,22 @@ def test_calls_of_flex_attention_are_lowered_with_their_gradients():
     torch.testing.assert_close(out, want)
     grads = (torch.autograd.grad(t.square().sum(), args) for t in (out, want))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+# FUSE-06, FLEX-06
+def test_block_masks_of_flex_attention_may_have_other_block_sizes():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    args, position = [t.float() for t in qkv()], torch.arange(S)
+    compiled = torch.compile(lambda blocks, *args: flex_attention(*args, block_mask=blocks), backend=Compiler(rest="eager"))
+    scores = args[0] @ args[1].mT / D**0.5
+    want = scores.masked_fill(position[:, None] < position, -torch.inf).softmax(-1) @ args[2]
+    with foci.observe() as log:
+        for size in (8, 16, 4, 32):
+            blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, S, S, device="cpu", BLOCK_SIZE=size)
+            torch.testing.assert_close(compiled(blocks, *args), want)
+    assert all(site.fused for site in log.fusions), [site.reason for site in log.fusions]
 
 
 # FUSE-06, FLEX-06

@@ -199,6 +199,7 @@ def _function(node: fx.Node, graph: Any, buffers: Any) -> Callable[..., Any]:
 
 
 def _block_size(parts: Sequence[Any]) -> tuple[int, int] | None:
-    """Queries and keys of a block mask's block; None where one block covers all."""
-    block_q, block_kv = number_of(parts[-3]), number_of(parts[-2])
+    """Queries and keys of a block mask's block; None where one block covers all. A formula holds them as numbers, so that one which
+    Dynamo made a symbol is guarded."""
+    block_q, block_kv = int(number_of(parts[-3])), int(number_of(parts[-2]))
     return None if min(block_q, block_kv) >= _NO_LIMIT else (block_q, block_kv)
