@@ -1,6 +1,8 @@
 """Names of dependencies that are not public stand in foci.compat alone, and each is looked up with what foci does without it."""
 
 import ast
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -132,3 +134,13 @@ def test_a_name_taken_away_by_the_environment_gives_no_warning(monkeypatch):
     monkeypatch.setattr(lookup, "_patterns", ["torch.nn.Lin*"])
     assert lookup.find("torch.nn.Linear", 1, without="does nothing") == 1
     assert lookup.find("torch.nn.Bilinear", 1, without="does nothing") != 1
+
+
+# NOW-01
+@pytest.mark.parametrize(
+    "module", ["foci", "foci.nn", "foci.graph", "foci.torch_compile", "foci.integrations.patch", "foci.cli.app", "foci.distributed"]
+)
+def test_importing_warns_of_nothing(module):
+    code = f"import torch, warnings; warnings.simplefilter('error', UserWarning); import {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,12 +16,18 @@ __all__ = [
     "Allocator", "allocator_on", "copy_all", "current_device", "is_capturing", "is_inductor_stream", "raw_stream", "unowned",
 ]  # fmt: skip
 
-current_device: Final[Callable[[], int]] = find(
+
+def _find_if_built(path: str, fallback: Any, *, without: str) -> Any:
+    """`find`, in a torch that is built with CUDA. Other builds lack these names, and nothing asks for them there."""
+    return find(path, fallback, without=without) if torch.backends.cuda.is_built() else fallback
+
+
+current_device: Final[Callable[[], int]] = _find_if_built(
     "torch._C._cuda_getDevice", torch.cuda.current_device, without="asks torch.cuda.current_device, which is slower"
 )
 """The number of the current device, in a process that has used CUDA."""
 
-is_capturing: Final[Callable[[], bool]] = find(
+is_capturing: Final[Callable[[], bool]] = _find_if_built(
     "torch._C._cuda_isCurrentStreamCapturing",
     torch.cuda.is_current_stream_capturing,
     without="asks torch.cuda.is_current_stream_capturing, which is slower",
@@ -33,7 +39,7 @@ def _public_raw_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-raw_stream: Final[Callable[[int], int]] = find(
+raw_stream: Final[Callable[[int], int]] = _find_if_built(
     "torch._C._cuda_getCurrentRawStream", _public_raw_stream, without="asks torch.cuda.current_stream, which is slower"
 )
 """The handle of a device's current stream."""
