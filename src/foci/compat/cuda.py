@@ -19,7 +19,8 @@ __all__ = [
 
 def _find_if_built(path: str, fallback: Any, *, without: str) -> Any:
     """`find`, in a torch that is built with CUDA. Other builds lack these names, and nothing asks for them there."""
-    return find(path, fallback, without=without) if torch.backends.cuda.is_built() else fallback
+    is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return find(path, fallback, without=without) if is_built else fallback
 
 
 current_device: Final[Callable[[], int]] = _find_if_built(
