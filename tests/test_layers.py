@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. Units in one row stand side by side and may not import each other.
 LAYERS = (
-    ("foci.compat", "foci.errors"),
+    ("foci.cache_check", "foci.compat", "foci.errors"),
     ("foci.ir",),
     ("foci.variant",),
     ("foci.binding",),

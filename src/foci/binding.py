@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from foci import cache_check
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.lift import lift_constants
@@ -106,7 +107,10 @@ def _remembered(
     if found is not None:
         traces[numbers] = found  # the newest; another thread may have dropped it meanwhile
         b = found.bound
-        return Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
+        known = Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
+        if cache_check.ENABLED:
+            cache_check.compare("the cache of traced functions", vars(known), vars(_traced(score, mask, device, has_blocks=has_blocks)[0]))
+        return known
     bound, varies = _traced(score, mask, device, has_blocks=has_blocks)
     spots = {id(t): n for n, t in enumerate(tensors)}
     if not varies and all(id(t) in spots for t in bound.captures):

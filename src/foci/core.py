@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci import cache_check
 from foci.compat.torch import is_cudnn_sdp_enabled, is_flash_sdp_enabled, is_math_sdp_enabled, is_mem_efficient_sdp_enabled
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
 from foci.operator import Optional, Outline, as_batch, attend, attend_outlined, packed_rows
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
-from foci.problem import Results
-from foci.recall import find_site, remember
+from foci.problem import Formula, Operands, Results
+from foci.recall import compare_with_prepared, find_site, remember
 
 __all__ = ["Check", "Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
 
@@ -32,6 +33,9 @@ def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, a
         return attend(formula, operands, allowed)
     found = site.recalled(extras)
     if found is not None:
+        if cache_check.ENABLED:
+            formula, operands = _prepared_again(tensors, score, mask, extras)
+            compare_with_prepared(found, site, formula, operands, allowed)
         return attend_outlined(*found)
     formula, operands = prepare(tensors, score, mask, extras)
     return attend_outlined(*remember(site, tensors, formula, operands, allowed))
@@ -58,7 +62,11 @@ def packed_call(
     """
     site = find_site(tensors, score, mask, extras, allowed, learns=learns)
     found = None if site is None else site.recalled(extras)
-    if found is not None:
+    if site is not None and found is not None:
+        if cache_check.ENABLED:
+            with torch.no_grad():
+                formula, operands = _prepared_again(_batches(tensors), score, mask, extras)
+            compare_with_prepared(found, site, formula, operands, allowed, packed=True, learns=learns)
         return found
     if check is not None:
         check(tensors, extras)
@@ -68,6 +76,13 @@ def packed_call(
         batches = _batches(tensors)
     formula, operands = prepare(batches, score, mask, extras)
     return remember(site, batches, formula, operands, allowed, packed=True, learns=learns)
+
+
+def _prepared_again(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> tuple[Formula, Operands]:
+    """`prepare` without moving the generator that dropout draws its seed from."""
+    device = tensors[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return prepare(tensors, score, mask, extras)
 
 
 def _batches(tensors: Tensors) -> Tensors:

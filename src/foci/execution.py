@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from foci import backends
+from foci import backends, cache_check
 from foci.backends.contract import (
     Backend,
     Binding,
@@ -118,6 +118,12 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         repeating, binding = kernel if isinstance(kernel, Repeating) else None, kernel if isinstance(kernel, Binding) else None
         found = _decisions[signature] = decision, kernel, repeating, binding
         _trim(_decisions)
+    elif cache_check.ENABLED:
+        cached, rebuilt = (
+            {"problem": d.problem, "target": d.target, "verdicts": d.verdicts}
+            for d in (found[0], decide(formula, operands, needs, allowed))
+        )
+        cache_check.compare("the cache of decisions", cached, rebuilt)
     return found
 
 

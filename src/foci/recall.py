@@ -13,17 +13,17 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from foci import backends
+from foci import backends, cache_check
 from foci.binding import is_kept
 from foci.compat.torch import is_any_autocast_enabled, is_forward_ad_open
 from foci.context import is_tuning
-from foci.execution import Allowed, choose_kernel
+from foci.execution import Allowed, Needs, choose_kernel
 from foci.ir.memo import Fingerprint, fingerprint, shared
 from foci.operator import NOTHING, Optional, Outline, is_plain_eager, needs_of, optional_of, outline_of
 from foci.prepare import Extras, draw_seed
 from foci.problem import Formula, Geometry, Operands
 
-__all__ = ["Known", "Site", "find_site", "remember"]
+__all__ = ["Known", "Site", "compare_with_prepared", "find_site", "remember"]
 
 _CAPACITY: Final = 512
 _REAL: Final = (float, int)
@@ -162,8 +162,7 @@ def remember(
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    needs = (True, True, True, (False,) * len(operands.captures)) if learns else needs_of((*site.tensors, *operands.captures))
-    chosen = choose_kernel(formula, operands, needs, allowed)
+    chosen = choose_kernel(formula, operands, _needs(site, operands, learns=learns), allowed)
     spots = {id(t): n for n, t in enumerate(site.closed)}
     as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
     stays = as_given and is_kept(*site.functions, operands.query.device) and all(id(t) in spots for t in operands.captures)
@@ -174,3 +173,31 @@ def remember(
             _known.popitem(last=False)
     tensors = site.tensors if packed else (operands.query, operands.key, operands.value)
     return outline, (*tensors, *operands.captures), optional_of(operands)
+
+
+def compare_with_prepared(
+    found: tuple[Outline, tuple[Tensor, ...], Optional],
+    site: Site,
+    formula: Formula,
+    operands: Operands,
+    allowed: Allowed,
+    *,
+    packed: bool = False,
+    learns: bool = False,
+) -> None:
+    """Compare a recalled call with the same call prepared and planned anew.
+
+    Raises:
+        StaleCacheError: if they differ.
+    """
+    chosen = choose_kernel(formula, operands, _needs(site, operands, learns=learns), allowed)
+    rebuilt = outline_of(chosen, operands, packed=packed)
+    tensors = site.tensors if packed else (operands.query, operands.key, operands.value)
+    outline, cached_tensors, cached_optional = found
+    cached = {**outline.comparable(), "tensors": cached_tensors, "optional": cached_optional[1:]}  # each call draws a seed of its own
+    again = {**rebuilt.comparable(), "tensors": (*tensors, *operands.captures), "optional": optional_of(operands)[1:]}
+    cache_check.compare("the cache of prepared calls", cached, again)
+
+
+def _needs(site: Site, operands: Operands, *, learns: bool) -> Needs:
+    return (True, True, True, (False,) * len(operands.captures)) if learns else needs_of((*site.tensors, *operands.captures))

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from foci import backends
+from foci import backends, cache_check
 from foci.backends.contract import Fixed
 from foci.context import allowed_backends, is_tuning, observers
 from foci.operator import dispatched
@@ -61,6 +61,8 @@ class _Place:
         aligned, last = (not address & 15, not others & 15), self._last
         if last is None or last.around != around or last.aligned != aligned:
             last = self._last = _Last(around, aligned, find(args))  # at once: backward passes run in threads of their own
+        elif cache_check.ENABLED:
+            dispatched.compare(last.known, find(args))
         return last.known
 
     def _fix(self, known: Known, around: Any, make: Callable[[], Fixed | None]) -> None:
@@ -88,6 +90,9 @@ class Forward(_Place):
         if last is not None and last.run is not None and last.around == around and not observers():
             made = last.run((*args[:3], *args[3], args[4]))
             if made is not None:
+                if cache_check.ENABLED:
+                    anew = dispatched.forward(dispatched.forward_known(args), args)
+                    cache_check.compare_tensors("the launch of a compiled forward", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
                 return (*made, *_NONE[len(made) :])
         known = self._known(dispatched.forward_known, args, args[:4], around)
         found = dispatched.forward(known, args)
@@ -108,6 +113,9 @@ class Backward(_Place):
         if last is not None and last.run is not None and last.around == around and not observers():
             made = last.run(_places(args))
             if made is not None:
+                if cache_check.ENABLED:
+                    anew = dispatched.backward(dispatched.backward_known(args), args)
+                    cache_check.compare_tensors("the launch of a compiled backward", made, anew)
                 return made
         known = self._known(dispatched.backward_known, args, args[7:11], around)
         found = dispatched.backward(known, args)
@@ -125,6 +133,9 @@ class BackwardRows(_Place):
         if last is not None and last.run is not None and last.around == around and not observers():
             made = last.run(_places(args))
             if made is not None:
+                if cache_check.ENABLED:
+                    anew = dispatched.backward_rows(dispatched.backward_known(args, joined=True), args)
+                    cache_check.compare_tensors("the launch of a compiled backward", made[0], anew)
                 return made[0]
         known = self._known(functools.partial(dispatched.backward_known, joined=True), args, args[7:11], around)
         found = dispatched.backward_rows(known, args)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from foci import backends
+from foci import backends, cache_check
 from foci.backends.contract import Fixed, Given
 from foci.context import allowed_backends, is_tuning
 from foci.execution import Allowed, Needs, backward_again, backward_of, choose_kernel
@@ -23,8 +23,8 @@ from foci.operator.eager import Outline, forward_now
 from foci.problem import Cotangents, Geometry, Results, gradient_strides, result_strides
 
 __all__ = [
-    "Known", "backward", "backward_known", "backward_rows", "fix_backward", "fix_forward", "forward", "forward_known", "gradient_rows",
-    "gradients", "results",
+    "Known", "backward", "backward_known", "backward_rows", "compare", "fix_backward", "fix_forward", "forward", "forward_known",
+    "gradient_rows", "gradients", "results",
 ]  # fmt: skip
 
 _CAPACITY: Final = 1024
@@ -80,7 +80,12 @@ def forward_known(args: Sequence[Any]) -> Known:
     # What nobody restricted while the graph was made, `use` around its run may.
     allowed = allowed_backends() if args[-1] == "*" else _names(args[-1])
     signature = _signature(args, allowed)
-    return _known.get(signature) or _keep(signature, _forward_known(args, allowed))
+    known = _known.get(signature)
+    if known is None:
+        return _keep(signature, _forward_known(args, allowed))
+    if cache_check.ENABLED:
+        compare(known, _forward_known(args, allowed))
+    return known
 
 
 def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
@@ -92,7 +97,12 @@ def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
     needs, *operands = args[6:]
     allowed = None if operands[-1] == "*" else _names(operands[-1])
     signature = (needs, joined, *_signature(operands, allowed))
-    return _known.get(signature) or _keep(signature, _backward_known(operands, allowed, needs, joined=joined))
+    known = _known.get(signature)
+    if known is None:
+        return _keep(signature, _backward_known(operands, allowed, needs, joined=joined))
+    if cache_check.ENABLED:
+        compare(known, _backward_known(operands, allowed, needs, joined=joined))
+    return known
 
 
 def forward(known: Known, args: tuple[Any, ...]) -> Results:
@@ -198,6 +208,15 @@ def _keep(signature: tuple[Any, ...], known: Known) -> Known:
     if len(_known) > _CAPACITY:
         _known.popitem(last=False)
     return known
+
+
+def compare(cached: Known, rebuilt: Known) -> None:
+    """Compare what is known of a call with the same, built anew.
+
+    Raises:
+        StaleCacheError: if they differ.
+    """
+    cache_check.compare("the cache of operator calls", *({**k.outline.comparable(), "strides": k.strides} for k in (cached, rebuilt)))
 
 
 def _forward_known(args: Sequence[Any], allowed: Allowed) -> Known:

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from foci import cache_check
 from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
 from foci.compat.torch import is_legacy_batched
 from foci.execution import Chosen, Needs, backward_again, backward_of, forward_again, forward_of
@@ -57,6 +58,15 @@ class Outline(NamedTuple):
     geometry: Geometry | None
     learns: bool
 
+    def comparable(self) -> dict[str, Any]:
+        """The fields that two outlines of one call have equal, for `foci.cache_check`."""
+        fields = self._asdict()
+        chosen: Chosen = fields.pop("chosen")
+        del fields["geometry"]
+        plan = chosen.decision.plan
+        text = None if plan is None else plan.text
+        return {**fields, "formula": chosen.formula, "needs": chosen.needs, "allowed": chosen.allowed, "plan": text}
+
     def operands(self, tensors: Sequence[Tensor], optional: Optional) -> Operands:
         """Of query, key, value and captured tensors."""
         query, key, value, *captures = tensors
@@ -79,7 +89,14 @@ def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional)
         others = optional[:1] if optional[6] is None else (optional[0], *optional[5:])
         made = forward_again(outline.chosen, geometry, (*tensors, *others), _offsets(optional))
         if made is not None:
+            if cache_check.ENABLED:
+                anew = _forward_anew(outline._replace(geometry=None), tensors, optional)
+                cache_check.compare_tensors("the replay of a forward pass", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
             return Results(*made)
+    return _forward_anew(outline, tensors, optional)
+
+
+def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
     r = forward_of(outline.chosen, outline.operands(tensors, optional))
     return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
 
@@ -162,6 +179,9 @@ def backward_now(
     if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
         made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
         if made is not None:
+            if cache_check.ENABLED:
+                anew = backward_now(outline._replace(geometry=None), tensors, optional, found, grads)
+                cache_check.compare_tensors("the replay of a backward pass", made, anew)
             return made
     results = Results(out, lse)
     if outline.packed:
