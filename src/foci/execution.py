@@ -119,11 +119,9 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         found = _decisions[signature] = decision, kernel, repeating, binding
         _trim(_decisions)
     elif cache_check.ENABLED:
-        cached, rebuilt = (
-            {"problem": d.problem, "target": d.target, "verdicts": d.verdicts}
-            for d in (found[0], decide(formula, operands, needs, allowed))
-        )
-        cache_check.compare("the cache of decisions", cached, rebuilt)
+        # the planner is a pure function of these two and of what the key holds as it is
+        rebuilt = {"problem": _problem_of(formula, operands, needs), "target": target_of(operands.query.device)}
+        cache_check.compare("the cache of decisions", vars(found[0]), rebuilt)
     return found
 
 
