@@ -8,6 +8,7 @@ from spelling_harness import DIM, qkv
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import foci
+from foci import cache_check
 from foci.graph import inductor_pass
 from foci.operator import dispatched
 from foci.operator.direct import Forward
@@ -89,6 +90,7 @@ def test_results_and_gradients(function, dynamic):
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.skipif(cache_check.ENABLED, reason="counts work that FOCI_CHECK_CACHE=1 repeats")
 def test_a_place_is_planned_once(planned):
     q, k, v = tensors(learn=True)
     model = foci.compile(attend)
