@@ -117,9 +117,11 @@ def mask_function(point: Any, inputs: Captured, numbers: Numbers, lengths: tuple
 
 
 def made_outside(point: Any, turn: Turn) -> dict[str, Any]:
-    """Masks that are made before the call: a bool tensor or a block mask."""
+    """Masks that are made before the call: a bool tensor, a block mask, or torch's CausalBias, which Dynamo does not construct."""
     batch, heads, q_len, kv_len = len(turn.lengths), point.heads[0], turn.numbers.max_q, turn.numbers.max_kv
     reads = MASKS[point.mask].reads
+    if point.name in ("patched sdpa", "graph sdpa") and point.form == "named" and MASKS[point.mask].is_causal == "lower right":
+        return {"mask": torch_bias.causal_lower_right(q_len, kv_len)}
     if point.form == "tensor" and MASKS[point.mask].added is None:
         h, i, j = (torch.arange(n, device=DEVICE) for n in (heads, q_len, kv_len))
         of_each = [
@@ -197,11 +199,7 @@ def _sdpa(point: Any) -> Call:
             return foci.scaled_dot_product_attention(q, k, v, mask, **options)
         if point.form == "named" and is_causal == "upper left":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-        if point.form == "named":
-            lengths = (numbers.max_q, numbers.max_kv) if point.layout == "nested" else (q.shape[-2], k.shape[-2])
-            mask = torch_bias.causal_lower_right(*lengths)
-        else:
-            mask = inputs[added] if added else mask_argument(point, inputs, numbers)
+        mask = inputs["mask"] if point.form == "named" else inputs[added] if added else mask_argument(point, inputs, numbers)
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
     return call
