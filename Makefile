@@ -8,9 +8,10 @@ TORCH := $(shell grep ^torch== constraints.txt)
 JOBS ?= 2
 SAMPLE ?= --sample=4 --draw=$(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 NEWEST := 3.9.0
+RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv resolve demo test test-all newest docs lint format bench changelog clean
+.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs lint format bench changelog clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
@@ -48,6 +49,15 @@ newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind, co
 	rm -rf .newest
 	$(BIN)/python -m pip install --quiet --no-deps --target .newest triton==$(NEWEST)
 
+matrix: ## the contract tests on every release of torch, or on RELEASES="2.11.0 newest", each in its environment below .matrix/
+	$(PYTHON) tests/matrix.py --releases "$(RELEASES)" -n $(JOBS) $(SAMPLE) $(ARGS)
+
+matrix-quick: ## the same for the tests that a new release breaks first
+	$(PYTHON) tests/matrix.py --only quick --releases "$(RELEASES)" -n $(JOBS) $(SAMPLE) $(ARGS)
+
+matrix-install: ## the environments alone
+	$(PYTHON) tests/matrix.py --only install --releases "$(RELEASES)"
+
 docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
 
@@ -66,6 +76,6 @@ bench: $(STAMP) ## the benchmarks, on an idle machine
 changelog: $(STAMP) ## what the next release's entry would say
 	$(BIN)/towncrier build --draft
 
-clean: ## caches and results, not the environment
+clean: ## caches and results, not the environments
 	rm -rf build dist demo-output .newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
