@@ -17,6 +17,7 @@ import foci
 from foci.cli.app import app
 from foci.cli.explanation import verdicts_table
 from foci.cli.language import Unknown, read_mask, read_score
+from foci.compat import lookup, releases
 from foci.example import Sizes
 
 SIZES = Sizes(Sq=48, Skv=48)
@@ -51,6 +52,58 @@ def test_env_names_versions_and_every_backend():
     assert torch.__version__ in done.output
     for name in foci.backends.names():
         assert re.search(rf"\b{name}\b", done.output), name
+
+
+# NOW-01
+@pytest.mark.parametrize(
+    ("package", "version", "beside", "verdict"),
+    [
+        ("torch", "2.13.0+cpu", "2.13.0+cpu", "tested"),
+        ("torch", "2.12.7", "2.12.7", "tested"),
+        ("torch", "2.16.0.dev20270101", "2.16.0", "not tested: 2.11.0 to 2.15.0 were"),
+        ("triton", "3.8.1", "2.14.0", "tested"),
+        ("triton", "3.6.0", "2.13.0", "not tested with torch 2.13.0: 3.7.1 was"),
+        ("triton", "4.0.0", "2.15.0", "not tested: 3.6.0 to 3.9.0 were"),
+        ("python", "3.14.1", "2.15.0", "tested"),
+        ("python", "3.10.2", "2.15.0", "not tested: 3.11 to 3.14 were"),
+    ],
+)
+def test_env_says_which_versions_were_tested(package, version, beside, verdict):
+    assert releases.describe_release(package, version, beside) == verdict
+
+
+# NOW-01
+def test_env_marks_each_version_of_this_machine(monkeypatch):
+    tested = [line for line in run("env").output.splitlines() if "│ torch " in line or "│ python " in line]
+    assert len(tested) == 2 and all(" tested " in line for line in tested)
+    monkeypatch.setattr(torch, "__version__", "3.1.0")
+    assert "not tested: 2.11.0 to 2.15.0 were" in flat(run("env").output)
+
+
+def test_env_says_what_else_was_tested():
+    assert releases.describe_system("Linux", "x86_64") == "tested"
+    assert releases.describe_system("Windows", "AMD64") == "not tested: Linux on x86_64 was"
+    assert releases.describe_capability((9, 0)) == "tested"
+    assert releases.describe_capability((12, 0)) == "not tested: sm_90 was"
+    assert releases.describe_gxx("12.2.0") == "supported"
+    assert releases.describe_gxx("11.4.0") == releases.describe_gxx("") == "g++ 12 or later is needed"
+
+
+# NOW-03
+def test_env_lists_missing_private_names(monkeypatch):
+    name = lookup.PrivateName("torch._gone", lookup.SEEN, "asks by public means", False)
+    monkeypatch.setitem(lookup._names, name.path, name)
+    assert "torch._gone is missing: foci asks by public means" in flat(run("env").output)
+
+
+# NOW-01
+def test_the_readme_has_the_table_of_releases():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [f"| {each.torch} | {each.triton} |" for each in releases.RELEASES]
+    assert "\n".join(["| torch | Triton |", "|---|---|", *rows, ""]) in text
+    supported = f"Python {releases.PYTHONS[0]} to {releases.PYTHONS[-1]}"
+    assert supported in text and supported in (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert text.count(f"g++ {releases.OLDEST_GXX} or later") == 1
 
 
 # -- foci explain

@@ -219,12 +219,14 @@ def tune(
 
 @app.command()
 def env() -> None:
-    """Versions, devices, compilers, and which backends this machine can use, with the reasons."""
-    from foci.cli.environment import backends_table, facts_table
+    """Versions, devices and compilers, whether each was tested, and which backends this machine can use, with the reasons."""
+    from foci.cli.environment import backends_table, facts_table, missing_names
 
     console = Console()
     console.print(facts_table())
     console.print(backends_table())
+    for line in missing_names():
+        console.print(f"[yellow]{line}[/]", highlight=False)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -14,46 +17,75 @@ from rich.table import Table
 from foci import backends
 from foci.backends.contract import Informed
 from foci.cli.explanation import Question, explanation_of, verdicts_table
+from foci.compat import releases
+from foci.compat.lookup import NAMES
 
-__all__ = ["backends_table", "facts_table"]
+__all__ = ["backends_table", "facts_table", "missing_names"]
 
 _PACKAGES = ("foci", "torch", "triton", "numpy", "transformers", "matplotlib")
 
 
+class Fact(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    value: str
+    tested: str = ""
+    """Whether the tests ran with this, by `foci.compat.releases`; empty where foci does not depend on it."""
+
+
 def facts_table() -> Table:
-    """Versions, devices, threads and compilers."""
-    table = Table(show_header=False)
-    for name, value in (*_versions(), *_machine(), *_of_backends()):
-        table.add_row(name, value)
+    """Versions, devices, threads and compilers, and whether each is one that was tested."""
+    table = Table("", "here", "tested?")
+    for fact in (*_versions(), *_machine(), *_of_backends()):
+        is_fine = fact.tested in (releases.TESTED, "supported")
+        table.add_row(fact.name, fact.value, f"[{'green' if is_fine else 'yellow'}]{fact.tested}[/]" if fact.tested else "")
     return table
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
+def missing_names() -> list[str]:
+    """A line for each private name of a dependency that the installed releases lack: what foci does without it."""
+    _import_names()
+    return [f"{name.path} is missing: foci {name.without}" for name in NAMES.values() if not name.is_found]
+
+
+def _import_names() -> None:
+    """Loads what looks up private names when it is imported."""
+    for module in ("foci.graph", "foci.nn", "foci.torch_compile", "foci.integrations.patch"):
+        importlib.import_module(module)
+
+
+def _versions() -> Iterator[Fact]:
+    yield Fact("python", platform.python_version(), releases.describe_release("python", platform.python_version(), torch.__version__))
     for name in _PACKAGES:
         try:
             # torch's own word has the build behind the version
-            yield name, torch.__version__ if name == "torch" else importlib.metadata.version(name)
+            version = torch.__version__ if name == "torch" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed"
+            yield Fact(name, "not installed", "no GPU kernels without it: pip install 'foci[gpu]'" if name == "triton" else "")
+        else:
+            is_tested = name in ("torch", "triton")
+            yield Fact(name, version, releases.describe_release(name, version, torch.__version__) if is_tested else "")
 
 
-def _machine() -> Iterator[tuple[str, str]]:
-    yield "system", platform.platform()
-    yield "processor", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores"
-    yield "threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})"
+def _machine() -> Iterator[Fact]:
+    yield Fact("system", platform.platform(), releases.describe_system(platform.system(), platform.machine()))
+    yield Fact("processor", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores")
+    yield Fact("threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})")
     if not torch.cuda.is_available():
-        yield "cuda", "no device" if torch.version.cuda else "not in this build of torch"
+        yield Fact("cuda", "no device" if torch.version.cuda else "not in this build of torch")
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        yield f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, CUDA {torch.version.cuda}"
+        capability = torch.cuda.get_device_capability(index)
+        value = f"{torch.cuda.get_device_name(index)}, sm_{capability[0]}{capability[1]}, CUDA {torch.version.cuda}"
+        yield Fact(f"cuda:{index}", value, releases.describe_capability(capability))
 
 
-def _of_backends() -> Iterator[tuple[str, str]]:
+def _of_backends() -> Iterator[Fact]:
     for name in backends.names():
         backend = backends.load(name)
-        if isinstance(backend, Informed):
-            yield from ((f"{name} backend, {fact}", value) for fact, value in backend.facts().items())
+        for fact, value in backend.facts().items() if isinstance(backend, Informed) else ():
+            version = re.search(r"\((\d+\.[^)]*)\)$", value)
+            yield Fact(f"{name} backend, {fact}", value, releases.describe_gxx(version[1] if version else "") if fact == "compiler" else "")
 
 
 # A problem that every backend knows: what a backend declines here, it declines because of the machine.

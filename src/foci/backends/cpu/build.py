@@ -29,6 +29,7 @@ from typing import Final
 
 from foci.backends import disk
 from foci.backends.contract import Unbuildable
+from foci.compat.releases import OLDEST_GXX
 
 __all__ = ["CompileError", "Toolchain", "cache_directory", "flags", "has_libraries", "is_kept", "load", "obstacle", "toolchain"]
 
@@ -39,7 +40,6 @@ _FLAGS: Final = (
     # a quarter of the time to compile, and nothing that the kernels gain from
     "-fno-tree-vrp", "-fno-tree-pre", "-fno-tree-slp-vectorize", "-fno-ipa-cp", "-fno-ipa-icf",
 )  # fmt: skip
-_OLDEST: Final = 12
 _CHECKSUM: Final = 32  # bytes of SHA-256 at the end of a library
 _HEX_DIGITS: Final = 64  # of SHA-256
 _TIMEOUT: Final = 300.0
@@ -101,7 +101,7 @@ def toolchain() -> Toolchain | str:
 def _probe(command: tuple[str, ...], options: tuple[str, ...]) -> Toolchain | str:
     path = shutil.which(command[0])
     if path is None:
-        return f"no C++ compiler: {command[0]} was not found; install g++ {_OLDEST} or later, or name one in FOCI_CXX"
+        return f"no C++ compiler: {command[0]} was not found; install g++ {OLDEST_GXX} or later, or name one in FOCI_CXX"
     remembered = _remembered_probe(command, options)
     content = None if remembered is None else disk.read_private(remembered)
     lines = [] if content is None else content.decode(errors="replace").splitlines()
@@ -130,8 +130,8 @@ def _ask(path: str, command: tuple[str, ...], options: tuple[str, ...]) -> Toolc
         return f"the C++ compiler {path} does not take the flags {' '.join(options)}: {ran.stderr.strip()[:300]}"
     macros = dict(line.removeprefix("#define ").partition(" ")[::2] for line in ran.stdout.splitlines())
     version, major = macros.get("__VERSION__", "unknown").strip('"'), macros.get("__GNUC__", "")
-    if "__clang__" in macros or not major.isdecimal() or int(major) < _OLDEST:
-        return f"the C++ compiler {path} is {version}; the CPU backend needs g++ {_OLDEST} or later (name one in FOCI_CXX)"
+    if "__clang__" in macros or not major.isdecimal() or int(major) < OLDEST_GXX:
+        return f"the C++ compiler {path} is {version}; the CPU backend needs g++ {OLDEST_GXX} or later (name one in FOCI_CXX)"
     return Toolchain(path, version, hashlib.sha256(ran.stdout.encode()).hexdigest())
 
 
