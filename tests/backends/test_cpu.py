@@ -329,6 +329,24 @@ def test_any_head_dim(D, dtype):
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
 
 
+# SDPA-10
+@pytest.mark.parametrize("D", [1, 16, 24, 48, 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_read_to_their_last_column_alone(D, dtype):
+    """The elements beside a row are NaN, and so would be whatever used them."""
+    wide = torch.full((3, 1, 2, 45, 96), torch.nan, dtype=dtype)
+    wide[..., :D] = torch.randn(3, 1, 2, 45, D)
+    rows = [t.requires_grad_() for t in wide[..., :D].unbind(0)]
+    out = attention(*rows)
+    got = (out, *torch.autograd.grad(out, rows, torch.ones_like(out)))
+    q, k, v = (t.detach().double().requires_grad_() for t in rows)
+    exact_out = torch.softmax(q @ k.mT / math.sqrt(D), -1) @ v
+    expected = (exact_out, *torch.autograd.grad(exact_out, (q, k, v), torch.ones_like(exact_out)))
+    tolerance = 5e-6 if dtype is torch.float32 else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+
 def test_captured_tensors_of_every_dtype_and_stride():
     q, k, v = qkv(2, 2, 100, 16)
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):

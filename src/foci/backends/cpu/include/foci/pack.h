@@ -11,9 +11,26 @@ template <class T> FOCI_INLINE vf load_words(Single, const T* row, int at) { ret
 template <class T> FOCI_INLINE vu load_words(Pair, const T* row, int at) { return load<vu>(row + 2 * at); }
 #endif
 
+// The first `bytes` at an address (fewer than a vector has), zeros after them. A masked load reads no byte beyond.
+#if defined(FOCI_AVX512)
+template <class V> FOCI_INLINE V load_first(const void* at, int bytes) {
+  V v;  // the operand is the whole vector's memory, so that earlier stores there come first
+  asm("kmovq %2, %%k1\n\tvmovdqu8 %1, %0%{%%k1%}%{z%}" : "=v"(v) : "m"(*(const char(*)[sizeof(V)])at), "r"((1ull << bytes) - 1) : "k1");
+  return v;
+}
+FOCI_INLINE vf widen_first(const float* at, int count) { return load_first<vf>(at, 4 * count); }
+template <class T> FOCI_INLINE vf widen_first(const T* at, int count) {
+  const vs words = load_first<vs>(at, 2 * count);
+  return widen((const T*)&words);
+}
+#endif
+
 // The same for any row, zero beyond `columns`.
 template <class T> FOCI_INLINE vf row_words(Single, const T* row, int64_t stride, int at, int columns) {
   if (whole_words<Single>(stride, at, columns)) return load_words(Single(), row, at);
+#ifdef FOCI_AVX512
+  if (stride == 1 && at < columns) return widen_first(row + at, columns - at);
+#endif
   vf x{};
   for (int i = 0; i < WIDTH && at + i < columns; ++i) x[i] = widen(row[(at + i) * stride]);
   return x;
@@ -21,6 +38,9 @@ template <class T> FOCI_INLINE vf row_words(Single, const T* row, int64_t stride
 #ifdef FOCI_PAIRS
 template <class T> FOCI_INLINE vu row_words(Pair, const T* row, int64_t stride, int at, int columns) {
   if (whole_words<Pair>(stride, at, columns)) return load_words(Pair(), row, at);
+#ifdef FOCI_AVX512
+  if (stride == 1 && 2 * at < columns) return load_first<vu>(row + 2 * at, 2 * (columns - 2 * at));
+#endif
   vu x{};
   for (int i = 0; i < 2 * WIDTH && 2 * at + i < columns; ++i) x[i / 2] |= (uint32_t)row[(2 * at + i) * stride].bits << 16 * (i & 1);
   return x;
@@ -81,6 +101,9 @@ template <class T> FOCI_INLINE vu stacked_words(Single, const T* from, int64_t r
 // 16 of the row's bfloat16 numbers, each in a word.
 template <class T> FOCI_INLINE vu spread(const T* row, int64_t stride, int at, int columns) {
   if (stride == 1 && at + WIDTH <= columns) return __builtin_convertvector(load<vs>(row + at), vu);
+#ifdef FOCI_AVX512
+  if (stride == 1 && at < columns) return __builtin_convertvector(load_first<vs>(row + at, 2 * (columns - at)), vu);
+#endif
   vu x{};
   for (int i = 0; i < WIDTH && at + i < columns; ++i) x[i] = row[(at + i) * stride].bits;
   return x;

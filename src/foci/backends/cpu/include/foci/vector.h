@@ -18,6 +18,7 @@ namespace foci {
 #if defined(FOCI_WIDTH)
 constexpr int WIDTH = FOCI_WIDTH;
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define FOCI_AVX512 1
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int WIDTH = 8;
