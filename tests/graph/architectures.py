@@ -186,9 +186,14 @@ def results(model: nn.Module, inputs: dict[str, Tensor], *, training: bool) -> d
         out = first(model(**inputs))
     found = {"output": out.detach()}
     if training:
-        out.backward(draw(*out.shape, seed=3).to(out))
+        out.backward(flowing(out))
         found |= {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found
+
+
+def flowing(out: Tensor) -> Tensor:
+    """The gradient of the result that `results` starts from."""
+    return draw(*out.shape, seed=3).to(out)
 
 
 def undropped(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ import foci
 from foci.graph import Compiler
 from foci.graph.examples import with_values
 from foci.graph.verify import Float64
+from summed_terms import record_bias_terms
 
 BATCH, HEADS, DIM = 2, 4, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,11 +135,12 @@ def results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: 
     return found
 
 
-def exact_results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: bool) -> dict[str, Tensor]:
-    """In float64, whatever the program says, of the very same numbers."""
+def exact_results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """In float64, whatever the program says, of the very same numbers; and the largest terms of the gradients of biases."""
     wide = copy.deepcopy(function).double() if isinstance(function, nn.Module) else function
-    with Float64():
-        return results(wide, cast(inputs, torch.float64, _device(inputs), grad=backward), backward=backward)
+    with Float64(), record_bias_terms(wide if isinstance(wide, nn.Module) else nn.Module()) as terms:
+        exact = results(wide, cast(inputs, torch.float64, _device(inputs), grad=backward), backward=backward)
+    return exact, {f"grad {name}": term for name, term in terms.items()}
 
 
 def _device(inputs: tuple[Any, ...]) -> str:
@@ -151,14 +153,16 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def assert_equal(found: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Each result within the budget: a few times what eager is off from float64, plus rounding."""
+def assert_equal(
+    found: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, terms: dict[str, float]
+) -> None:
+    """Each result within the budget: a few times what eager is off from float64, plus rounding of the largest element or term."""
     assert found.keys() == plain.keys() == exact.keys()
     for name, value in found.items():
         assert value.shape == plain[name].shape, f"{name}: {tuple(value.shape)}, eager {tuple(plain[name].shape)}"
         assert value.dtype == plain[name].dtype, f"{name}: {value.dtype}, eager {plain[name].dtype}"
         finite = exact[name][torch.isfinite(exact[name]) & (exact[name].abs() < 1e30)]
-        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        largest = max(float(finite.abs().max()) if finite.numel() else 0.0, terms.get(name, 0.0))
         of_plain = distance(plain[name], exact[name])
         budget = FACTOR[dtype] * of_plain + ULPS[dtype] * torch.finfo(dtype).eps * largest + 1e-12
         off = distance(value, exact[name])
@@ -171,7 +175,8 @@ def compare(function: Callable[..., Any], inputs: tuple[Any, ...], dtype: torch.
     inputs = cast(inputs, dtype, device)
     found = results(run, cast(inputs, dtype, device, grad=backward), backward=backward)
     plain = results(function, cast(inputs, dtype, device, grad=backward), backward=backward)
-    assert_equal(found, plain, exact_results(function, inputs, backward=backward), dtype)
+    exact, terms = exact_results(function, inputs, backward=backward)
+    assert_equal(found, plain, exact, dtype, terms)
 
 
 def sites_of(function: Callable[..., Any], inputs: tuple[Any, ...], **options: Any) -> list[foci.graph.Site]:
