@@ -41,6 +41,8 @@ def test_examples_are_not_offered():
 
 REVEALED = """
 import torch
+import torch.nn.attention.flex_attention
+import torch.nn.attention.varlen
 import foci
 import foci.distributed
 from foci import AuxRequest
@@ -58,11 +60,33 @@ reveal_type(foci.paged_attention(q, q, q, table, lengths, return_aux=AuxRequest(
 reveal_type(foci.distributed.attention(q, q, q, shards="heads"))
 reveal_type(foci.distributed.attention(q, q, q, shards="heads", return_aux=AuxRequest(lse=True)))
 reveal_type(foci.attention(q, q, q, return_aux=AuxRequest(lse=True))[1].lse)
+reveal_type(foci.scaled_dot_product_attention(q, q, q))
+
+flag = bool(q.is_cuda)
+flex = torch.nn.attention.flex_attention.AuxRequest(max_scores=True)
+reveal_type(foci.flex_attention(q, q, q))
+reveal_type(foci.flex_attention(q, q, q, None, None, None, False, False))
+reveal_type(foci.flex_attention(q, q, q, return_lse=True))
+reveal_type(foci.flex_attention(q, q, q, return_aux=flex))
+reveal_type(foci.flex_attention(q, q, q, return_aux=flex)[1].max_scores)
+reveal_type(foci.flex_attention(q, q, q, return_lse=flag))
+
+varlen = torch.nn.attention.varlen.AuxRequest(lse=True)
+reveal_type(foci.varlen_attn(q, q, q, table, None, 8, 8))
+reveal_type(foci.varlen_attn(q, q, q, table, None, 8, 8, return_aux=varlen))
+reveal_type(foci.varlen_attn(q, q, q, table, None, 8, 8, return_aux=AuxRequest(lse=True)))
 foci.attention(q, q, q, return_aux=True)
 foci.attention(q, q, q).lse
+foci.flex_attention(q, q, q, return_aux=varlen)
+foci.varlen_attn(q, q, q, table, None, 8, 8).lse
 """
 TENSOR, PAIR = "Tensor", "tuple[Tensor, AuxOutput]"
-TYPES = [TENSOR, TENSOR, PAIR, f"{TENSOR} | {PAIR}", TENSOR, PAIR, TENSOR, PAIR, "Tensor | None"]
+LSE, FLEX = "tuple[Tensor, Tensor]", "tuple[Tensor, FlexAuxOutput]"
+TYPES = [
+    *(TENSOR, TENSOR, PAIR, f"{TENSOR} | {PAIR}", TENSOR, PAIR, TENSOR, PAIR, "Tensor | None", TENSOR),
+    *(TENSOR, TENSOR, LSE, FLEX, "Tensor | None", f"{TENSOR} | {LSE} | {FLEX}"),
+    *(TENSOR, f"{TENSOR} | {LSE}", f"{TENSOR} | {LSE}"),
+]
 
 
 def test_a_type_checker_knows_the_result(tmp_path):
@@ -71,7 +95,7 @@ def test_a_type_checker_knows_the_result(tmp_path):
     script.write_text(REVEALED, encoding="utf-8")
     words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path / "cache"), str(script)]
     done = subprocess.run(words, env={"MYPYPATH": str(SOURCE)}, cwd=tmp_path, capture_output=True, text=True)
-    said = re.sub(r"\b(?:torch\._tensor|torch|foci\.api|builtins)\.", "", done.stdout)
-    said = re.sub(r"tuple\[[^\[\]]*, fallback=AuxOutput\]", "AuxOutput", said)
+    said = re.sub(r"\b(?:torch\._tensor|torch|foci\.api|foci\.functional|builtins)\.", "", done.stdout)
+    said = re.sub(r"tuple\[[^\[\]]*, fallback=(AuxOutput|FlexAuxOutput)\]", r"\1", said)
     assert re.findall(r'Revealed type is "(.*)"', said) == TYPES, done.stdout + done.stderr
-    assert re.findall(r"error: .*\[([\w-]+)\]", said) == ["call-overload", "attr-defined"], done.stdout
+    assert re.findall(r"error: .*\[([\w-]+)\]", said) == ["call-overload", "attr-defined"] * 2, done.stdout

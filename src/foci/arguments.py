@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from foci.problem import Outputs
 from foci.variant import Mask, Score, check_heads, check_is_made, check_length
 
 __all__ = [
+    "FlexAuxRequest",
+    "LseRequest",
     "MaskLike",
     "ScoreLike",
     "broadcast",
@@ -32,6 +34,20 @@ __all__ = [
 
 MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
+
+
+class LseRequest(Protocol):
+    """What `varlen_attn` takes as return_aux: torch's AuxRequest, `foci.AuxRequest`, or whatever has this flag."""
+
+    @property
+    def lse(self) -> bool: ...
+
+
+class FlexAuxRequest(LseRequest, Protocol):
+    """What `flex_attention` takes as return_aux: torch's AuxRequest, or whatever has these flags."""
+
+    @property
+    def max_scores(self) -> bool: ...
 
 
 def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tensor, *, heads: int | None = None) -> Function:

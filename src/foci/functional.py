@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.arguments import broadcast, causal_bias, lower_right_form, mask_parts, score_parts
+from foci.arguments import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors
 from foci.dispatch import run, run_packed
 from foci.errors import ArgumentError, DtypeError
@@ -248,6 +248,30 @@ class FlexAuxOutput(NamedTuple):
     max_scores: Tensor | None = None
 
 
+# fmt: off
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: Literal[False] = False, kernel_options: Any = None, *, return_aux: None = None,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: Any = None, return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: Literal[False] = False, kernel_options: Any = None, *, return_aux: FlexAuxRequest,
+) -> tuple[Tensor, FlexAuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *, return_aux: FlexAuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, FlexAuxOutput]: ...
+# fmt: on
+
+
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -259,8 +283,8 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Any = None,
     *,
-    return_aux: Any = None,
-) -> Any:
+    return_aux: FlexAuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, FlexAuxOutput]:
     """Drop-in for `torch.nn.attention.flex_attention.flex_attention`, fused with and without torch.compile.
 
     Args:
@@ -309,7 +333,9 @@ def flex_attention(
     return _flex_returns(as_strided(results) if strided else results, return_aux, return_lse=return_lse)
 
 
-def _flex_returns(results: Results, return_aux: Any, *, return_lse: bool) -> Any:
+def _flex_returns(
+    results: Results, return_aux: FlexAuxRequest | None, *, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, FlexAuxOutput]:
     if return_aux is not None:
         return results.out, FlexAuxOutput(results.lse if return_aux.lse else None, results.row_max)
     return (results.out, results.lse) if return_lse else results.out
@@ -321,6 +347,24 @@ _UNLIMITED: Final = (-1, -1)
 """The window that is none; the same object where nobody names one."""
 
 
+# fmt: off
+@overload
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: None = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None, mask: Any = None,
+    score: Function = None, dropout_p: float = 0.0,
+) -> Tensor: ...
+@overload
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: LseRequest | None = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+    mask: Any = None, score: Function = None, dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -330,7 +374,7 @@ def varlen_attn(
     max_q: int,
     max_k: int,
     *,
-    return_aux: Any = None,
+    return_aux: LseRequest | None = None,
     scale: float | None = None,
     window_size: tuple[int, int] = _UNLIMITED,
     enable_gqa: bool = False,
@@ -340,7 +384,7 @@ def varlen_attn(
     mask: Any = None,
     score: Function = None,
     dropout_p: float = 0.0,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Drop-in for `torch.nn.attention.varlen.varlen_attn`: sequences packed along one token dimension.
 
     Beyond torch's arguments it takes any mask and score function, with indices within the sequence, and dropout.
