@@ -16,6 +16,7 @@ from foci.backends.blocked.captures import CaptureSums
 from foci.backends.blocked.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
+from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import sequences
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import Expr
@@ -47,7 +48,8 @@ def backward(operands: Operands, problem: Problem, results: Results, cotangents:
                 scores = Scores(operands, problem.formula, sequence)
                 for chunk in plan_chunks(operands, sequence, classes):
                     _backward_chunk(call, scores, chunk)
-    return Gradients(call.query, call.key, call.value, call.captures.gradients())
+    summed = Gradients(call.query, call.key, call.value, call.captures.gradients())
+    return add_row_gradients(summed, problem, operands, results.lse, cotangents.lse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,7 @@ def _backward_tile(call: _Call, scores: Scores, columns: _Columns, chunk: Chunk,
             weights = _weights(scores, rows, columns, (chunk, tile, run))
             delta += (weights * _direct(call, scores, weights, (chunk, tile, run))).sum(-1, keepdim=True)
     if cotangents.lse is not None:
-        delta -= scores.query_rows(cotangents.lse[..., None], chunk, tile)
+        delta -= scores.query_rows(cotangents.lse[..., None], chunk, tile).masked_fill(lse == -torch.inf, 0.0)
     query_sum = torch.zeros_like(rows.query) if call.query is not None else None
     for run in tile.runs:
         _backward_run(call, scores, (rows, columns), query_sum, (chunk, tile, run))

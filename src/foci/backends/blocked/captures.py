@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile
-from foci.ir.derivative import CaptureDerivative, capture_derivatives
+from foci.backends.row_gradients import summed_derivatives
+from foci.ir.derivative import CaptureDerivative
 from foci.ir.eager import Env, evaluate
 from foci.ir.expr import COORDINATES, DType, Expr, const
 from foci.ir.ops import apply, cast
@@ -56,7 +57,7 @@ class Site:
 @functools.lru_cache(maxsize=1024)
 def _capture_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[Site, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
-    return tuple(_site(d) for d in capture_derivatives(score) if wanted[d.slot])
+    return tuple(_site(d) for d in summed_derivatives(score) if wanted[d.slot])
 
 
 def _site(derivative: CaptureDerivative) -> Site:

@@ -16,6 +16,7 @@ from foci.backends.contract import Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.sites import partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
+from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
 from foci.ir.derivative import CaptureDerivative
 from foci.problem import Cotangents, Gradients, Operands, Results, empty_out, gradient_strides
@@ -161,7 +162,8 @@ class CpuKernel:
         rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
         tasks = (splits, *sums.partition.parts)
         _check(self._backward(arguments.packed((results.out, cotangents.out, *grads), rows, sums.described(), tasks)))
-        return Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
+        gradients = Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
+        return add_row_gradients(gradients, problem, operands, results.lse, cotangents.lse)
 
     def _zeros(self, operands: Operands) -> Gradients:
         p = self.problem

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foci.backends.cpu.functor import Functor, Span, span_of
 from foci.backends.cpu.spelling import VALUES, is_vector
-from foci.ir.derivative import CaptureDerivative, capture_derivatives
+from foci.backends.row_gradients import summed_derivatives
+from foci.ir.derivative import CaptureDerivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import cast
@@ -31,7 +32,7 @@ _BUDGET = 1 << 28  # bytes beyond which groups are joined all the same
 @functools.lru_cache(maxsize=1024)
 def sites_of(score: Expr, wanted: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
-    return tuple(site for site in capture_derivatives(score) if wanted[site.slot])
+    return tuple(site for site in summed_derivatives(score) if wanted[site.slot])
 
 
 def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:

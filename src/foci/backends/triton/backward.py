@@ -41,6 +41,8 @@ def rows_of(o, do, lse, dlse, lse2, delta, at, inside):
         d -= tl.load(dlse + at, mask=inside, other=0.0)
     # the logarithm of a huge sum is too coarse to find weights again: such rows pass no gradient on, instead of infinite ones
     base2 = tl.where((natural == float("-inf")) | (tl.abs(natural) > 1e9), float("inf"), natural * LOG2E)
+    # whatever flows into a row that attends to nothing
+    d = tl.where(natural == float("-inf"), 0.0, d)
     tl.store(lse2 + at, base2, mask=inside)
     tl.store(delta + at, d, mask=inside)
     return base2, d

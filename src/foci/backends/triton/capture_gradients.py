@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from foci.backends.contract import Given
+from foci.backends.row_gradients import summed_derivatives
 from foci.backends.triton.arguments import Strides, encode, is_countable_by_eights
 from foci.backends.triton.captures import capture_gradient
 from foci.backends.triton.functions import float_early, jit_function, lies_of
@@ -129,7 +130,8 @@ def capture_gradients(
     cotangent: Tensor | None,
     known: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype.
+    """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype; without those of reads that
+    are constant along rows.
 
     Args:
         rows: gradient of out, lse in base 2, delta.
@@ -140,7 +142,7 @@ def capture_gradients(
     exact = functools.cache(lambda: _exact_rows(kernel, call, rows, cotangent))
     captures = call.operands.captures
     reads: dict[int, list[CaptureDerivative]] = {}
-    for derivative in capture_derivatives(kernel.variant.score):
+    for derivative in summed_derivatives(kernel.variant.score):
         reads.setdefault(derivative.slot, []).append(derivative)
     found: list[Tensor | None] = []
     for slot, capture in enumerate(captures):

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Plan
+from foci.backends.row_gradients import add_row_gradients
 from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
@@ -250,7 +251,7 @@ class TritonKernel(KnownPasses):
         if 0 in (operands.query.numel(), operands.key.shape[2], operands.value.numel()):
             return no_gradients(operands, self.problem)
         sequences = sequences_of(operands)
-        flow = flow_of(operands, cotangents, sequences)
+        grad_lse, flow = cotangents.lse, flow_of(operands, cotangents, sequences)
         if flow is not None:
             cotangents = with_flowing_rows(self, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
@@ -277,7 +278,7 @@ class TritonKernel(KnownPasses):
             keep_pass(key, sequences, self._read(operands.captures), noted)
             if learned is None:
                 self.know(operands, sequences, noted, given)
-        return self._gradients(operands, made, captures)
+        return add_row_gradients(self._gradients(operands, made, captures), self.problem, operands, results.lse, grad_lse)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
         """Gradients of the first tensors that a backward pass makes: dq, dk and dv, those that were asked for."""
