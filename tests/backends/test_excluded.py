@@ -1,5 +1,7 @@
-"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients. The reference is
-written out by hand, sequence of sums by sequence of sums, in float64."""
+"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients. Two backends hold
+all of it, the others what docs/masks-and-scores.md says. The reference is written out by hand, in float64."""
+
+import os
 
 import pytest
 import torch
@@ -102,3 +104,91 @@ def test_a_score_of_minus_infinity_excludes_too(backend, dtype):
     grads = torch.autograd.grad(out, leaves, named["grad_out"])
     expected = by_hand([t.detach() for t in leaves], keep, named["grad_out"])
     compare((out, aux.lse, *grads), expected, 5e-6 if dtype is torch.float32 else 3e-2)
+
+
+# What every backend holds; slots of pages that no row uses are in tests/api/test_paged.py ---------
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EVERYWHERE = [
+    *(("cpu", name) for name in ("reference", "aten", "blocked", "cpu", *(("triton",) if _INTERPRETED else ()))),
+    *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("reference", "aten", "blocked", "triton", "hopper")),
+]
+everywhere = pytest.mark.parametrize(("device", "backend"), EVERYWHERE)
+HALF = {"aten": torch.bfloat16, "hopper": torch.bfloat16}  # on a GPU, where they take nothing else
+
+
+def dtype_on(device, backend):
+    return HALF.get(backend, torch.float32) if device == "cuda" else torch.float32
+
+
+def tolerance(dtype):
+    return 3e-2 if dtype is torch.bfloat16 else 2e-5
+
+
+# SDPA-06
+@everywhere
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_no_excluded_key_reaches_a_result(device, backend, bad):
+    dtype = dtype_on(device, backend)
+    query, key, value = (torch.randn(1, 2, LENGTH, 32).to(dtype) for _ in range(3))
+    key[:, :, 120:, 5] = bad
+    keep = MASKS["causal"]
+    out = attention(backend, [t.to(device) for t in (query, key, value)], mask=foci.masks.causal())
+    zeros = torch.zeros_like(query)
+    expected = by_hand((query, key.nan_to_num(0, 0, 0), value), keep, zeros)[0]
+    rows = slice(0, 120)
+    torch.testing.assert_close(out[:, :, rows].cpu().double(), expected[:, :, rows], atol=tolerance(dtype), rtol=0)
+
+
+def within(tensor, device):
+    """The tensor as a view of memory that is NaN all around it."""
+    around = torch.full([n + 16 for n in tensor.shape], torch.nan, dtype=tensor.dtype, device=device)
+    view = around[tuple(slice(8, 8 + n) for n in tensor.shape)]
+    return view.copy_(tensor)
+
+
+# SDPA-06
+@everywhere
+@pytest.mark.parametrize("length", [1, 37, 150])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_beyond_a_tensor_is_not_read(device, backend, length, causal):
+    dtype = dtype_on(device, backend)
+    tensors = [torch.randn(1, 2, length, 24 if device == "cpu" else 64).to(dtype) for _ in range(4)]
+    leaves = [within(t, device).requires_grad_() for t in tensors[:3]]
+    out = attention(backend, leaves, mask=foci.masks.causal() if causal else None)
+    grads = torch.autograd.grad(out, leaves, within(tensors[3], device))
+    keep = (torch.arange(length)[:, None] >= torch.arange(length)) | (not causal)
+    expected = by_hand(tensors[:3], keep, tensors[3])
+    for found, exact in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
+        torch.testing.assert_close(found.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+# JAG-01
+@pytest.mark.parametrize(("device", "backend"), [each for each in EVERYWHERE if "aten" not in getattr(each, "values", each)])
+def test_tokens_of_no_sequence_are_not_read(device, backend):
+    """Before the first, behind the last, and those of a cache that a sequence does not use."""
+    dtype = dtype_on(device, backend)
+    width = 24 if device == "cpu" else 64
+    tensors = [torch.randn(60, 2, width).to(dtype) for _ in range(4)]
+    offsets, used = [3, 10, 10, 43, 50], [7, 0, 20, 1]
+    for n, tensor in enumerate(tensors):
+        tensor[:3] = tensor[50:] = torch.nan
+        for start, stop, length in zip(offsets[:-1], offsets[1:], used, strict=True):
+            if n in (1, 2):
+                tensor[start + length : stop] = torch.nan
+    leaves = [t.to(device).requires_grad_() for t in tensors[:3]]
+    at = torch.tensor(offsets, dtype=torch.int32, device=device)
+    if backend == "cpu" and build.obstacle() is not None:
+        pytest.skip(str(build.obstacle()))
+    with foci.use(backend):
+        out = foci.varlen_attn(*leaves, at, at, 33, 33, seqused_k=torch.tensor(used, dtype=torch.int32, device=device))
+    grads = torch.autograd.grad(out, leaves, tensors[3].to(device))
+    expected = [torch.zeros(60, 2, width, dtype=torch.float64) for _ in range(4)]
+    for start, stop, length in zip(offsets[:-1], offsets[1:], used, strict=True):
+        spans = (slice(start, stop), slice(start, start + length), slice(start, start + length), slice(start, stop))
+        parts = [t[span].movedim(0, 1)[None] for t, span in zip(tensors, spans, strict=True)]
+        found = by_hand(parts[:3], torch.ones(stop - start, length, dtype=torch.bool), parts[3])
+        for whole, span, part in zip(expected, (spans[0], spans[0], *spans[1:3]), (found[0], *found[2:]), strict=True):
+            whole[span] = part[0].movedim(0, 1)
+    for found, exact in zip((out, *grads), expected, strict=True):
+        torch.testing.assert_close(found.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))

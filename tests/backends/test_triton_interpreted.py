@@ -46,6 +46,7 @@ PARTS = {
         4,
     ),
     "layout": ("tests/api/test_result_layout.py", "triton", 4),
+    "beyond": ("tests/backends/test_excluded.py", "triton and not cuda and (no_excluded_key or beyond or no_sequence)", 9),
     "row_gradients": ("tests/backends/test_row_gradients.py", "triton and (rows-triton or queries-triton or packed or beside)", 10),
     "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
 }
