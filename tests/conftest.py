@@ -33,6 +33,7 @@ OF_MANY_CASES = frozenset(
         "backends/hopper/test_forward_compile.py",
         "backends/test_cpu.py::test_any_head_dim",
         "backends/test_cpu_headers.py",
+        "backends/test_launch_lists.py::test_launches_are_those_recorded",
         "backends/test_triton.py::test_kernels_in_the_interpreter",
         "backends/test_triton_compile.py",
         "backends/test_triton_interpreted.py",

@@ -1,0 +1,176 @@
+"""Record which kernels a call would launch on a GPU, without a GPU: stand-ins take the place of the Triton kernels.
+
+Tensors stay on the CPU and are never computed on. A launch is its kernel, its grid and a digest of its arguments; pointers count by the
+tensor that they point into and the distance from its start, so that two runs compare equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from launched import LAUNCHED
+from recordings import Function, flat
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from foci import execution, planner, recall
+from foci.backends.triton import keeping, known, recording, sparsity, templates
+from foci.compat.triton import release
+from foci.operator import dispatched
+from foci.problem import Target
+
+FIRST_ADDRESS = 1 << 32  # smaller numbers are no addresses
+RELEASE = ".".join(map(str, release()))
+# kernels whose results are kept for later calls of the same mask
+TABLE_KERNELS = frozenset(
+    {
+        *("classify_tiles", "list_tiles", "assign_tasks", "place_sequences", "mark_tiles", "rank_tiles"),
+        *("pack_masks", "pack_queries", "mark_keys", "cover_keys", "order_tasks"),
+    }
+)
+
+
+class Launch(NamedTuple):
+    """A launch: kernel's name, grid, and arguments with pointers replaced by (tensor, distance)."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel}[{','.join(map(str, self.grid))}]"
+
+
+class Log(NamedTuple):
+    """What Triton was asked to launch, and what was launched again without it."""
+
+    new: list[Any]
+    replayed: list[Any]
+
+    def take(self) -> list[Any]:
+        """All launches so far, in order; the log is empty then. A pass is either new or replayed."""
+        taken = [*self.new, *self.replayed]
+        self.new.clear()
+        self.replayed.clear()
+        return taken
+
+
+def note_launches(function: JITFunction, log: Log) -> Any:
+    """A stand-in for a kernel that notes its launches."""
+    return Function(function, *log)
+
+
+@contextlib.contextmanager
+def recording_launches(monkeypatch: Any, arch: int, stand_in: Callable[[JITFunction, Log], Any] = note_launches) -> Iterator[Log]:
+    """Plan calls of CPU tensors for a GPU of this compute capability, with a stand-in for each kernel; by default they are recorded."""
+    log = Log([], [])
+    with monkeypatch.context() as patch:
+        for module, names in LAUNCHED.items():
+            for name in names:
+                patch.setattr(module, name, stand_in(getattr(module, name), log))
+        for host in ("kernel", "backward"):
+            module = importlib.import_module(f"foci.backends.hopper.{host}")
+            for name, function in list(vars(module).items()):
+                if isinstance(function, JITFunction):
+                    patch.setattr(module, name, stand_in(function, log))
+        patch.setattr(recording, "direct", keep_descriptors)
+        patch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", f"triton-{RELEASE}"})))
+        for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known"), (dispatched, "_known")):
+            patch.setattr(module, name, type(getattr(module, name))())
+        patch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+        patch.setattr(sparsity, "_sets", OrderedDict())
+        patch.setattr(sparsity, "_ways", keeping.Kept(256))
+        patch.setattr(sparsity, "_runs", keeping.Kept(256))
+        patch.setattr(known, "_templates", keeping.Kept(1024))
+        yield log
+
+
+def keep_descriptors(compiled: Any, place: Any, noted: Any) -> Any:
+    """In place of `recording.direct`: a replayed launch is given the tensor descriptors that Triton would be given."""
+    maps = [(at, role, templates.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
+    return templates.Launch(compiled.run, noted._replace(tiles=maps).after((*place, compiled.packed_metadata, None, None, None)))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.values(), value.offsets()] if value.is_nested else [value]
+    return [t for part in value for t in tensors_in(part)] if isinstance(value, tuple | list) else []
+
+
+def normalize(raw: Sequence[Any], tensors: Sequence[Tensor]) -> list[Launch]:
+    """Launches with pointers as (number of the tensor, distance); pointers into temporary tensors are all "temporary"."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        if isinstance(value, JITFunction):
+            return describe_function(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < FIRST_ADDRESS:
+            return value
+        inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < max(t.nbytes, 1)]
+        return inside[0] if inside else "temporary"
+
+    return [Launch(kernel, grid, plain(arguments)) for kernel, grid, arguments in raw]
+
+
+def describe_function(function: JITFunction) -> str:
+    """A generated function by a number for its text."""
+    return f"function {hashlib.sha256(function.src.encode()).hexdigest()[:12]}"
+
+
+def digest(launches: Sequence[Launch]) -> str:
+    """A number for the grids and arguments of launches. Kernels' names are left out: renaming a kernel does not change it."""
+    text = repr([(launch.grid, launch.arguments) for launch in launches])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Passes(NamedTuple):
+    """Launches of a call's forward and backward."""
+
+    forward: list[Launch]
+    backward: list[Launch]
+
+    def without_tables(self) -> Passes:
+        """What is launched once the tables of a mask are there."""
+        return Passes(*map(_without_tables, self))
+
+    def lines(self) -> list[str]:
+        """Kernels and grids of each pass, then the digest of its arguments."""
+        return [" ".join([*map(str, launches), digest(launches)]) for launches in self if launches]
+
+
+def _without_tables(launches: Sequence[Launch]) -> list[Launch]:
+    """Without the kernels that make tables, and without `clear_turns` where the next kernel makes a table of what it cleared."""
+    following = [*(launch.kernel for launch in launches[1:]), ""]
+    return [
+        launch
+        for launch, after in zip(launches, following, strict=False)
+        if launch.kernel not in TABLE_KERNELS and not (launch.kernel == "clear_turns" and after in TABLE_KERNELS)
+    ]
+
+
+def run(log: Log, call: Callable[..., Any], inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> Passes:
+    """Run a call and its backward; `fixed` are the tensors that it reads besides its inputs."""
+    log.take()
+    result = call(*inputs)
+    forward, outputs = log.take(), tensors_in(result if isinstance(result, tuple) else [result])
+    named = [*tensors_in(list(inputs)), *fixed, *outputs]
+    forward = normalize(forward, named)  # before what it freed is allocated anew
+    if not any(t.requires_grad for t in inputs):
+        return Passes(forward, [])
+    results = [t for t in results_of(result) if t.requires_grad]
+    cotangents = [torch.zeros_like(t) for t in results]
+    gradients = torch.autograd.grad(results, [t for t in inputs if t.requires_grad], cotangents, allow_unused=True)
+    return Passes(forward, normalize(log.take(), [*named, *tensors_in([*cotangents, *gradients])]))
+
+
+def results_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in results_of(part)] if isinstance(value, tuple | list) else []
