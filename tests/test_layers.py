@@ -41,6 +41,7 @@ LAYERS = (
     ("foci.arguments",),
     ("foci.api", "foci.functional"),
     ("foci.distributed", "foci.paged"),
+    ("foci.check_kernels",),
     ("foci.integrations.patch", "foci.graph"),
     ("foci.torch_compile",),
     ("foci",),
@@ -183,7 +184,7 @@ def test_padding_brings_nothing_of_recognition(module):
 
 # Rows of the specification by prefix, numbered from 1: each is one behaviour, and a comment above a test, or at the head of a file of
 # tests, names those that it covers.
-SPECIFIED = {"SDPA": 22, "MOD": 9, "FLEX": 14, "JAG": 9, "FUSE": 6, "PAD": 6, "ECO": 3, "DIST": 1}
+SPECIFIED = {"SDPA": 22, "MOD": 9, "FLEX": 14, "JAG": 9, "FUSE": 6, "PAD": 6, "ECO": 3, "DIST": 1, "NOW": 4}
 NAMED = re.compile(rf"\s*# (?:{'|'.join(SPECIFIED)})-\d.*")
 
 

@@ -24,6 +24,7 @@ from foci.backends.contract import (
     Plan,
     Rejection,
     Repeating,
+    SelfChecking,
     Unbuildable,
 )
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
@@ -142,7 +143,7 @@ def _built(decision: Decision) -> tuple[Decision, Kernel]:
     for rejection in decision.rejections:
         backend = backends.load(rejection.backend)
         lacks = isinstance(backend, Equipped) and rejection.reason == backend.obstacle()
-        if lacks and backend.cost(decision.problem, decision.target) < taken:
+        if (lacks or _is_failed_check(rejection)) and backend.cost(decision.problem, decision.target) < taken:
             _warn(rejection, decision.plan)
     return decision, kernel
 
@@ -158,15 +159,23 @@ def _instead(decision: Decision, error: Unbuildable) -> Decision:
     return other
 
 
+def _is_failed_check(rejection: Rejection) -> bool:
+    backend = backends.load(rejection.backend)
+    return isinstance(backend, SelfChecking) and backend.is_failed_check(rejection.reason)
+
+
 _warned: set[str] = set()
 
 
 def _warn(rejection: Rejection, plan: Plan) -> None:
-    """Says once in a process why a backend does not run."""
-    if rejection.reason not in _warned:
-        _warned.add(rejection.reason)
+    """Says once in a process why a backend does not run; of failed checks, which are of one kind of problem each, the first."""
+    is_failed_check = _is_failed_check(rejection)
+    topic = f"checks of {rejection.backend}" if is_failed_check else rejection.reason
+    if topic not in _warned:
+        _warned.add(topic)
+        subject = f"The backend {rejection.backend!r} " if is_failed_check else ""
         instead = f"Instead of its backend {rejection.backend!r}, foci runs {plan.backend!r} here, which is slower"
-        warnings.warn(f"{rejection.reason}. {instead}", stacklevel=2)
+        warnings.warn(f"{subject}{rejection.reason}. {instead}", stacklevel=2)
 
 
 def _compiled(decision: Decision) -> Kernel:

@@ -27,6 +27,7 @@ __all__ = [
     "Plan",
     "Rejection",
     "Repeating",
+    "SelfChecking",
     "Strides",
     "Unbuildable",
 ]
@@ -224,6 +225,15 @@ class Equipped(Protocol):
 
     def obstacle(self) -> str | None:
         """What keeps the backend from this machine, and the cure. `reject` says the same; whoever then runs another backend warns."""
+        ...
+
+
+@runtime_checkable
+class SelfChecking(Protocol):
+    """A backend whose kernels are checked before they run where what compiles them is of a release that foci was not tested with."""
+
+    def is_failed_check(self, reason: str, /) -> bool:
+        """Whether a reason of `reject`, or of an `Unbuildable`, is that a check failed. Whoever then runs another backend warns once."""
         ...
 
 

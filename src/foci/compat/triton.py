@@ -10,10 +10,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = ["COMPILE_OPTIONS", "TESTED", "Bottom", "bottom_of", "release"]
+__all__ = ["COMPILE_OPTIONS", "TESTED", "Bottom", "bottom_of", "release", "untested_release"]
 
 TESTED: Final = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Releases whose kernels were run and timed on a GPU."""
@@ -29,6 +29,12 @@ def release() -> tuple[int, int]:
         return (0, 0)
     major, minor = importlib.metadata.version("triton").split(".")[:2]
     return int(major), int(minor)
+
+
+def untested_release(features: Collection[str]) -> str | None:
+    """The release that a target's features name, such as "3.10" for "triton-3.10"; None for a tested one, or if they name none."""
+    found = next((feature.removeprefix("triton-") for feature in features if feature.startswith("triton-")), None)
+    return None if found in {f"{major}.{minor}" for major, minor in TESTED} else found
 
 
 class Bottom(NamedTuple):

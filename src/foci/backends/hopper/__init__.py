@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
 from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, widths_of
 from foci.backends.hopper.costs import backward_cost, forward_cost, split_cost, takes_split
@@ -23,7 +24,7 @@ from foci.problem import Layout, Problem, Target
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
 VERSIONS: Final = tuple(f"{major}.{minor}" for major, minor in TESTED)
-"""Releases of Triton whose Gluon the kernels are written for."""
+"""Releases of Triton that the kernels were tested with. With another one they check themselves before they run."""
 
 
 class HopperBackend:
@@ -37,11 +38,15 @@ class HopperBackend:
             return "needs an NVIDIA GPU of compute capability 9.0"
         if "triton" not in target.features:
             return "needs Triton, which is not installed"
-        if not any(f"triton-{version}" in target.features for version in VERSIONS):
-            return f"is written for the Gluon of Triton {', '.join(VERSIONS)}; another version is installed"
-        if problem.needs_backward and (reason := TRITON.reject(problem, target)) is not None:
+        if not any(feature.startswith("triton-") for feature in target.features):
+            return "needs to know the release of Triton, as its kernels were tested with some; the target does not say it"
+        if problem.needs_backward and (reason := TRITON.obstacle_to(problem, target)) is not None:
             return f"takes gradients as the backend triton does, which {reason}"
-        return self._reject_problem(problem)
+        return self._reject_problem(problem) or self_check.failure_of(self.name, problem, target)
+
+    def is_failed_check(self, reason: str, /) -> bool:
+        """Whether a reason is that the kernels failed their self-check under this release of Triton."""
+        return self_check.is_failure(reason)
 
     def _reject_problem(self, problem: Problem) -> str | None:
         outputs, formula = problem.formula.outputs, problem.formula
@@ -72,11 +77,11 @@ class HopperBackend:
         others = " or ".join(one.name for one in alternatives_of(problem) if one.name != schedule.name)
         unless = f", unless {others} needs less time for the rounds of tasks that the lengths at hand make" if others else ""
         how = f"{schedule.name}, {schedule.why}{unless}{_taken(problem, widths)}"
-        said = f"{how}; forward {_compared('measured', rates.forward)}"
+        said = f"{self_check.note_of(target)}{how}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
         if takes_split(problem, target):
-            said = "few queries: keys split over programs, the forward taken from triton"
+            said = f"{self_check.note_of(target)}few queries: keys split over programs, the forward taken from triton"
         is_own = rates.backward.is_ahead
         widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
@@ -92,7 +97,9 @@ class HopperBackend:
         return min(forward, split_cost(problem, target)) + backward_cost(problem)
 
     def compile(self, plan: Plan, /) -> Kernel:
-        """Kernels of a plan. Each is compiled when it is first launched."""
+        """Kernels of a plan. Each is compiled when it is first launched; under a release of Triton that foci was not tested with, their
+        kind is checked first."""
+        self_check.check(plan)
         if plan.problem.needs_backward:
             from foci.backends.hopper.training import TrainingKernel
 

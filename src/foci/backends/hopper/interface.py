@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The names of Gluon that kernels use, and where each is found: the one place that follows Gluon's versions.
 
-Gluon is `triton.experimental.gluon`. A version that is not in `foci.backends.hopper.VERSIONS` is declined by the planner, with
-its number, before anything here is imported.
+Gluon is `triton.experimental.gluon`. With a version that is not in `foci.backends.hopper.VERSIONS` another process imports this first
+(`foci.backends.self_check`): where a name is missing, the planner says so, and another backend runs.
 """
 
 from triton.experimental import gluon

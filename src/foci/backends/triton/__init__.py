@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from foci.backends import self_check
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
@@ -34,7 +35,15 @@ class TritonBackend:
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
         """Why not, or None."""
+        return self.obstacle_to(problem, target) or self_check.failure_of(self.name, problem, target)
+
+    def obstacle_to(self, problem: Problem, target: Target) -> str | None:
+        """Why not, whatever a self-check may have said."""
         return _reject_target(target) or self._reject_problem(problem, target)
+
+    def is_failed_check(self, reason: str, /) -> bool:
+        """Whether a reason is that the kernels failed their self-check under this release of Triton."""
+        return self_check.is_failure(reason)
 
     def _reject_problem(self, problem: Problem, target: Target) -> str | None:
         if problem.dtype not in _DTYPES:
@@ -79,7 +88,8 @@ class TritonBackend:
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Whether keys are split."""
-        return "few queries: keys split over programs, whose results combine" if splits_keys(problem, target) else ""
+        split = "few queries: keys split over programs, whose results combine" if splits_keys(problem, target) else ""
+        return (self_check.note_of(target) + split).removesuffix("; ")
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops at the rate such kernels reach, half of them under the causal mask; of a backward less, where multiprocessors
@@ -92,7 +102,9 @@ class TritonBackend:
         return forward + _BACKWARD + 2.5 * (forward - _FORWARD) / busy_part(problem, target.arch)
 
     def compile(self, plan: Plan, /) -> Kernel:
-        """Kernels of a plan. Triton compiles each when it is first launched."""
+        """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
+        checked first."""
+        self_check.check(plan)
         from foci.backends.triton.kernel import TritonKernel
         from foci.backends.triton.paged import PagedKernel
         from foci.backends.triton.tuning import TunedKernel

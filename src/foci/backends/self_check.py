@@ -1,0 +1,297 @@
+"""Self-check: kernels under a release of Triton that foci was not tested with are compared with the plain formula before they run.
+
+The first plan of each kind of problem starts a process that computes a small problem of that kind twice, by the backend and by
+`reference` (`foci.check_kernels`). A process of its own, because a wrong kernel or compiler may end the process that runs it, and because
+the caller's may be capturing a CUDA graph or tracing fake tensors. The verdict is kept on disk, under all that it holds for. Tested
+releases are never checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from foci.backends import disk
+from foci.backends.contract import Plan, Unbuildable
+from foci.compat.triton import release, untested_release
+from foci.ir.expr import const
+from foci.problem import Problem, Target
+
+__all__ = ["ENABLED", "Device", "Kind", "SelfCheck", "Verdict", "check", "failure_of", "is_failure", "note_of", "run_in_process"]
+
+ENABLED: Final = os.environ.get("FOCI_SELF_CHECK", "1") != "0"
+"""The environment variable FOCI_SELF_CHECK=0 runs kernels under any release unchecked, as the check's own process does."""
+
+LENGTHS: Final = ((1, 1), (128, 100), (1024, 700), (2048, 1300), (4096, 2500), (1 << 62, 4300))
+"""(up to which length, what length stands for it): schedules differ by the length, up to 8192."""
+
+LIMIT: Final = 600
+"""Seconds until a check that does not end counts as failed."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The problems that one check stands for.
+
+    Attributes:
+        backend: whose kernels are checked.
+        variant: the kind of mask and score, a word of `foci.backends.hopper.kinds.kind_of`, or "prefix" for a mask that keeps the first
+            keys of a row but is not the causal one.
+        layout, dtype: names.
+        head_dim, value_dim: D and Dv.
+        q_len, kv_len: of the small problem.
+        is_grouped: several query heads share keys.
+        has_dropout, has_blocks, has_backward: what is asked; `has_blocks`: the caller gives a block mask.
+        is_learned: captured tensors get gradients.
+        aux: auxiliary outputs beside the logsumexp, separated by commas.
+    """
+
+    backend: str
+    variant: str
+    layout: str
+    dtype: str
+    head_dim: int
+    value_dim: int
+    q_len: int
+    kv_len: int
+    is_grouped: bool
+    has_dropout: bool
+    has_blocks: bool
+    has_backward: bool
+    is_learned: bool
+    aux: str
+
+    @staticmethod
+    def of(backend: str, problem: Problem) -> Kind:
+        """The kind of a problem."""
+        from foci.backends.hopper.kinds import kind_of  # hopper imports this module
+
+        formula, word = problem.formula, kind_of(problem)
+        if word == "full" and formula.block_size is None and problem.variant.mask != const(True):
+            word = "prefix"
+        aux = ",".join(name for name, on in vars(formula.outputs).items() if on and name != "lse")
+        return Kind(
+            backend, word, formula.layout.value, str(problem.dtype).removeprefix("torch."), problem.head_dim, problem.value_dim,
+            _length(problem.q_len), _length(max(problem.kv_len, 129)), problem.q_heads != problem.kv_heads, formula.dropout,
+            formula.block_size is not None, problem.needs_backward, any(problem.capture_grads), aux,
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """In a few words, for `explain`."""
+        parts = [self.variant, self.layout, self.dtype, f"D {self.head_dim}", f"Dv {self.value_dim}", f"{self.q_len} x {self.kv_len}"]
+        named = {
+            "shared heads": self.is_grouped, "dropout": self.has_dropout, "block mask": self.has_blocks,
+            "learned captures": self.is_learned, "forward and backward": self.has_backward,
+        }  # fmt: skip
+        return ", ".join([*parts, *(name for name, on in named.items() if on), *filter(None, [self.aux])])
+
+
+def _length(length: int) -> int:
+    return next(small for most, small in LENGTHS if length <= most)
+
+
+class Verdict(NamedTuple):
+    """The outcome of a check: what is wrong, None if nothing is, and whether another check would say the same."""
+
+    failure: str | None
+    is_final: bool = True
+
+
+class Device(NamedTuple):
+    """A GPU of this process."""
+
+    number: int
+    name: str
+
+
+def device_for(target: Target) -> Device | None:
+    """The GPU of this machine that a target describes, the current one if possible; None if there is none."""
+    if target.device != "cuda" or untested_release(target.features) != ".".join(map(str, release())) or not torch.cuda.is_available():
+        return None
+    devices = sorted(range(torch.cuda.device_count()), key=lambda index: index != torch.cuda.current_device())
+    found = (index for index in devices if torch.cuda.get_device_capability(index) == divmod(target.arch, 10))
+    index = next(found, None)
+    return None if index is None else Device(index, torch.cuda.get_device_name(index))
+
+
+_CHILD: Final = """
+import json, os, sys
+answer = os.dup(1)
+os.dup2(2, 1)
+sys.path[:] = json.loads(sys.argv[1])
+from foci import check_kernels
+os.write(answer, check_kernels.answer(sys.stdin.read(), sys.argv[2]).encode())
+"""
+
+
+def run_in_process(kind: Kind, device: str, code: str = _CHILD, limit: float = LIMIT) -> Verdict:
+    """The verdict of a process that ends with the check, whatever becomes of it."""
+    if not sys.executable:
+        return Verdict("there is no Python to start", is_final=False)
+    command = [sys.executable, "-c", code, json.dumps(sys.path), device]
+    environment = {**os.environ, "FOCI_SELF_CHECK": "0"}
+    try:
+        done = subprocess.run(command, input=json.dumps(asdict(kind)), capture_output=True, text=True, timeout=limit, env=environment)
+    except subprocess.TimeoutExpired:
+        return Verdict(f"it did not end within {limit:g} s")
+    except OSError as error:
+        return Verdict(f"no process could be started ({error})", is_final=False)
+    if done.returncode == 0:
+        return Verdict(*json.loads(done.stdout))
+    if done.returncode < 0:
+        by_others = done.returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+        return Verdict(f"its process ended by {signal.Signals(-done.returncode).name}", is_final=not by_others)
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return Verdict(f"its process ended with status {done.returncode}{': ' + said[-1].strip() if said else ''}")
+
+
+class SelfCheck:
+    """Verdicts, in memory and on disk.
+
+    Args:
+        run: the check of a kind on a device, "cuda:0" for example.
+        find_device: the GPU that a target describes.
+        directory: where verdicts are kept; None for the user's folder.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Kind, str], Verdict] = run_in_process,
+        find_device: Callable[[Target], Device | None] = device_for,
+        directory: Path | None = None,
+    ) -> None:
+        self._run, self._find_device, self._directory = run, find_device, directory
+        self._verdicts: dict[str, Verdict] = {}
+        self._turns = threading.Lock()
+
+    def known(self, kind: Kind, target: Target) -> Verdict | None:
+        """A verdict from before; None if there is none. Nothing runs."""
+        device = self._find_device(target)
+        return None if device is None else self._known(_key(kind, device))
+
+    def verdict(self, kind: Kind, target: Target) -> Verdict:
+        """The verdict from before, or else of a check that runs now."""
+        device = self._find_device(target)
+        if device is None:
+            return Verdict("this machine has no such GPU, or another release of Triton", is_final=False)
+        key = _key(kind, device)
+        with self._turns:
+            found = self._known(key)
+            if found is None:
+                try:
+                    found = self._run(kind, f"cuda:{device.number}")
+                except Exception as error:  # of the checker, not of the kernels
+                    found = Verdict(f"{type(error).__name__}: {error}", is_final=False)
+                self._verdicts[key] = found
+                if found.is_final:
+                    self._keep(key, found)
+        return found
+
+    def _path(self, key: str) -> Path | None:
+        folder = disk.cache_directory("self_check") if self._directory is None else self._directory
+        return None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
+
+    def _known(self, key: str) -> Verdict | None:
+        if key not in self._verdicts:
+            path = self._path(key)
+            content = None if path is None else disk.read_private(path)
+            if content is None:
+                return None
+            try:
+                found = json.loads(content)
+                failure = found["failure"] if found["key"] == key else 0
+            except (ValueError, TypeError, KeyError):
+                return None
+            if not (failure is None or isinstance(failure, str)):
+                return None
+            self._verdicts[key] = Verdict(failure)
+        return self._verdicts[key]
+
+    def _keep(self, key: str, verdict: Verdict) -> None:
+        path = self._path(key)
+        if path is not None:
+            try:
+                disk.write_atomically(path, json.dumps({"key": key, "failure": verdict.failure}, indent=1).encode())
+            except OSError:
+                return  # the next process checks again
+
+
+def _key(kind: Kind, device: Device) -> str:
+    """All that a verdict holds for."""
+    return "\n".join((f"triton {_triton()}", f"torch {torch.__version__}", device.name, _source_digest(), json.dumps(asdict(kind))))
+
+
+def _triton() -> str:
+    return importlib.metadata.version("triton")
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of foci's own code."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- what backends ask ----
+
+_self_check: SelfCheck = SelfCheck()
+_failures: Final[set[str]] = set()
+
+
+def failure_of(backend: str, problem: Problem, target: Target) -> str | None:
+    """Why a backend's kernels must not run, as far as it is known from before; None if they may, or if nothing is known yet."""
+    if not ENABLED or untested_release(target.features) is None:
+        return None
+    kind = Kind.of(backend, problem)
+    verdict = _self_check.known(kind, target)
+    return None if verdict is None else _reason(kind, verdict)
+
+
+def check(plan: Plan) -> None:
+    """Checks the kernels of a plan, where that was not done.
+
+    Raises:
+        Unbuildable: if they are wrong, do not compile, or could not be checked.
+    """
+    if not ENABLED or untested_release(plan.target.features) is None:
+        return
+    kind = Kind.of(plan.backend, plan.problem)
+    reason = _reason(kind, _self_check.verdict(kind, plan.target))
+    if reason is not None:
+        raise Unbuildable(reason)
+
+
+def _reason(kind: Kind, verdict: Verdict) -> str | None:
+    if verdict.failure is None:
+        return None
+    what = "fails its self-check" if verdict.is_final else "could not check itself"
+    found = f"{what} with Triton {_triton()}, which foci was not tested with: {verdict.failure} ({kind.text})"
+    _failures.add(found)
+    return found
+
+
+def is_failure(reason: str) -> bool:
+    """Whether a reason to decline comes of a check."""
+    return reason in _failures
+
+
+def note_of(target: Target) -> str:
+    """What `explain` says of kernels that are checked before they run; empty under tested releases."""
+    found = untested_release(target.features)
+    return f"not tested with Triton {found}: the first call checks its kernels in another process; " if ENABLED and found else ""
