@@ -43,7 +43,8 @@ newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind, co
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
 	PYTHONPATH=.newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/backends/hopper/test_forward_compile.py \
 		tests/backends/hopper/test_backward_compile.py tests/backends/test_triton_compile.py tests/backends/test_triton_compiling.py \
-		-k "compiling or (bounds and (dropout or 256 or decode or (document and (long or 64))))" $(ARGS)
+		tests/backends/test_triton_launcher.py \
+		-k "compiling or launcher or (bounds and (dropout or 256 or decode or (document and (long or 64))))" $(ARGS)
 
 .newest/triton-$(NEWEST).dist-info:
 	rm -rf .newest

@@ -1,0 +1,208 @@
+"""The short launch against the installed Triton's own launcher: what both hand to the driver's function is the same. No GPU is needed: the
+function, and what loads a kernel, are stand-ins; compiler, `JITFunction` and launcher are Triton's."""
+
+import gc
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foci import masks, scores
+from foci.backends.contract import Plan
+from foci.binding import bind
+from foci.compat.triton import TESTED, release
+from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from foci.backends.hopper import kernel as hopper  # noqa: E402
+from foci.backends.triton import kernel, known, recording, rowwise, sparsity, surroundings  # noqa: E402
+from foci.backends.triton.keeping import Kept  # noqa: E402
+
+STREAM = 4711
+DESCRIPTION = "map of tiles"
+TABLES = ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")  # made once
+
+
+class Driver:
+    """Stands in for Triton's driver of a GPU: notes what would be launched, loaded and unloaded."""
+
+    launcher_cls = nvidia.CudaLauncher
+
+    def __init__(self):
+        self.launches, self.loaded, self.unloaded = [], [], []
+        self.utils = SimpleNamespace(
+            launch=self.launch,
+            load_binary=self.load,
+            unload_module=self.unloaded.append,
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            fill_tma_descriptor=self.describe,  # 3.6
+            fill_tma_descriptor_tiled=self.describe,
+            build_signature_metadata=plain,
+        )
+
+    def launch(self, *args):
+        self.launches.append(plain(args))
+
+    def load(self, name, binary, shared, device):
+        self.loaded.append(name)
+        return f"module {len(self.loaded)}", len(self.loaded), 32, 0, 1024
+
+    def describe(self, *args):
+        return (DESCRIPTION, *plain(args))
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return STREAM
+
+
+def plain(value):
+    """Tensors as addresses, as the driver's function reads them; as None hooks that nobody added, and what only they are told."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(plain, value))
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return None if getattr(value, "calls", None) == [] or isinstance(value, LazyDict) else value
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """The stand-in, for kernels that nothing knows from before."""
+    made, active = Driver(), triton.runtime.driver
+    before = active.__dict__.copy()
+    active.set_active(made)
+    if release() == (3, 6):  # whose launcher is a module of C compiled for each kernel
+        monkeypatch.setattr(nvidia, "library_dirs", list)
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **options: SimpleNamespace(launch=made.launch))
+    # set by the C code that a real driver loads
+    for name, value in (("PyKernelArg", SimpleNamespace), ("ARG_CONSTEXPR", 0), ("ARG_KERNEL", 1), ("ARG_TUPLE", 2)):
+        monkeypatch.setattr(nvidia, name, value, raising=False)
+    monkeypatch.setattr(kernel, "stream_of", lambda tensor: STREAM)
+    monkeypatch.setattr(surroundings, "free_stream_on", lambda device: STREAM)
+    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(known, "_templates", Kept(16))
+    yield made
+    forget_compiled()
+    for value in gc.get_objects():
+        if issubclass(type(value), CompiledKernel):
+            value.module = None  # whatever still holds it has nothing to unload
+    active.__dict__.clear()
+    active.__dict__.update(before)
+
+
+def forget_compiled():
+    """Triton keeps no compiled kernel in memory."""
+    for value in gc.get_objects():
+        if issubclass(type(value), JITFunction):
+            value.device_caches.clear()
+    gc.collect()
+
+
+CASES = {
+    "causal": {"mask": masks.causal()},
+    "alibi": {"score": scores.alibi(torch.rand(2)), "mask": masks.causal()},
+    "jagged": {"mask": masks.causal(), "cu": torch.tensor([0, 56, 256])},
+}
+
+
+def posed(name, make, *, grads):
+    case = CASES[name]
+    bound, cu = bind(case.get("score"), case.get("mask"), torch.device("cpu")), case.get("cu")
+    tensors = [torch.zeros(1 if cu is not None else 2, 256, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    packed = {} if cu is None else {"cu_q": cu, "cu_kv": cu, "max_q": 200, "max_kv": 200}
+    operands = Operands(*tensors, bound.captures, bound.ints, bound.floats, 0.125, 0.0, None, **packed)
+    formula = Formula(bound.variant, Layout.DENSE if cu is None else Layout.JAGGED, Outputs(lse=True))
+    captures = (False,) * len(bound.captures)
+    asked = Problem(formula, torch.bfloat16, 64, 64, 2, 2, 2, 256, 256, grads, grads, grads, captures)
+    return make(Plan("any", asked, Target("cuda", 90, frozenset({"triton"})))), operands
+
+
+def without_addresses(launches, tensors):
+    """Addresses as the numbers of tensors: those of what only a pass reads differ from run to run."""
+    numbers = {t.data_ptr(): f"tensor {n}" for n, t in enumerate(tensors)}
+
+    def replaced(value):
+        if isinstance(value, tuple):
+            return tuple(map(replaced, value))
+        if type(value) is int and value > 1 << 32:
+            return numbers.get(value, "elsewhere")
+        return value
+
+    return [replaced(launch) for launch in launches]
+
+
+# NOW-02
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "make", "grads"),
+    [("causal", kernel.TritonKernel, True), ("alibi", kernel.TritonKernel, False), ("jagged", kernel.TritonKernel, False)]
+    + [("causal", hopper.HopperKernel, False), ("jagged", hopper.HopperKernel, False)],
+    ids=lambda value: getattr(value, "__name__", value) if not isinstance(value, bool) else "backward" if value else "forward",
+)
+def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, monkeypatch):
+    assert release() in TESTED
+    attention, operands = posed(name, make, grads=grads)
+    direct = []
+    monkeypatch.setattr(recording, "direct", lambda *args, inner=recording.direct: direct.append(inner(*args)) or direct[-1])
+
+    def run(tensors):
+        results = attention.forward(tensors)
+        made = [tensors.query, tensors.key, tensors.value, results.out, results.lse]
+        if grads:
+            dout = torch.zeros_like(results.out)
+            gradients = attention.backward(tensors, results, Cotangents(dout))
+            made += [dout, gradients.query, gradients.key, gradients.value]
+        return made
+
+    kept = [run(operands)]
+    count = len(driver.launches)
+    kept.append(run(operands))
+    first, second = driver.launches[:count], driver.launches[count:]
+    first = [launch for launch in first if driver.loaded[launch[4] - 1] not in TABLES]
+    assert direct
+    assert all(launch is not None for launch in direct), "the launcher looks other than foci knows it"
+    expected = without_addresses(first, kept[0])
+    assert expected
+    for found, wanted in zip(without_addresses(second, kept[1]), expected, strict=True):
+        assert found == wanted
+    if make is hopper.HopperKernel:
+        assert DESCRIPTION in str(second)
+
+
+# NOW-02
+@pytest.mark.slow
+def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
+    made = rowwise._Kernel(rowwise.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
+    tensors = [torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(4, 256)]
+    numbers = (64, 3, 64, 16, 5, 9)
+    made.launch(0, STREAM, 3, tensors, numbers)
+    made.launch(0, STREAM, 3, tensors, numbers)
+    first, second = driver.launches
+    assert first == second
+    assert made._known[0][2] == (release() > (3, 6)), "arguments come as one tuple from Triton 3.7 on"
+
+
+# NOW-02
+@pytest.mark.slow
+def test_a_kernel_stays_loaded_as_long_as_it_may_be_launched_again(driver):
+    attention, operands = posed("causal", kernel.TritonKernel, grads=False)
+    attention.forward(operands)
+    forget_compiled()
+    loaded = len(driver.loaded)
+    attention.forward(operands)
+    assert len(driver.loaded) == loaded, "the second call launches what the first one loaded"
+    launched = {launch[4] for launch in driver.launches[-1:]}
+    assert launched.isdisjoint(int(module.split()[1]) for module in driver.unloaded)
