@@ -238,18 +238,28 @@ def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: A
 
 def forward_of(call: Chosen, operands: Operands) -> Results:
     """Attention of the operands."""
-    if observers():
-        _tell(call.decision, backward=False)
     if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # elsewhere one would have to wait for them
         check_spans(operands)
     if operands.page_table is not None and operands.page_table.device.type == "cpu":
         check_pages(operands)
         if operands.captures and operands.kv_lengths is not None and operands.kv_lengths.numel():
             check_room(call.formula.variant, operands.captures, {"kv_idx": int(operands.kv_lengths.max())})
-    if is_empty(operands):
-        return without_keys(operands, call.formula.outputs)
-    with as_written(operands.query):
-        return call.kernel.forward(operands)
+    if not is_empty(operands):
+        return _forward(call.decision, call.kernel, operands)
+    if observers():
+        _tell(call.decision, backward=False)
+    return without_keys(operands, call.formula.outputs)
+
+
+def _forward(decision: Decision, kernel: Kernel, operands: Operands) -> Results:
+    try:
+        with as_written(operands.query):
+            results = kernel.forward(operands)
+    except Unbuildable as error:
+        return _forward(*_built(_instead(decision, error)), operands)
+    if observers():
+        _tell(decision, backward=False)
+    return results
 
 
 def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:

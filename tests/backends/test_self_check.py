@@ -189,6 +189,36 @@ def test_a_kept_failure_warns_in_the_next_process_too(installed, monkeypatch):
         execution._built(planner.choose(problem(), UNSEEN))
 
 
+# NOW-02
+def test_a_forward_that_cannot_be_built_when_it_first_runs_is_another_backends(monkeypatch):
+    class Late(Wrong):
+        def compile(self, plan, /):
+            class Kernel:
+                def forward(self, operands, /):
+                    raise Unbuildable("Triton 3.99, which foci was not tested with, does not compile attention_forward: no such layout")
+
+            return Kernel()
+
+    q = torch.randn(1, 2, 16, 8)
+    monkeypatch.setattr(execution, "_warned", set())
+    foci.register_backend(Late("out", None))
+    try:
+        with foci.observe() as log, pytest.warns(UserWarning, match="does not compile attention_forward: no such layout"):
+            out = foci.attention(q, q, q)
+    finally:
+        foci.unregister_backend("wrong")
+    assert [call.backend for call in log.calls][-1] != "wrong"
+    assert len(log.calls) == 1
+    assert [one.reason for one in log.calls[0].rejections if one.backend == "wrong"]
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+
+
+def test_row_kernels_are_those_of_tested_releases():
+    assert triton_backend.BACKEND.row_kernels(UNSEEN) is None
+    assert hopper.BACKEND.row_kernels(UNSEEN) is None
+    assert triton_backend.BACKEND.row_kernels(H200) is not None
+
+
 def test_a_target_without_its_gpu_is_planned_and_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "_self_check", SelfCheck(lambda kind, device: pytest.fail("ran"), directory=tmp_path))
     assert hopper.BACKEND.reject(problem(), UNSEEN) is None

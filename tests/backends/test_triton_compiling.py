@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from foci.backends.contract import Unbuildable  # noqa: E402
 from foci.backends.hurry import unhurried  # noqa: E402
 from foci.backends.triton import compiling  # noqa: E402
 from foci.backends.triton.compiling import after_launches, is_new, launch_ahead, side_by_side  # noqa: E402
@@ -247,6 +248,34 @@ def test_a_kernel_that_does_not_compile_says_so_and_keeps_nothing(events):
         after_launches(lambda: events.append("kept"))
     assert ("launch", "first_kernel") in events
     assert "kept" not in events
+
+
+# NOW-02
+def test_what_a_release_never_tested_does_not_compile_is_left_to_another_backend(events, monkeypatch):
+    monkeypatch.setattr(compiling, "release", lambda: (3, 99))
+    monkeypatch.setattr(compiling, "_uncompiled", {})
+    tried = []
+    monkeypatch.setattr(
+        wrong_kernel, "warmup", lambda *args, inner=wrong_kernel.warmup, **options: tried.append(1) or inner(*args, **options)
+    )
+    launch(first_kernel)
+    for _ in range(2):
+        with pytest.raises(Unbuildable, match=r"Triton 3.99, .* does not compile wrong_kernel: CompileTimeAssertionFailure: .*of no use"):
+            launch(wrong_kernel)
+    assert len(tried) == 1
+    assert names(events, "launch") == ["first_kernel"]
+
+
+def test_a_launch_that_goes_wrong_is_not_taken_for_a_kernel_that_does_not_compile(events, monkeypatch):
+    monkeypatch.setattr(compiling, "release", lambda: (3, 99))
+
+    def fail(self, *args):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(driver.active.launcher_cls, "__call__", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch(first_kernel)
+    assert compiling._uncompiled == {}
 
 
 def ahead(kernel, warps=1):

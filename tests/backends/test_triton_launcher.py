@@ -17,6 +17,8 @@ from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
+if release() not in TESTED:
+    pytest.skip("with this release of Triton launches go through its own launcher", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
@@ -153,7 +155,6 @@ def without_addresses(launches, tensors):
     ids=lambda value: getattr(value, "__name__", value) if not isinstance(value, bool) else "backward" if value else "forward",
 )
 def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, monkeypatch):
-    assert release() in TESTED
     attention, operands = posed(name, make, grads=grads)
     direct = []
     monkeypatch.setattr(recording, "direct", lambda *args, inner=recording.direct: direct.append(inner(*args)) or direct[-1])

@@ -30,7 +30,19 @@ from foci.compat.triton import release, untested_release
 from foci.ir.expr import const
 from foci.problem import Problem, Target
 
-__all__ = ["ENABLED", "Device", "Kind", "SelfCheck", "Verdict", "check", "failure_of", "is_failure", "note_of", "run_in_process"]
+__all__ = [
+    "ENABLED",
+    "Device",
+    "Kind",
+    "SelfCheck",
+    "Verdict",
+    "check",
+    "failure_of",
+    "is_failure",
+    "is_needed",
+    "note_of",
+    "run_in_process",
+]
 
 ENABLED: Final = os.environ.get("FOCI_SELF_CHECK", "1") != "0"
 """The environment variable FOCI_SELF_CHECK=0 runs kernels under any release unchecked, as the check's own process does."""
@@ -254,9 +266,14 @@ _self_check: SelfCheck = SelfCheck()
 _failures: Final[set[str]] = set()
 
 
+def is_needed(target: Target) -> bool:
+    """Whether kernels for a target must be checked before they run."""
+    return ENABLED and untested_release(target.features) is not None
+
+
 def failure_of(backend: str, problem: Problem, target: Target) -> str | None:
     """Why a backend's kernels must not run, as far as it is known from before; None if they may, or if nothing is known yet."""
-    if not ENABLED or untested_release(target.features) is None:
+    if not is_needed(target):
         return None
     kind = Kind.of(backend, problem)
     verdict = _self_check.known(kind, target)
@@ -269,7 +286,7 @@ def check(plan: Plan) -> None:
     Raises:
         Unbuildable: if they are wrong, do not compile, or could not be checked.
     """
-    if not ENABLED or untested_release(plan.target.features) is None:
+    if not is_needed(plan.target):
         return
     kind = Kind.of(plan.backend, plan.problem)
     reason = _reason(kind, _self_check.verdict(kind, plan.target))
@@ -293,5 +310,6 @@ def is_failure(reason: str) -> bool:
 
 def note_of(target: Target) -> str:
     """What `explain` says of kernels that are checked before they run; empty under tested releases."""
-    found = untested_release(target.features)
-    return f"not tested with Triton {found}: the first call checks its kernels in another process; " if ENABLED and found else ""
+    if not is_needed(target):
+        return ""
+    return f"not tested with Triton {untested_release(target.features)}: the first call checks its kernels in another process; "

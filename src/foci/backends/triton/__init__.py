@@ -116,8 +116,8 @@ class TritonBackend:
         return TritonKernel(plan)
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Those in Triton, wherever it runs."""
-        if _reject_target(target) is not None:
+        """Those in Triton, wherever it runs; nothing checks them, so a release that foci was not tested with has none."""
+        if _reject_target(target) is not None or self_check.is_needed(target):
             return None
         from foci.backends.triton.rowwise import ROW_KERNELS
 

@@ -22,13 +22,15 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from foci.backends.contract import Unbuildable
 from foci.backends.hurry import is_waited_for, submit_elsewhere
 from foci.backends.triton.elsewhere import compile_packed, is_sendable, pack
-from foci.compat.triton import COMPILE_OPTIONS, release
+from foci.compat.triton import COMPILE_OPTIONS, TESTED, release
 
-__all__ = ["Waiting", "after_launches", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
+__all__ = ["Waiting", "after_launches", "compile_and_launch", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
 
 class Waiting(NamedTuple):
@@ -54,6 +56,36 @@ def _is_one(arg: object) -> bool:
 _queue: ContextVar[list[Waiting] | None] = ContextVar("launches that wait", default=None)
 _met: Final[set[tuple[object, ...]]] = set()
 _MOST_MET: Final = 4096
+
+
+def compile_and_launch(function: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Launches as Triton does, which compiles what it has to; returns the compiled kernel.
+
+    Raises:
+        Unbuildable: if a release of Triton that foci was not tested with does not compile it. Tested ones raise what they raise.
+    """
+    if release() in TESTED or not isinstance(function, JITFunction):
+        return function[grid](*args, **COMPILE_OPTIONS, **options)
+    kind = Waiting(function, args, options, _nothing).kind
+    if kind not in _uncompiled:
+        try:
+            return function[grid](*args, **COMPILE_OPTIONS, **options)
+        except Exception as error:
+            try:
+                function.warmup(*args, grid=grid, **COMPILE_OPTIONS, **options)
+            except Exception as again:
+                said = str(getattr(again, "error_message", None) or again)  # a CompilationError's text begins with a place
+                lines = [*filter(str.strip, said.splitlines()), "no message"]
+                _uncompiled[kind] = f"{type(again).__name__}: {lines[0].strip()}"
+            if kind not in _uncompiled and not isinstance(error, OutOfResources):
+                raise  # it compiles: the launch itself went wrong
+            _uncompiled.setdefault(kind, str(error))
+    version = ".".join(map(str, release()))
+    raise Unbuildable(f"Triton {version}, which foci was not tested with, does not compile {function.__name__}: {_uncompiled[kind]}")
+
+
+_uncompiled: Final[dict[tuple[object, ...], str]] = {}
+"""What went wrong with the kernels that did not compile, so that each is tried once."""
 
 
 def waiting() -> list[Waiting] | None:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
 from foci.backends.triton.arguments import Config, Strides
-from foci.backends.triton.compiling import Waiting, launch_waiting, waiting
+from foci.backends.triton.compiling import Waiting, compile_and_launch, launch_waiting, waiting
 from foci.backends.triton.counts import Count
 from foci.backends.triton.keys import settle
 from foci.backends.triton.templates import (
@@ -33,7 +33,7 @@ from foci.backends.triton.templates import (
     address_of,
     late_counts,
 )
-from foci.compat.triton import COMPILE_OPTIONS, bottom_of
+from foci.compat.triton import bottom_of
 
 __all__ = ["Recorder", "plain_arguments"]
 
@@ -149,7 +149,7 @@ class Recorder:
     def _launch(
         self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any, between: bool
     ) -> None:
-        compiled = function[tuple(map(int, grid))](*plain, **COMPILE_OPTIONS, **options)
+        compiled = compile_and_launch(function, tuple(map(int, grid)), plain, options)
         if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._launches = None
             return
