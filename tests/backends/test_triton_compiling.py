@@ -278,6 +278,16 @@ def test_a_launch_that_goes_wrong_is_not_taken_for_a_kernel_that_does_not_compil
     assert compiling._uncompiled == {}
 
 
+# NOW-03
+def test_where_triton_has_no_place_for_it_kernels_compile_one_after_the_other(events, monkeypatch):
+    monkeypatch.setattr(compiling, "async_compile_mode", lambda: None)
+    with side_by_side():
+        launch(first_kernel)
+        launch(second_kernel)
+    assert names(events, "launch") == names(events, "compile") == ["first_kernel", "second_kernel"]
+    assert all(in_main for what, _, *in_main in events if what == "compile" for in_main in in_main)
+
+
 def ahead(kernel, warps=1):
     launch_ahead(kernel, (torch.empty(16, device="meta"), 1), {"num_warps": warps})
 

@@ -11,9 +11,12 @@ import importlib.metadata
 import importlib.util
 import types
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
-__all__ = ["COMPILE_OPTIONS", "TESTED", "Bottom", "bottom_of", "release", "untested_release"]
+from foci.compat.lookup import find
+
+__all__ = ["COMPILE_OPTIONS", "TESTED", "Bottom", "async_compile_mode", "bottom_of", "release", "untested_release"]
 
 TESTED: Final = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Releases whose kernels were run and timed on a GPU."""
@@ -35,6 +38,15 @@ def untested_release(features: Collection[str]) -> str | None:
     """The release that a target's features name, such as "3.10" for "triton-3.10"; None for a tested one, or if they name none."""
     found = next((feature.removeprefix("triton-") for feature in features if feature.startswith("triton-")), None)
     return None if found in {f"{major}.{minor}" for major, minor in TESTED} else found
+
+
+@functools.cache
+def async_compile_mode() -> ContextVar[Any] | None:
+    """Where Triton looks for what compiles a kernel in its stead; None where it has no such place."""
+    found: ContextVar[Any] | None = find(
+        "triton.runtime._async_compile.active_mode", without="compiles new kernels one after the other", seen=("3.6", "3.9")
+    )
+    return found
 
 
 class Bottom(NamedTuple):

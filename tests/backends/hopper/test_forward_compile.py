@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.compiler.code_generator import CodeGenerator  # noqa: E402
 
-from foci.backends.hopper import kernel  # noqa: E402
+from foci.backends.hopper import interface, kernel  # noqa: E402
 from foci.backends.triton import sparsity  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
@@ -228,3 +228,15 @@ def test_consumers_functions_are_read_once_for_all_of_them(case, consumer, stand
     stand_in(LAUNCHED, 90, is_read_only=True)
     launch(case)
     assert read.count(consumer) == read.count("consume") == 1
+
+
+# NOW-03
+def test_without_the_callers_context_consumers_functions_are_read_one_by_one(stand_in, monkeypatch):
+    read, inner = [], CodeGenerator.visit_FunctionDef
+    monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", lambda self, node: (read.append(node.name), inner(self, node))[1])
+    monkeypatch.setattr(interface, "CallerContext", None)
+    found = stand_in(LAUNCHED, 90, is_read_only=True)
+    launch({"dim": 64, "length": 4096})
+    assert read.count("consume") > 1
+    (one,) = (one for one in found if one.name == "attention_forward")
+    assert "ttg.warp_specialize" in one.ir

@@ -7,8 +7,6 @@ Gluon is `triton.experimental.gluon`. With a version that is not in `foci.backen
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,6 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import builtin
+
+from foci.compat.gluon import CallerContext, reinterpreted
 
 # the two copies and the barrier were renamed after Triton 3.6
 bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -26,9 +27,8 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 @builtin
 def viewed(buffer, dtype, shape, layout, _semantic=None):
-    """A buffer in shared memory as one of another shape and layout; a method made public after Triton 3.6."""
-    view = getattr(buffer, "reinterpret", None) or buffer._reinterpret
-    return view(dtype, shape, layout, _semantic=_semantic)
+    """A buffer in shared memory as one of another shape and layout."""
+    return reinterpreted(buffer)(dtype, shape, layout, _semantic=_semantic)
 
 
 class _Alike:
@@ -46,7 +46,7 @@ class _Alike:
 
     def call_JitFunction(self, function, args, kwargs, caller_context=None):
         if function is self._consume:
-            caller_context = caller_context or GluonCallerContext(num_warps=4)
+            caller_context = caller_context or CallerContext(num_warps=4)
             me, *others = args
             args = (self._semantic.to_tensor(me), *others)
         return self._reader.call_JitFunction(function, args, kwargs, caller_context=caller_context)
@@ -56,9 +56,9 @@ class _Alike:
 def specialize(consumers, consume, own, args, produce, given, registers, _semantic=None, _generator=None):
     """Divides a program of one warpgroup: so many `consumers`, the first of them the program's own warps, each call
     `consume(its number, *own[its number], *args)`, and a warp beside them `produce(*given)`. `registers`: of a consumer's thread."""
-    n, most = (gl._core._unwrap_if_constexpr(x) for x in (consumers, registers))
+    n, most = (x.value if isinstance(x, gl.constexpr) else x for x in (consumers, registers))
     parts = [(consume, (gl.constexpr(me), *own[me], *args)) for me in range(n)]
-    reader = _Alike(_generator, consume, _semantic)
+    reader = _generator if CallerContext is None else _Alike(_generator, consume, _semantic)
     warps, limits = [*[4] * (n - 1), 1], [*[most] * (n - 1), 24]
     gl.warp_specialize([*parts, (produce, given)], warps, limits, _semantic=_semantic, _generator=reader)
 

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from foci.backends.contract import Unbuildable
 from foci.backends.hurry import is_waited_for, submit_elsewhere
 from foci.backends.triton.elsewhere import compile_packed, is_sendable, pack
-from foci.compat.triton import COMPILE_OPTIONS, TESTED, release
+from foci.compat.triton import COMPILE_OPTIONS, TESTED, async_compile_mode, release
 
 __all__ = ["Waiting", "after_launches", "compile_and_launch", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
 
@@ -153,10 +153,9 @@ def launch_waiting(queue: list[Waiting]) -> None:
 
 def _compile(new: Sequence[Waiting]) -> None:
     """Kernels go to Triton's cache; one that fails is left to its launch, which says why."""
-    from triton.runtime._async_compile import active_mode
-
-    if active_mode.get() is not None:
-        return
+    active_mode = async_compile_mode()
+    if active_mode is None or active_mode.get() is not None:
+        return  # each compiles when it is launched
     pool = ThreadPoolExecutor(2 * len(new))
     beside = _Beside(pool)
     mode = _SideBySide(beside)
