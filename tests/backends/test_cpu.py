@@ -17,7 +17,7 @@ import foci
 from foci import backends
 from foci.backends.contract import Plan
 from foci.backends.cpu import BACKEND, build
-from foci.backends.cpu.sites import partition, sites_of
+from foci.backends.cpu.sites import HeadNumbers, partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.binding import bind
 from foci.planner import choose, target_of
@@ -112,6 +112,33 @@ def test_private_gradients_only_where_tasks_meet():
     assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).copies == ((3, 1, 1),)
     assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).copies == ((1, 1, 1),)
     assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).copies == ((1, 1, 4),)
+
+
+# SDPA-04
+@pytest.mark.parametrize(("rows", "copies"), [(8, (1, 1, 1)), (9, (1, 1, 1)), (7, (2, 8, 1)), (1, (2, 8, 1))])
+def test_a_bias_of_merged_batch_and_heads_has_no_copies_where_no_two_meet(rows, copies):
+    bias = torch.zeros(32, 8, 8)
+    bound = bind(lambda s, b, h, q, k: s + bias[b * rows + h, q, k], None, torch.device("cpu"))
+    sites = sites_of(bound.variant.score, (True,))
+    assert partition(sites, (bias,), (2, 8, 4), HeadNumbers(8, bound.ints)).copies == (copies,)
+    assert partition(sites, (bias,), (2, 8, 4)).copies == ((2, 8, 1),)
+
+
+# SDPA-04
+@pytest.mark.parametrize("rows", [4, 3])
+def test_gradients_of_a_bias_of_merged_batch_and_heads(rows):
+    """With 4 heads, rows of 4 are apart and rows of 3 meet: head 3 of an entry reads what head 0 of the next one does."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 4, 130, 16)
+    bias = torch.randn(12, 130, 130, requires_grad=True)
+    with foci.use("cpu"):
+        out = foci.attention(q, k, v, score=lambda s, b, h, i, j: s + bias[b * rows + h, i, j])
+    out.square().sum().backward()
+    at = torch.arange(3)[:, None] * rows + torch.arange(4)
+    exact = bias.detach().double().requires_grad_()
+    weights = torch.softmax(q.double() @ k.double().mT / 4 + exact[at], -1)
+    (weights @ v.double()).square().sum().backward()
+    torch.testing.assert_close(bias.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
 # SDPA-04

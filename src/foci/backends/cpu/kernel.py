@@ -14,7 +14,7 @@ from torch import Tensor
 from foci import dropout
 from foci.backends.contract import Plan
 from foci.backends.cpu import build
-from foci.backends.cpu.sites import partition, sites_of
+from foci.backends.cpu.sites import HeadNumbers, partition, sites_of
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
@@ -158,7 +158,8 @@ class CpuKernel:
                 tensor.zero_()
         splits = self._splits(arguments)
         sites = sites_of(problem.variant.score, problem.capture_grads)
-        sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits))
+        numbers = HeadNumbers(operands.query.shape[1], operands.ints)
+        sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits), numbers)
         rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
         tasks = (splits, *sums.partition.parts)
         _check(self._backward(arguments.packed((results.out, cotangents.out, *grads), rows, sums.described(), tasks)))
@@ -209,9 +210,11 @@ def _gradient_tensors(operands: Operands, wanted: tuple[bool, bool, bool]) -> Te
 class CaptureSums:
     """Gradients of captured tensors while they are summed: float32, one copy per group of tasks that needs its own."""
 
-    def __init__(self, sites: Sequence[CaptureDerivative], captures: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, sites: Sequence[CaptureDerivative], captures: tuple[Tensor, ...], sizes: tuple[int, int, int], numbers: HeadNumbers
+    ) -> None:
         self.sites, self.captures = sites, captures
-        self.partition = partition(sites, captures, sizes)
+        self.partition = partition(sites, captures, sizes, numbers)
         copies = {site.slot: self.partition.copies[site.slot] for site in sites}
         self.sums = {slot: captures[slot].new_zeros((*n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
 

@@ -18,10 +18,10 @@ from foci.backends.cpu.spelling import VALUES, is_vector
 from foci.backends.row_gradients import summed_derivatives
 from foci.ir.derivative import CaptureDerivative
 from foci.ir.emit import emit
-from foci.ir.expr import DType, Expr
+from foci.ir.expr import DType, Expr, variable
 from foci.ir.ops import cast
 
-__all__ = ["Partition", "add_sites", "partition", "sites_of"]
+__all__ = ["HeadNumbers", "Partition", "add_sites", "partition", "sites_of"]
 
 _ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, Run* runs"
 _SMALL = 1 << 22  # bytes of gradients, all copies together, that are not worth a thought
@@ -105,13 +105,50 @@ class Partition:
     copies: tuple[tuple[int, int, int], ...]
 
 
-def _plain_axes(sites: Sequence[CaptureDerivative], slot: int) -> tuple[bool, bool, bool]:
-    """Whether elements of a captured tensor belong to one batch entry, one head, one key: a dimension is just that."""
-    mine = [site.indices for site in sites if site.slot == slot]
-    return tuple(all(any(i.op == "var" and i.value == name for i in at) for at in mine) for name in ("b", "h", "kv_idx"))  # type: ignore[return-value]
+@dataclass(frozen=True)
+class HeadNumbers:
+    """Numbers of a call that say whether `b * n + h` is an index of its own for each batch entry and head: n is at least `q_heads`.
+
+    Attributes:
+        q_heads: number of query heads.
+        ints: the call's run-time numbers, by slot of `param`; n may be one.
+    """
+
+    q_heads: int
+    ints: tuple[int, ...] = ()
 
 
-def partition(sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int]) -> Partition:
+def _owned_axes(sites: Sequence[CaptureDerivative], slot: int, numbers: HeadNumbers | None) -> tuple[bool, bool, bool]:
+    """Whether each element of a captured tensor belongs to one batch entry, one head, one key."""
+    owners = [{name for index in site.indices for name in _determined(index, numbers)} for site in sites if site.slot == slot]
+    b, h, kv_idx = (all(name in one for one in owners) for name in ("b", "h", "kv_idx"))
+    return b, h, kv_idx
+
+
+def _determined(index: Expr, numbers: HeadNumbers | None) -> tuple[str, ...]:
+    """The variables whose values follow from the index: of one that is a variable, and of `b * n + h`."""
+    if index.op == "var":
+        return (str(index.value),)
+    if index.op != "add" or numbers is None:
+        return ()
+    for head, rows in (index.args, index.args[::-1]):
+        if head is variable("h") and rows.op == "mul":
+            for entry, n in (rows.args, rows.args[::-1]):
+                if entry is variable("b") and _number(n, numbers.ints) >= numbers.q_heads:
+                    return ("b", "h")
+    return ()
+
+
+def _number(e: Expr, ints: tuple[int, ...]) -> int:
+    """The value of a constant or of a run-time number, 0 for anything else."""
+    if not isinstance(e.value, int) or e.dtype not in (DType.INT32, DType.INT64):
+        return 0
+    return e.value if e.op == "const" else ints[e.value] if e.op == "param" and e.value < len(ints) else 0
+
+
+def partition(
+    sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int], numbers: HeadNumbers | None = None
+) -> Partition:
     """Groups tasks so that no two groups write to the same memory, by the sizes alone: threads do not change the order of sums.
 
     Every task is a group of its own where the private copies of gradients that this takes are small. Else groups are joined, those
@@ -121,9 +158,10 @@ def partition(sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], si
         sites: what is differentiated.
         captures: the captured tensors, by slot.
         sizes: number of batch entries, kv heads and splits.
+        numbers: of the call; without them an index that merges batch entries with heads counts as shared.
     """
     wanted = {site.slot for site in sites}
-    owned = {slot: _plain_axes(sites, slot) for slot in wanted}
+    owned = {slot: _owned_axes(sites, slot, numbers) for slot in wanted}
 
     def copies_of(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
         b, h, s = (1 if own else n for own, n in zip(owned[slot], parts, strict=True))
