@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from foci import backends
-from foci.backends.contract import Equipped, Noted, Plan, Rejection
+from foci.backends.contract import CaptureFacts, Equipped, Noted, Plan, Priced, Rejection
 from foci.backends.row_kernels import RowKernels, Rowwise
+from foci.ir.expr import Expr
 from foci.problem import Problem, Target
 
-__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "row_kernels", "target_of"]
+__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "row_kernels", "seconds_per_score", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,23 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
     target = target_of(device)
     considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
     return next((found for one in considered if isinstance(one, Rowwise) and (found := one.row_kernels(target)) is not None), None)
+
+
+def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Target, *, needs_backward: bool) -> float | None:
+    """What a score function adds to the cost of each score on a target, by the first backend that knows; None where it does not matter.
+
+    Args:
+        score: the function.
+        facts: of each captured tensor, by slot.
+        target: where it would run.
+        needs_backward: whether gradients are wanted.
+    """
+    for one in map(backends.load, backends.names()):
+        if isinstance(one, Priced):
+            price = one.seconds_per_score(score, facts, target, needs_backward=needs_backward)
+            if price is not None:
+                return price
+    return None
 
 
 def _seconds(cost: float) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from foci.ir.expr import Expr
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Problem, Results, Target
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Noted",
     "Offsets",
     "Plan",
+    "Priced",
     "Rejection",
     "Repeating",
     "SelfChecking",
@@ -225,6 +227,27 @@ class Equipped(Protocol):
 
     def obstacle(self) -> str | None:
         """What keeps the backend from this machine, and the cure. `reject` says the same; whoever then runs another backend warns."""
+        ...
+
+
+class CaptureFacts(NamedTuple):
+    """What the price of reading a captured tensor depends on.
+
+    Attributes:
+        unit_dim: the dimension whose elements are neighbours in memory; -1 where there is none.
+        wants_grad: whether its gradient is wanted.
+    """
+
+    unit_dim: int
+    wants_grad: bool = False
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A backend on which it matters what a score function computes, so that a tensor made before may be the cheaper way."""
+
+    def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
+        """Seconds that the function adds to each score; None for targets that the backend is not for."""
         ...
 
 

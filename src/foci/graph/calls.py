@@ -18,6 +18,7 @@ from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadca
 from foci.graph.lift import Lift
 from foci.graph.lower import Asked, Prepared, attention, prepare
 from foci.graph.match import Atoms, Match, Place
+from foci.graph.materialise import prices_of
 from foci.graph.reading import (
     Size,
     call_of,
@@ -115,6 +116,8 @@ def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
     if not isinstance(number, (int, float)):
         raise NoRule("a dropout whose probability is no constant")
     lift = Lift(device_of(query), lambda n, i: None, frozenset(), grad=needs_grad(node))
+    counted = {"b": tuple(d for dim in shared for d in dim), "q_idx": rows, "kv_idx": columns}
+    lift.prices = prices_of(device_of(query), counted, lift.number, needs_backward=needs_grad(node))
     score = _scored(lift, (*shared, rows, columns), mask, scale, shape_of(query)[-1], causal=bool(number_of(causal)))
     walk = Walk((*shared, rows, columns), dropout=float(number))
     flat = tuple(d for dim in shared for d in dim)

@@ -13,9 +13,12 @@ from foci.compat.fake import FakeTensorMode
 from foci.graph.examples import making
 from foci.graph.indices import Digits, NoRule, is_atom, size_of, symbolic_expression
 from foci.graph.match import Place
-from foci.graph.reading import Size, same_size, shape_of, value_of
+from foci.graph.reading import Size, is_written, needs_grad, same_size, shape_of, value_of
 
 __all__ = ["Emitter", "Sizes"]
+
+
+_SHARED_COPY: Final = "foci_shared_copy"
 
 
 class Sizes:
@@ -64,6 +67,16 @@ class Emitter:
         with self.graph.inserting_before(self.place):
             node = self.graph.call_method(name, args, kwargs)
         return self._valued(node, lambda a, k: getattr(a[0], name)(*a[1:], **k))
+
+    def copy_contiguous(self, node: fx.Node) -> fx.Node:
+        """A contiguous copy of the node's tensor. One copy is shared by all attentions that read it, unless the tensor is written in place
+        or the copy was made where gradients were off."""
+        for user in node.users:
+            if _SHARED_COPY in user.meta and user < self.place and not is_written(node) and needs_grad(user) == needs_grad(node):
+                return user
+        copied = self.method("contiguous", node)
+        copied.meta[_SHARED_COPY] = True
+        return copied
 
     def _valued(self, node: fx.Node, run: Callable[[Any, Any], Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)

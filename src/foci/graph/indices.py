@@ -9,7 +9,7 @@ attention's layout is known. This is the mixed-radix form of an index map; nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ __all__ = [
     "NeedsSplit",
     "NoRule",
     "broadcast_index",
+    "coordinates",
     "is_atom",
     "offset",
     "one_digit",
@@ -166,6 +167,21 @@ def _split(digit: Digit, low: Size, number: Number) -> tuple[Digit, Digit]:
         raise NeedsSplit(digit.expr, low)
     divisor = number(low)
     return Digit(apply("floordiv", digit.expr, divisor), high), Digit(apply("mod", digit.expr, divisor), low)
+
+
+def coordinates(groups: Mapping[str, Digits], number: Number) -> dict[Expr, Expr]:
+    """Each atom as an expression of the variable that counts its group, and so each index that merges neighbouring atoms again."""
+    table: dict[Expr, Expr] = {}
+    for name, digits in groups.items():
+        for first in range(len(digits)):
+            for last in range(first, len(digits)):
+                value = ir.variable(name)
+                if last < len(digits) - 1:
+                    value = apply("floordiv", value, number(size_of(digits[last + 1 :])))
+                if first:
+                    value = apply("mod", value, number(size_of(digits[first : last + 1])))
+                table[value_of_digits(digits[first : last + 1], number)] = value
+    return table
 
 
 def symbolic_expression(size: Size) -> object:

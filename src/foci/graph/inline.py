@@ -1,4 +1,5 @@
-"""torch's composite attention functions, opened: their nodes take the call's place, so that what is in them is recognised."""
+"""torch's composite attention functions, opened: their nodes take the call's place, so that what is in them is recognised. And views that
+ask another tensor for its sizes, with the sizes themselves."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from foci.compat.aten import ENCODER_LAYER
 from foci.compat.fake import FakeTensorMode
 from foci.graph.examples import making
-from foci.graph.reading import tensor_of, value_of
+from foci.graph.reading import call_of, tensor_of, value_of
 
-__all__ = ["open_composites"]
+__all__ = ["name_sizes", "open_composites"]
 
 
 def open_composites(graph: fx.Graph, mode: FakeTensorMode | None) -> frozenset[fx.Node]:
@@ -29,6 +30,20 @@ def open_composites(graph: fx.Graph, mode: FakeTensorMode | None) -> frozenset[f
         if function is not None and not any(t.is_nested for t in map(tensor_of, node.all_input_nodes) if t is not None):
             made |= _opened(graph, node, function, mode)
     return frozenset(made)
+
+
+_LIKE_ANOTHER: Final[Mapping[str, str]] = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
+
+
+def name_sizes(graph: fx.Graph) -> None:
+    """Gives views like another tensor that one's sizes, where they are fixed: scores that are asked for their shape are read by no one."""
+    for node in graph.nodes:
+        call = call_of(node)
+        made = tensor_of(node)
+        if call is None or made is None or call.name not in _LIKE_ANOTHER or not all(isinstance(n, int) for n in made.shape):
+            continue
+        node.op, node.target = "call_method", _LIKE_ANOTHER[call.name]
+        node.args, node.kwargs = (call.argument(0, "self", call.kwargs.get("input")), *made.shape), {}
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,12 @@ from typing import Final
 import torch
 from torch import fx
 
-from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, is_atom, size_of
+from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, coordinates, is_atom, size_of
 from foci.graph.match import Atoms, Place
 from foci.graph.reading import Size, call_of, hint_of, is_half, is_written, same_size, tensor_of
 from foci.graph.views import step
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
-from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 
 __all__ = ["Layout", "arrange", "source_place", "uncast_place"]
@@ -43,18 +42,7 @@ class Layout:
 
     def coordinates(self, number: Number) -> dict[Expr, Expr]:
         """Each atom as an expression of b, h, q_idx and kv_idx."""
-        table: dict[Expr, Expr] = {}
-        for name, digits in (("b", self.batch), ("h", self.heads), ("q_idx", self.queries), ("kv_idx", self.keys)):
-            below: Size = 1
-            for position in range(len(digits) - 1, -1, -1):
-                value = ir.variable(name)
-                if position < len(digits) - 1:
-                    value = apply("floordiv", value, number(below))
-                if position:
-                    value = apply("mod", value, number(digits[position].size))
-                table[digits[position].expr] = value
-                below = below * digits[position].size
-        return table
+        return coordinates({"b": self.batch, "h": self.heads, "q_idx": self.queries, "kv_idx": self.keys}, number)
 
     def placed(self, expr: Expr, number: Number) -> Expr:
         """An expression of a match's digits, as one of (b, h, q_idx, kv_idx)."""

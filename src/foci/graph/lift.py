@@ -17,6 +17,7 @@ from torch import fx
 
 from foci.compat.fake import real_values
 from foci.graph.indices import Index, NoRule, broadcast_index, one_digit, symbolic_expression, value_of_digits
+from foci.graph.materialise import Materialise
 from foci.graph.narrow import may_wrap
 from foci.graph.reading import (
     CASTS,
@@ -87,6 +88,7 @@ class Lift:
     Attributes:
         tracer: holds the captured example tensors and the symbolic numbers.
         leaves: the captured nodes, by slot.
+        prices: of values as tensors and as expressions; where there are none, whatever can be read becomes an expression.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Lift:
         self.tracer = Tracer(device)
         self.leaves: dict[int, fx.Node] = {}
         self._score, self._on_path, self._grad = score, on_path, grad
+        self.prices: Materialise | None = None
         self._slots: dict[fx.Node, int] = {}
         self._numbers: dict[object, Expr] = {}
         self._seen: dict[tuple[fx.Node, Index], Expr] = {}
@@ -142,7 +145,12 @@ class Lift:
                 raise NoRule(f"{call.name if call else node.name} is outside the expression language")
             return self.captured(node, index)
         kind = dtype_of(tensor.dtype)
-        return made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
+        made = made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
+        if self.prices is not None and node not in self._on_path:
+            indices = tuple(value_of_digits(d, self.number) for d in index)
+            if self.prices.stays_tensor(node, made, indices, self.leaves):
+                return self.captured(node, index)
+        return made
 
     def captured(self, node: fx.Node, index: Index) -> Expr:
         """The node's tensor, read at `index`."""

@@ -15,6 +15,7 @@ from foci.binding import Bound, bind_expressions
 from foci.graph.emit import Emitter
 from foci.graph.indices import Digits, NeedsSplit, NoRule, broadcast_index, size_of
 from foci.graph.layout import Layout, arrange, source_place, uncast_place
+from foci.graph.lift import Lift
 from foci.graph.masking import canonical, leading_scale, masked
 from foci.graph.match import Match, Place
 from foci.graph.profitable import obstacle
@@ -24,7 +25,6 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
 from foci.ir.simplify import simplify
-from foci.ir.trace import Tracer
 from foci.operator.arguments import flatten
 from foci.problem import Formula, Operands, Outputs
 from foci.problem import Layout as Rows
@@ -147,11 +147,13 @@ def attention(
     return out, lse, row_max
 
 
-def captured_nodes(emitter: Emitter, bound: Bound, tracer: Tracer, leaves: dict[int, fx.Node], device: torch.device) -> list[fx.Node]:
-    """The nodes of the captured tensors, on the attention's device."""
+def captured_nodes(emitter: Emitter, bound: Bound, lift: Lift, device: torch.device) -> list[fx.Node]:
+    """The nodes of the captured tensors, on the attention's device, copied to be contiguous where that pays."""
     found = []
     for tensor in bound.captures:
-        node = leaves[tracer.slot(tensor)]
+        node = lift.leaves[lift.tracer.slot(tensor)]
+        if lift.prices is not None and node in lift.prices.copied:
+            node = emitter.copy_contiguous(node)
         if tensor.device != device:
             if tensor.dim():
                 raise NoRule(f"{node.name} is on {tensor.device}, the scores on {device}")
@@ -169,7 +171,7 @@ def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
     key = emitter.operand(prepared.key, (layout.batch, kv_heads, layout.keys, layout.depth), whole=(True, True, True, True))
     value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), whole=(True, True, True, True))
     operands = [_cast(emitter, node, prepared.dtype) for node in (query, key, value)]
-    captures = captured_nodes(emitter, prepared.bound, match.lift.tracer, match.lift.leaves, device_of(query))
+    captures = captured_nodes(emitter, prepared.bound, match.lift, device_of(query))
     outputs = Outputs(lse=match.sink is not None or prepared.uniform or bool(match.logsumexps))
     out, lse, _ = attention(emitter, operands, prepared.bound, captures, Asked(prepared.scale, match.walk.dropout, outputs))
     if match.sink is not None:

@@ -25,7 +25,7 @@ from foci.ir.ranges import Range
 from foci.ir.rewrite import rewrite, substitute
 from foci.ir.simplify import simplify
 
-__all__ = ["LOWEST", "Masked", "canonical", "leading_scale", "masked"]
+__all__ = ["LOWEST", "Masked", "canonical", "is_low", "leading_scale", "masked"]
 
 LOWEST: Final = -6e4
 """A constant at or under this one masks: float16's lowest number is -65504, and no score comes near."""
@@ -65,7 +65,7 @@ def masked(score: Expr) -> Masked:
     keep = simplify(keep)
     if keep is _TRUE or lowest is None:
         return Masked(score, _TRUE, uniform=False)
-    if any(_is_low(e) for e in rest.walk()):
+    if any(is_low(e) for e in rest.walk()):
         return Masked(score, _TRUE, uniform=False)
     finite = lowest != -math.inf
     return Masked(simplify(rest), keep, uniform=finite and not _surely_attends(keep), lowest=lowest)
@@ -82,7 +82,8 @@ def _zero(e: Expr) -> Expr:
     return ir.const(0.0 if e.dtype is DType.FLOAT else 0)
 
 
-def _is_low(e: Expr) -> bool:
+def is_low(e: Expr) -> bool:
+    """Whether it is a constant that masks."""
     return e.op == "const" and isinstance(e.value, float) and e.value <= LOWEST
 
 
@@ -92,13 +93,7 @@ def _canonical(e: Expr) -> Expr | None:
         return _TRUE
     if e.op == "cast" and e.dtype is DType.FLOAT and e.args[0].dtype is DType.BOOL:
         return apply("where", e.args[0], 1.0, 0.0)
-    if (
-        e.op == "where"
-        and e.args[0].op == "lt"
-        and e.args[0].args[1] is e.args[1]
-        and e.args[0].args[0] is e.args[2]
-        and _is_low(e.args[1])
-    ):
+    if e.op == "where" and e.args[0].op == "lt" and e.args[0].args[1] is e.args[1] and e.args[0].args[0] is e.args[2] and is_low(e.args[1]):
         return e.args[2]  # clamped from below by what no score comes near
     if e.op in ("add", "sub") and (chosen := _kept_or_low(e)) is not None:
         return chosen
@@ -121,7 +116,7 @@ def _kept_or_low(e: Expr) -> Expr | None:
             continue
         beyond = simplify(apply("neg", low.args[2]) if e.op == "sub" else low.args[2])
         for factor, x in (kept.args, kept.args[::-1]):
-            if _is_low(beyond) and factor.op == "where" and factor.args == (low.args[0], _one(e), _zero(e)):
+            if is_low(beyond) and factor.op == "where" and factor.args == (low.args[0], _one(e), _zero(e)):
                 return apply("where", low.args[0], x, beyond)
     return None
 
@@ -134,7 +129,7 @@ def _split(e: Expr) -> _Split | None:
     if e.op == "where" and e.dtype is DType.FLOAT:
         cond, a, b = e.args
         for keep, inner, low in ((cond, a, b), (apply("not", cond), b, a)):
-            if _is_low(low) and not _is_low(inner):
+            if is_low(low) and not is_low(inner):
                 return _narrowed(_split(inner), keep, float(str(low.value)))
         return e, _TRUE, None
     if e.op in ("add", "sub"):
@@ -144,8 +139,8 @@ def _split(e: Expr) -> _Split | None:
             return None
         lowest = right[2] if left[2] is None else left[2]
         return apply(e.op, left[0], right[0]), apply("and", left[1], right[1]), lowest
-    if e.op == "max" and any(_is_low(a) for a in e.args):
-        return _split(e.args[0] if _is_low(e.args[1]) else e.args[1])
+    if e.op == "max" and any(is_low(a) for a in e.args):
+        return _split(e.args[0] if is_low(e.args[1]) else e.args[1])
     if e.op in ("mul", "div") and e.args[1].op == "const" and isinstance(e.args[1].value, float) and e.args[1].value > 0:
         found = _split(e.args[0])
         return None if found is None else (apply(e.op, found[0], e.args[1]), found[1], found[2])

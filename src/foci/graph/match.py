@@ -19,6 +19,7 @@ from torch import fx
 from foci.graph.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, is_atom, offset, size_of
 from foci.graph.lift import PASSED, Lift, stops_gradient
 from foci.graph.masking import LOWEST
+from foci.graph.materialise import prices_of
 from foci.graph.products import Product, product_of
 from foci.graph.reading import (
     CASTS,
@@ -198,6 +199,8 @@ def read(
         return _scored(first, index, lift)
 
     lift = Lift(device_of(first.node), score, on_path, grad=needs_grad(second.node))
+    counted = {"b": naming.all(roles["shared"]), "q_idx": naming.all(roles["queries"]), "kv_idx": naming.all(roles["keys"])}
+    lift.prices = prices_of(device_of(first.node), counted, lift.number, needs_backward=needs_grad(second.node))
     walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift, grad=needs_grad(second.node))
     walk.scale *= second.alpha
     if second.addend is not None and second.beta != 0:

@@ -24,7 +24,7 @@ from foci.graph.emit import Emitter, Sizes
 from foci.graph.examples import with_values
 from foci.graph.functions import open_functions, softmaxes_in
 from foci.graph.indices import NeedsSplit, NoRule
-from foci.graph.inline import open_composites
+from foci.graph.inline import name_sizes, open_composites
 from foci.graph.inplace import without_writes
 from foci.graph.lower import Prepared, lower, prepare
 from foci.graph.match import Naming, path_to, read
@@ -87,6 +87,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
     opened = open_composites(graph, mode)
     open_functions(module, mode)
     open_views(graph, mode)
+    name_sizes(graph)
     without_writes(graph, mode)
     erase_dead(graph)
     sizes = Sizes(graph)

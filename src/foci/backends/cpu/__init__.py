@@ -9,13 +9,15 @@ from typing import Final
 
 import torch
 
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import CaptureFacts, Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
+from foci.backends.cpu.price import seconds_per_score
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.paging import Gathered, jagged_plan
 from foci.ir.emit import UnsupportedOperation
+from foci.ir.expr import Expr
 from foci.problem import Layout, Problem, Target
 
 __all__ = ["BACKEND"]
@@ -69,6 +71,10 @@ class _Cpu:
         forward, backward = _RATES[problem.dtype]
         flops = problem.flops * (1.0 if problem.variant.mask.op == "const" else 0.5)
         return _LAUNCH + flops / forward + (2 * _LAUNCH + 2.5 * flops / backward if problem.needs_backward else 0.0)
+
+    def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
+        """What a score function adds to each score, on a CPU."""
+        return seconds_per_score(score, facts, needs_backward=needs_backward) if target.device == "cpu" else None
 
     def compile(self, plan: Plan, /) -> Kernel:
         if plan.problem.formula.layout is Layout.PAGED:
