@@ -34,7 +34,6 @@ LAYERS = (
     ("foci.core", "foci.transposed"),
     ("foci.capture",),
     ("foci.dispatch",),
-    ("foci.nested",),
     ("foci.nested_node",),
     ("foci.jagged",),
     ("foci.strided_nested",),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.compat.nested import KINDS, known_extremes, length_extremes, ragged_dim
 from foci.compat.torch import disabled_torch_function_subclass
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.errors import ArgumentError
-from foci.nested import KINDS
 from foci.nested_node import attend_nested_now
 from foci.planner import Decision
 from foci.prepare import Extras, describe
@@ -66,7 +66,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ArgumentError(f"Expected query, key, and value to all be at least 3 dimensional; got {dims[0]}, {dims[1]} and {dims[2]}")
     if not dims[0] == dims[1] == dims[2]:
         raise ArgumentError(f"Expected query, key, and value to have one number of dimensions; got {dims[0]}, {dims[1]} and {dims[2]}")
-    ragged = [_ragged(t) for t in (query, key, value) if t.is_nested]
+    ragged = [ragged_dim(t) for t in (query, key, value) if t.is_nested]
     if any(dim != ragged[0] for dim in ragged):
         raise ArgumentError(f"Expected query, key, and value to all be ragged on the same dimension; got ragged dims {ragged}")
     if ragged[0] == dims[0] - 1:
@@ -82,7 +82,7 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def heads_of(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
-    dim = 1 if not is_nested(query) or _ragged(query) > 1 else 2
+    dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
     return query.shape[dim] if query.dim() > dim + 2 else 1
 
 
@@ -96,7 +96,7 @@ def padded_sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int] | None
         if not tensor.is_nested:
             longest.append(tensor.shape[2])
             continue
-        if tensor.layout != torch.jagged or _ragged(tensor) != 2:
+        if tensor.layout != torch.jagged or ragged_dim(tensor) != 2:
             return None
         known = _extremes(tensor)[0]
         if known is None:
@@ -105,20 +105,16 @@ def padded_sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int] | None
     return max(query.shape[0], key.shape[0]), max(query.shape[1], key.shape[1]), longest[0], longest[1]
 
 
-def _ragged(tensor: Tensor) -> int:
-    return tensor._ragged_idx  # type: ignore[attr-defined, no-any-return]
-
-
 def _extremes(tensor: Tensor, among: Sequence[Tensor] = ()) -> tuple[int | None, int | None]:
     """Longest and shortest sequence of a NestedTensor, which keeps them; of others with the same sequences, the first that knows tells."""
     nested: Any = tensor
     if nested.offsets().shape[0] == 1:
         return 0, 0
     if torch.compiler.is_compiling():
-        return nested._maybe_max_seqlen, nested._maybe_min_seqlen
+        return known_extremes(nested)
     alike: list[Any] = [other for other in among if other.is_nested and _has_sequences_of(other, nested)]
-    chosen = next((other for other in alike if None not in (other._maybe_max_seqlen, other._maybe_min_seqlen)), nested)
-    return chosen._get_max_seqlen(), chosen._get_min_seqlen()
+    chosen = next((other for other in alike if None not in known_extremes(other)), nested)
+    return length_extremes(chosen)
 
 
 def _has_sequences_of(one: Any, other: Any) -> bool:
@@ -254,17 +250,17 @@ def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: E
 
 
 def _is_over_entries(tensors: Tensors) -> bool:
-    return any(t.is_nested and _ragged(t) < t.dim() - 2 for t in tensors)
+    return any(t.is_nested and ragged_dim(t) < t.dim() - 2 for t in tensors)
 
 
 def _entries(tensors: Tensors) -> Tensors:
     """The values of tensors that are ragged before the length, as [entries, H, S, D]."""
     if not all(t.is_nested for t in tensors):
         raise ArgumentError("query, key and value that are ragged in a dimension before the length must all be nested")
-    if tensors[0].dim() > 5 or any(_ragged(t) != 1 for t in tensors):
+    if tensors[0].dim() > 5 or any(ragged_dim(t) != 1 for t in tensors):
         raise ArgumentError(
             "NestedTensors ragged before the length must be [batch, ragged, length, head dim] or [batch, ragged, heads, length, head dim]; "
-            f"got {tensors[0].dim()} dimensions, ragged in {_ragged(tensors[0])}"
+            f"got {tensors[0].dim()} dimensions, ragged in {ragged_dim(tensors[0])}"
         )
     values: list[Tensor] = [t.values() for t in tensors]
     if not values[0].shape[0] == values[1].shape[0] == values[2].shape[0]:

@@ -6,13 +6,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
+from foci.compat.nested import HAS_FIELDS, KINDS, inner_lengths, inner_offsets, inner_values, length_extremes, nested_of_rows, ragged_dim
 from foci.compat.torch import is_forward_ad_open
 from foci.core import Function, Tensors
 from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.memo import fingerprint
-from foci.nested import KINDS
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
 from foci.problem import Outputs
@@ -26,13 +25,13 @@ _RAGGED: Final = 2
 def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Function, extras: Extras) -> Tensor | None:
     """Attention of NestedTensors [B, H, ragged, D], eagerly; None where there is more to it than their values and offsets."""
     query, key, value = tensors
-    if torch.compiler.is_compiling() or not _are_plain(tensors):
+    if not HAS_FIELDS or torch.compiler.is_compiling() or not _are_plain(tensors):
         return None
     e = extras
     if e.outputs != _OUT or e.sink is not None or e.blocks is not None or not _fit(*tensors):
         return None
     q = _spans(query)
-    k = q if key._offsets is q[0] else _spans(key)
+    k = q if inner_offsets(key) is q[0] else _spans(key)
     where = Extras(
         _OUT, scale=e.scale, dropout_p=e.dropout_p, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1], honour_sdp_flags=e.honour_sdp_flags
     )
@@ -52,8 +51,8 @@ def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
     for tensor in tensors:
         if type(tensor) not in KINDS:
             return False
-        values: Tensor = tensor._values
-        if tensor._ragged_idx != _RAGGED or tensor._lengths is not None or values.dim() != 3 or values.numel() == 0:
+        values: Tensor = inner_values(tensor)
+        if ragged_dim(tensor) != _RAGGED or inner_lengths(tensor) is not None or values.dim() != 3 or values.numel() == 0:
             return False
         inside.append(values)
     return is_plain_eager(inside) and not is_forward_ad_open()
@@ -61,10 +60,11 @@ def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
 
 def _fit(query: Any, key: Any, value: Any) -> bool:
     """Whether one sequence of queries meets one of keys, and all is of one kind; whatever else is for others to refuse or to take."""
-    q, k, v = query._values, key._values, value._values
+    q, k, v = map(inner_values, (query, key, value))
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and k.shape[:2] == v.shape[:2]
     alike = alike and q.shape[0] % k.shape[0] == 0  # one head of queries for many of keys is repeated elsewhere
-    return alike and key._offsets is value._offsets and query._offsets.shape == key._offsets.shape
+    of_query, of_key, of_value = map(inner_offsets, (query, key, value))
+    return alike and of_key is of_value and of_query.shape == of_key.shape
 
 
 def _reads_no_gradient(function: Function) -> bool:
@@ -74,20 +74,18 @@ def _reads_no_gradient(function: Function) -> bool:
 
 def _spans(tensor: Any) -> tuple[Tensor, int]:
     """Offsets, and the longest sequence, which they keep."""
-    return tensor._offsets, tensor._get_max_seqlen()
+    return inner_offsets(tensor), length_extremes(tensor)[0]
 
 
 def _rows(tensors: tuple[Any, ...]) -> Tensors:
     """[tokens, H, D] of each."""
-    query, key, value = tensors
-    return query._values.transpose(0, 1), key._values.transpose(0, 1), value._values.transpose(0, 1)
+    query, key, value = map(inner_values, tensors)
+    return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
 
 def _nested(rows: Tensor, like: Any) -> Tensor:
     """[tokens, H, D] as a NestedTensor [B, H, ragged, D] with the sequences of another."""
-    made: Any = NestedTensor(rows.transpose(0, 1), like._offsets, _ragged_idx=_RAGGED)
-    made._metadata_cache = dict(like._metadata_cache)  # not given above, where its tensors would be marked again
-    return made  # type: ignore[no-any-return]
+    return nested_of_rows(rows.transpose(0, 1), like, _RAGGED)
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -108,10 +106,10 @@ class _NestedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
         call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :], Passes())
-        is_plain = type(gradient) in KINDS and gradient._ragged_idx == _RAGGED and gradient._lengths is None
+        is_plain = type(gradient) in KINDS and ragged_dim(gradient) == _RAGGED and inner_lengths(gradient) is None
         if torch.is_grad_enabled() or not is_plain:
             return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))
-        found = call.backward(_rows(tensors), (out, lse), gradient._values.transpose(0, 1))
+        found = call.backward(_rows(tensors), (out, lse), inner_values(gradient).transpose(0, 1))
         return (None, *[_nested(rows, like) for rows, like in zip(found, tensors, strict=True)])
 
 

@@ -85,8 +85,8 @@ REMAINING = frozenset((
     "capture.py", "cli/script.py",
     "distributed.py", "graph/composite_views.py", "graph/direct.py", "graph/handover.py", "graph/inductor.py",
     "graph/padding/lowering.py", "graph/padding/options.py", "integrations/transformers.py", "ir/graph_lengths.py", "ir/trace.py",
-    "jagged.py", "nested.py", "nested_node.py", "nn/attention.py", "nn/direct.py",
-    "nn/encoder.py", "nn/packing.py", "nn/straight.py", "nn/watch.py", "operator/library.py",
+    "nn/attention.py", "nn/direct.py",
+    "nn/encoder.py", "nn/straight.py", "nn/watch.py", "operator/library.py",
     "torch_compile.py",
 ))  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
 import foci.nn
-from foci import nested as kinds
+from foci.compat import nested as kinds
 
 LENGTHS = [7, 3, 5, 9]
 CONSUMERS = {

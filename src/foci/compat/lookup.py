@@ -68,12 +68,16 @@ def _resolve(path: str, missing: object) -> Any:
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])
     for n, name in enumerate(parts[1:], 2):
-        if not hasattr(found, name):
-            try:
-                importlib.import_module(".".join(parts[:n]))
-            except ImportError:
-                return missing
-        found = getattr(found, name, missing)
+        owner = found
+        if isinstance(owner, type):
+            found = getattr(owner, name, getattr(owner, "__annotations__", {}).get(name, missing))  # or a field of each instance
+        else:
+            if not hasattr(owner, name):
+                try:
+                    importlib.import_module(".".join(parts[:n]))
+                except ImportError:
+                    return missing
+            found = getattr(owner, name, missing)
         if found is missing:
             return missing
     return found

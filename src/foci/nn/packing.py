@@ -10,8 +10,17 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from foci.compat.nested import (
+    KINDS,
+    LearnedNested,
+    inner_values,
+    known_extremes,
+    length_extremes,
+    nested_like,
+    ragged_dim,
+    strided_sizes,
+)  # fmt: skip
 from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing, version_of
-from foci.nested import KINDS, LearnedNested, nested_like
 from foci.nn.search import search
 
 __all__ = [
@@ -61,7 +70,7 @@ class _Nest(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        return (grad.values() if torch.is_grad_enabled() else grad._values), None  # only values() is differentiable
+        return (grad.values() if torch.is_grad_enabled() else inner_values(grad)), None  # only values() is differentiable
 
 
 _nest: Final[Any] = super(torch.autograd.Function, _Nest).apply
@@ -212,7 +221,7 @@ class Packing:
 
     def within(self, length: int) -> Packing:
         """The same, of sequences that are no longer than this, if it is not known how long they are."""
-        if self.whole is None or self.whole._maybe_max_seqlen is not None:  # type: ignore[attr-defined]
+        if self.whole is None or known_extremes(self.whole)[0] is not None:
             return self
         return Packing(self.offsets, length, (self.shape[0], length), nested=self.nested, whole=self.whole, values=self.values)
 
@@ -225,7 +234,7 @@ class Packing:
             learns = torch.is_grad_enabled() and tokens.requires_grad
             nested: Tensor = _nest(tokens, (whole,)) if learns else nested_like(tokens, whole)
             return nested
-        shortest, longest = whole._maybe_min_seqlen, whole._maybe_max_seqlen
+        longest, shortest = known_extremes(whole)
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
@@ -301,21 +310,20 @@ def pack_nested(tensor: Tensor) -> Packing:
         ValueError: for another number of dims, or another ragged dim.
     """
     jagged, own = is_jagged(tensor), cast(Any, tensor)
-    dims = own._values.dim() + 1 if type(tensor) in KINDS and not torch.compiler.is_compiling() else own.dim()
-    if dims != 3 or (jagged and own._ragged_idx != 1):
+    dims = inner_values(own).dim() + 1 if type(tensor) in KINDS and not torch.compiler.is_compiling() else own.dim()
+    if dims != 3 or (jagged and ragged_dim(own) != 1):
         raise ValueError(f"a nested input must be [batch, ragged length, features]; got {dims} dimensions")
     if not jagged:
-        sizes = tensor._nested_tensor_size()[:, 0]
+        sizes = strided_sizes(tensor)[:, 0]
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)
         longest = int(sizes.max()) if sizes.numel() else 0
         return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
     whole: Any = _without_gaps(tensor)
     values, offsets = _values(whole), whole.offsets()
     if is_readable(values):
-        whole._get_min_seqlen()  # now known to whole, and to what is nested like it
-        known = whole._get_max_seqlen()
+        known = length_extremes(whole)[0]  # now both are known to whole, and to what is nested like it
     else:
-        known = whole._maybe_max_seqlen
+        known = known_extremes(whole)[0]
     longest = values.shape[0] if known is None else known  # the number of all tokens is a bound
     return Packing(offsets, longest, (offsets.shape[0] - 1, longest), nested=tensor, whole=whole, values=values)
 
@@ -348,8 +356,8 @@ def _without_gaps(jagged: Any) -> Any:
 
 def _values(whole: Any) -> Tensor:
     """Its tokens; `values` takes a while, and only autograd needs it."""
-    eager = not torch.compiler.is_compiling() and is_readable(whole._values)
-    values: Tensor = whole._values if eager and not (torch.is_grad_enabled() and _learns(whole)) else whole.values()
+    eager = not torch.compiler.is_compiling() and is_readable(inner_values(whole))
+    values: Tensor = inner_values(whole) if eager and not (torch.is_grad_enabled() and _learns(whole)) else whole.values()
     return values
 
 

@@ -1,0 +1,65 @@
+"""What foci.compat.nested reads and makes by private names, beside what it does by public means."""
+
+# NOW-03
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from without import load_without
+
+from foci.compat import nested as compat
+
+public = load_without("nested", "torch.*")
+
+
+@pytest.mark.parametrize("ragged", [1, 2])
+def test_the_tensors_inside(ragged):
+    made = torch.nested.nested_tensor([torch.randn(n, 2, 3) for n in (3, 5, 2)], layout=torch.jagged)
+    made = made.transpose(1, 2) if ragged == 2 else made
+    assert compat.HAS_FIELDS and not public.HAS_FIELDS
+    assert public.NestedTensor is compat.NestedTensor is public.LearnedNested
+    for module in (compat, public):
+        assert module.ragged_dim(made) == ragged and module.length_extremes(made) == (5, 2)
+        assert module.inner_offsets(made) is made.offsets() and module.inner_lengths(made) is None
+        assert torch.equal(module.inner_values(made), made.values())
+        again = module.nested_of_rows(made.values() * 2, made, ragged)
+        assert torch.equal(again.values(), made.values() * 2) and again.shape == made.shape
+
+
+def test_without_names_nested_tensors_are_made_by_public_functions():
+    like = torch.nested.nested_tensor([torch.randn(n, 4) for n in (3, 5)], layout=torch.jagged)
+    found = public.nested_like(torch.ones(8, 4), like)
+    assert type(found) is compat.NestedTensor and found.shape == like.shape and found.values().sum() == 32
+
+
+def test_sizes_of_strided_nested_tensors():
+    made = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)])
+    assert compat.strided_sizes(made).tolist() == public.strided_sizes(made).tolist() == [[2, 4], [5, 4]]
+
+
+def test_attention_and_modules_without_any_of_them():
+    code = """
+import torch, foci, foci.nn
+from foci.compat import nested
+assert not nested.HAS_FIELDS
+torch.manual_seed(0)
+parts = [torch.randn(n, 2, 8) for n in (3, 5)]
+x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+heads = x.transpose(1, 2)
+out = foci.attention(heads, heads, heads)
+for part, found in zip(parts, out.unbind()):
+    q = part.transpose(0, 1).double()
+    torch.testing.assert_close(found.double(), torch.softmax(q @ q.mT / 8**0.5, -1) @ q, atol=1e-5, rtol=1e-5)
+out.values().sum().backward()
+assert x.grad is not None
+layer = foci.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+whole = torch.nested.nested_tensor([p.flatten(1) for p in parts], layout=torch.jagged)
+found = layer(whole)
+torch.testing.assert_close(found.values()[:3], layer(parts[0].flatten(1)[None])[0])
+found.values().sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"FOCI_WITHOUT": "*ested*"})
+    assert done.returncode == 0, done.stderr
