@@ -116,6 +116,27 @@ def test_the_pass_in_inductor():
 
 
 @pytest.mark.skipif(handover.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
+@pytest.mark.parametrize("timing", ["early", "late"])
+def test_code_names_modules_of_foci_only_where_the_caches_key_holds_focis_code(timing):
+    """An early pass has run before the cache is asked, so its uuid is in no key: another foci may find the code, and run it."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    from foci.graph import inductor_pass
+
+    if not hasattr(config, "pre_grad_pass_timing") and timing == "late":
+        pytest.skip("this torch runs the pass early")
+    timings = {"pre_grad_pass_timing": timing} if hasattr(config, "pre_grad_pass_timing") else {}
+    with (
+        config.patch(pre_grad_custom_pass=inductor_pass, fx_graph_cache=False, **timings),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        _, codes = run_and_get_code(torch.compile(lambda q: torch.softmax(q @ q.mT, -1) @ q, fullgraph=True), qkv(20)[0].detach())
+    assert len(codes) == 1
+    assert ("foci.attention" in codes[0], "foci.operator" in codes[0]) == (True, timing == "late")
+
+
+@pytest.mark.skipif(handover.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
 def test_the_pass_and_the_backend_together_look_once():
     from torch._inductor import config
 

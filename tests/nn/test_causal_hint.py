@@ -159,7 +159,7 @@ def test_an_encoder_gives_the_numbers_of_the_mask(kind, hint, padded, norm_first
         close(ours_p.grad, theirs_p.grad)
 
 
-@pytest.mark.parametrize("hints", itertools.product([None, True, False], [True, False]))
+@pytest.mark.parametrize("hints", list(itertools.product([None, True, False], [True, False])))
 def test_a_decoder_gives_the_numbers_of_its_masks(hints):
     tgt_hint, memory_hint = hints
     ours = foci.nn.TransformerDecoder(foci.nn.TransformerDecoderLayer(E, H, 32, 0.0, batch_first=True), 2)

@@ -41,8 +41,9 @@ def _lowering(target: Any) -> Callable[..., Any]:
 
 
 def _is_by_foci() -> bool:
-    """Whether Inductor's cache tells this graph by the version of foci."""
-    passes = (config.pre_grad_custom_pass, config.post_grad_custom_pre_pass)
+    """Whether the key of Inductor's cache holds foci's code: by the `uuid` of a pass, unless it ran before the cache was asked."""
+    is_late = getattr(config, "pre_grad_pass_timing", "early") != "early"
+    passes = (config.post_grad_custom_pre_pass, *([config.pre_grad_custom_pass] if is_late else []))
     return any(type(found).__module__.partition(".")[0] == "foci" for found in passes)
 
 
