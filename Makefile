@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs lint format bench changelog clean
+.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs lint format bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
@@ -73,9 +73,6 @@ format: $(STAMP) ## mend what ruff can mend
 
 bench: $(STAMP) ## the benchmarks, on an idle machine
 	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
-
-changelog: $(STAMP) ## what the next release's entry would say
-	$(BIN)/towncrier build --draft
 
 clean: ## caches and results, not the environments
 	rm -rf build dist demo-output .newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

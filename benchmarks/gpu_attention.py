@@ -38,9 +38,9 @@ import foci
 from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.trace_functions import bind
 
 DEVICE = torch.device("cuda")
 OURS = ("triton", "hopper")

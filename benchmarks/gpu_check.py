@@ -27,9 +27,9 @@ from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
 from foci.backends.triton import BACKEND
-from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.trace_functions import bind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # dtype -> factors for out, dq, dk and dv against the plain formula's error, and a floor for unit-variance data

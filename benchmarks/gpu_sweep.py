@@ -22,12 +22,12 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Given, Plan
 from foci.backends.triton.kernel import TritonKernel
-from foci.backends.triton.recording import Recorder
+from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import LIMITS, Schedule, shared_bytes
-from foci.backends.triton.sparsity import sequences_of
-from foci.binding import bind
+from foci.backends.triton.tile_tables import operand_sequences
 from foci.planner import target_of
 from foci.problem import Formula, Operands, Outputs, Problem
+from foci.trace_functions import bind
 
 S = Schedule
 CANDIDATES = {
@@ -97,7 +97,7 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]
-    recorder, sequences = Recorder((), None), sequences_of(operands)
+    recorder, sequences = Recorder((), None), operand_sequences(operands)
     call = kernel.begin(operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, recorder)
     given = Given(results.out, results.lse, dout, None)
     rows = (torch.empty_like(results.lse), torch.empty_like(results.lse))

@@ -21,7 +21,7 @@ from gpu_attention import DEVICE, Row, flops, planned, rows
 
 from foci.backends.contract import Plan
 from foci.backends.triton.kernel import TritonKernel
-from foci.backends.triton.tuning import Store, TunedKernel, candidates
+from foci.backends.triton.tuning import Store, TunedKernel, list_candidates
 from foci.planner import target_of
 from foci.problem import Cotangents
 
@@ -41,7 +41,7 @@ def compile_all(row: Row, part: int, parts: int) -> None:
     results = first.forward(operands)
     first.backward(operands, results, Cotangents(dout))
     for kind in first.schedules:
-        for schedule in candidates(kind, plan)[part::parts]:
+        for schedule in list_candidates(kind, plan)[part::parts]:
             kernel = TritonKernel(plan)
             kernel.schedules[kind] = schedule
             if kind.startswith("forward"):

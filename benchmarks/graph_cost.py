@@ -1,4 +1,4 @@
-"""Attentions of models on the CPU: eager, with every bias drawn, and as foci's rule decides (`graph/materialise.py`).
+"""Attentions of models on the CPU: eager, with every bias drawn, and as foci's rule decides (`fusion/materialise.py`).
 
 "Drawn" sets the rule aside: every bias that can be is computed inside the kernel. The graph is
 run as it is, without Inductor, so that columns differ in attention alone. Models have two layers and random parameters, no dropout.
@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from foci.graph import Site, fuse
+from foci.fusion import Site, fuse
 
 
 class ChannelAttention(nn.Module):
@@ -107,8 +107,8 @@ MODELS: Final[dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]] = {
 @contextmanager
 def all_drawn() -> Iterator[None]:
     with (
-        mock.patch("foci.graph.match.prices_of", return_value=None),
-        mock.patch("foci.graph.calls.prices_of", return_value=None),
+        mock.patch("foci.fusion.match.prices_of", return_value=None),
+        mock.patch("foci.fusion.sdpa_flex_calls.prices_of", return_value=None),
     ):
         yield
 

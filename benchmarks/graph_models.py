@@ -46,7 +46,7 @@ import transformers
 from torch._inductor.utils import fresh_cache
 
 import foci
-from foci.graph import summary
+from foci.fusion import summary
 
 # A variant and the attention of transformers that it has.
 ATTENTION = {

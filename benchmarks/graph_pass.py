@@ -18,7 +18,7 @@ import transformers
 from torch import fx
 from torch._inductor.utils import fresh_cache
 
-from foci.graph import fuse, handover
+from foci.fusion import fuse, inductor_backend
 
 
 def model_of(layers: int) -> Any:
@@ -37,7 +37,7 @@ def compiled(layers: int, *, whole: bool) -> dict[str, object]:
         spent["pass s"] += time.process_time() - begin
         spent["nodes"] += len(graph_module.graph.nodes)
         spent["sites"] += sum(site.fused for site in fused.sites)
-        return handover.hand_over(fused.graph_module, inputs, "inductor", {}) if whole else fused.graph_module
+        return inductor_backend.hand_over(fused.graph_module, inputs, "inductor", {}) if whole else fused.graph_module
 
     model = model_of(layers)
     tokens = torch.arange(64).reshape(2, 32)

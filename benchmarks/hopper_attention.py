@@ -36,9 +36,9 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.binding import Bound, bind
 from foci.planner import choose, target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.trace_functions import Bound, bind
 
 DEVICE = torch.device("cuda")
 Shape = tuple[int, int, int, int]

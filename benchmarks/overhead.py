@@ -12,7 +12,7 @@ import torch
 from measure import facts, interleaved, medians, write
 
 import foci
-from foci import binding, execution
+from foci import execution, trace_functions
 from foci.ir import eager
 
 CALLS = 200
@@ -62,7 +62,7 @@ def _cache_sizes() -> dict[str, int]:
     return {
         "decisions": len(execution._decisions),
         "kernels": len(execution._kernels),
-        **binding.cache_sizes(),
+        **trace_functions.cache_sizes(),
         "emitted functions": eager._compiled.cache_info().currsize,
     }
 

@@ -35,7 +35,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import foci
 
 _START = time.perf_counter()
-from foci.graph.padding.options import options  # noqa: E402
+from foci.padding.options import options  # noqa: E402
 
 IMPORT_SECONDS = time.perf_counter() - _START
 

@@ -1,6 +1,6 @@
 """How many attentions of models written in plain torch are fused: by Inductor's own patterns, and by foci.
 
-Every architecture of tests/graph/architectures.py, two layers, a padding mask, eager attention, no dropout. An attention is a softmax over
+Every architecture of tests/fusion/architectures.py, two layers, a padding mask, eager attention, no dropout. An attention is a softmax over
 scores in one forward of the eager model. Inductor's count is its own counter, of inference in float32; nothing is compiled to code for
 either. Graphs and graph breaks are Dynamo's counts with foci, and with a backend that does nothing. Equal are outputs, and in training
 gradients of all parameters, that are off from those of float64 by no more than a few times what eager torch is off, and rounding.
@@ -31,8 +31,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
 import foci
-from foci.graph import Compiler, fuse, report
-from foci.graph.verify import Float64
+from foci.fusion import Compiler, fuse, report
+from foci.fusion.verify import Float64
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "graph"))
 from architectures import FURTHER, TESTED, Architecture, attentions, cast, results, undropped

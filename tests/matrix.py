@@ -23,7 +23,7 @@ QUICK = (
     "tests/compat",
     "tests/conformance/test_conformance.py",
     "tests/api/test_sdpa.py",
-    "tests/graph/test_handover.py",
+    "tests/fusion/test_handover.py",
     "tests/test_readme.py",
 )
 """What follows a dependency most closely: private names, every backend, torch's own functions, Inductor, the pages."""
@@ -33,10 +33,10 @@ CONTRACT = (
     "tests/conformance/test_grid.py",
     "tests/conformance/test_scores_with_masks.py",
     "tests/api",
-    "tests/graph/test_compiler.py",
-    "tests/graph/test_recognise.py",
-    "tests/graph/test_spellings.py",
-    "tests/graph/padding",
+    "tests/fusion/test_compiler.py",
+    "tests/fusion/test_recognise.py",
+    "tests/fusion/test_spellings.py",
+    "tests/padding",
     "tests/integrations",
     "tests/nn/test_transformer.py",
     "tests/nn/test_nested_outputs.py",

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 import foci
-from foci.binding import bind
 from foci.block_mask import BlockMask, as_block_mask, block_classes
 from foci.blocks import EMPTY, FULL, PARTIAL, Extent, classify, combine, from_lists, resize, to_lists, transpose_lists
-from foci.example import Sizes
+from foci.mask_examples import Sizes
 from foci.masks import EXAMPLES
+from foci.trace_functions import bind
 from foci.variant import kv_len, q_len
 
 CPU = torch.device("cpu")

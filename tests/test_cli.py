@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import foci
 from foci.cli.app import app
 from foci.cli.explanation import verdicts_table
-from foci.cli.language import Unknown, read_mask, read_score
+from foci.cli.expr_parser import Unknown, read_mask, read_score
 from foci.compat import lookup, releases
-from foci.example import Sizes
+from foci.mask_examples import Sizes
 
 SIZES = Sizes(Sq=48, Skv=48)
 EXPLAINED = Sizes(2, 8, 8, 40, 40, 64)  # what `foci explain --q 40` asks of
@@ -171,7 +171,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, p
         monkeypatch.setitem(sys.modules, name, None if name == package else types.ModuleType(name))
         if name != package:
             sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-    monkeypatch.setattr("foci.cli.measuring.run_bench", lambda *args: pytest.fail("it measured"))
+    monkeypatch.setattr("foci.cli.bench_cmd.run_bench", lambda *args: pytest.fail("it measured"))
     monkeypatch.setattr("foci.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
     done = run(*words)
     assert done.exit_code == 2
@@ -180,7 +180,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, p
 
 def test_tune_says_what_it_measures_and_shows_progress(monkeypatch, tmp_path):
     from foci.cli import tuning
-    from foci.graph.padding.tables import Shape
+    from foci.padding.gemm_times import Shape
 
     monkeypatch.setattr(tuning, "SMALL_SHAPES", (Shape(1, 64, 64, 64), Shape(2, 64, 64, 64)))
     steps = []
@@ -237,9 +237,9 @@ def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):
 
 
 def test_picture_classes_agree_with_the_dense_mask():
-    from foci.plots import picture_of
+    from foci.plots import draw_mask
 
-    picture = picture_of(foci.masks.causal() & foci.masks.window(40), q_len=128, kv_len=96, block=32)
+    picture = draw_mask(foci.masks.causal() & foci.masks.window(40), q_len=128, kv_len=96, block=32)
     q, kv = torch.arange(128)[:, None], torch.arange(96)
     attend = (q >= kv) & (q - kv <= 40)
     assert torch.equal(picture.attend, attend)

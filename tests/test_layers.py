@@ -16,11 +16,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. Units in one row stand side by side and may not import each other.
 LAYERS = (
-    ("foci.cache_check", "foci.compat", "foci.errors"),
+    ("foci.cache_check", "foci.code_fingerprint", "foci.compat", "foci.errors"),
     ("foci.ir",),
     ("foci.variant",),
-    ("foci.binding",),
-    ("foci.example",),
+    ("foci.trace_functions",),
+    ("foci.mask_examples",),
     ("foci.problem", "foci.masks", "foci.scores"),
     ("foci.blocks", "foci.dropout", "foci.prepare"),
     ("foci.block_mask",),
@@ -30,18 +30,19 @@ LAYERS = (
     ("foci.planner", "foci.context"),
     ("foci.execution",),
     ("foci.operator",),
-    ("foci.recall",),
-    ("foci.core", "foci.transposed"),
-    ("foci.capture",),
+    ("foci.call_cache",),
+    ("foci.core", "foci.column_sums"),
+    ("foci.dynamo_hop",),
     ("foci.dispatch",),
-    ("foci.nested_node",),
+    ("foci.nested_autograd",),
     ("foci.jagged",),
     ("foci.strided_nested",),
-    ("foci.arguments",),
+    ("foci.normalize",),
     ("foci.api", "foci.functional"),
     ("foci.distributed", "foci.paged"),
     ("foci.check_kernels",),
-    ("foci.integrations.patch", "foci.graph"),
+    ("foci.padding",),
+    ("foci.integrations.patch", "foci.fusion"),
     ("foci.torch_compile",),
     ("foci",),
     ("foci.integrations", "foci.nn", "foci.plots"),
@@ -115,7 +116,7 @@ def test_an_upward_import_is_found(module, line):
     assert len(upward(module, line)) == 1
 
 
-@pytest.mark.parametrize("name", ["arguments", "dispatch", "distributed", "functional", "jagged", "paged", "prepare", "strided_nested"])
+@pytest.mark.parametrize("name", ["dispatch", "distributed", "functional", "jagged", "normalize", "paged", "prepare", "strided_nested"])
 def test_errors_of_entry_points_are_torchs_too(name):
     """torch raises RuntimeError for wrong shapes and dtypes, so a ValueError of these modules is one as well (`foci.errors`)."""
     tree = ast.parse(MODULES[f"foci.{name}"].read_text(encoding="utf-8"))
@@ -125,8 +126,8 @@ def test_errors_of_entry_points_are_torchs_too(name):
 
 BACKENDS = ("aten", "blocked", "cpu", "hopper", "reference", "triton")
 BY_NAME = {
-    ("foci.operator.arguments", "blocked"),  # the formula in differentiable operations, for every backend's second derivatives
-    ("foci.operator.arguments", "reference"),
+    ("foci.operator.op_schema", "blocked"),  # the formula in differentiable operations, for every backend's second derivatives
+    ("foci.operator.op_schema", "reference"),
 }
 
 
@@ -174,9 +175,9 @@ def test_importing_foci_imports_no_optional_package():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["foci.nn", "foci.graph.padding.options"])
+@pytest.mark.parametrize("module", ["foci.nn", "foci.padding.options"])
 def test_padding_brings_nothing_of_recognition(module):
-    code = f"import sys, {module}; print([name for name in ('foci.graph.recognise', 'foci.graph.compiler') if name in sys.modules])"
+    code = f"import sys, {module}; print([name for name in ('foci.fusion.fuse_pass', 'foci.fusion.compiler') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -8,10 +8,10 @@ import torch
 
 import foci
 from foci import masks
-from foci.binding import bind
-from foci.example import Sizes
+from foci.mask_examples import Sizes
 from foci.mask_mods import create_block_mask, create_mask
 from foci.masks import EXAMPLES
+from foci.trace_functions import bind
 from foci.variant import Mask, Score
 
 SIZES = (
@@ -105,7 +105,7 @@ def test_natten_of_another_grid_is_refused_before_anything_runs(sizes, monkeypat
     query, key = torch.randn(1, 2, sizes[0], 8), torch.randn(1, 2, sizes[1], 8)
     mask = masks.natten((4, 5), 3)
     said = rf"natten\(\(4, 5\), 3\) is for 20 queries and keys; (query and key have|got) {sizes[0]} and {sizes[1]}"
-    monkeypatch.setattr("foci.binding.bind", lambda *args: pytest.fail("it was bound"))
+    monkeypatch.setattr("foci.trace_functions.bind", lambda *args: pytest.fail("it was bound"))
     for call in (
         lambda: foci.attention(query, key, key, mask=mask),
         lambda: foci.explain(query, key, key, mask=mask),

@@ -11,10 +11,10 @@ import pytest
 import foci
 
 SOURCE = Path(foci.__file__).parents[1]
-SUBMODULES = {"distributed", "graph", "integrations", "nn"}
+SUBMODULES = {"distributed", "fusion", "integrations", "nn"}
 MODULES = {
     "foci": set(foci.__all__) | SUBMODULES,
-    **dict.fromkeys(("foci.distributed", "foci.graph", "foci.integrations", "foci.masks", "foci.nn", "foci.scores")),
+    **dict.fromkeys(("foci.distributed", "foci.fusion", "foci.integrations", "foci.masks", "foci.nn", "foci.scores")),
 }
 
 

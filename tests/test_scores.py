@@ -7,10 +7,10 @@ import torch
 
 import foci
 from foci import masks, scores
-from foci.binding import bind
-from foci.example import Sizes
 from foci.ir.eager import Env, evaluate
+from foci.mask_examples import Sizes
 from foci.scores import EXAMPLES, _t5_buckets
+from foci.trace_functions import bind
 from foci.variant import Score
 
 SIZES = (

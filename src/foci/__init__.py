@@ -26,7 +26,7 @@ from foci.torch_compile import register as _register_torch_compile
 from foci.variant import Mask, Score, kv_len, q_len
 
 if TYPE_CHECKING:
-    from foci.graph.compiler import compile
+    from foci.fusion.compiler import compile
     from foci.integrations.patch import patch
     from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 
@@ -68,11 +68,11 @@ __all__ = [
 # Imported when asked for: most need Dynamo, which takes ten times as long to import as all of foci.
 _LATER = {
     "and_masks": "foci.mask_mods",
-    "compile": "foci.graph.compiler",
+    "compile": "foci.fusion.compiler",
     "create_block_mask": "foci.mask_mods",
     "create_mask": "foci.mask_mods",
     "distributed": "foci.distributed",
-    "graph": "foci.graph",
+    "fusion": "foci.fusion",
     "integrations": "foci.integrations",
     "nn": "foci.nn",
     "or_masks": "foci.mask_mods",

@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeAlias, overload
 
 from torch import Tensor
 
-from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
+from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, lower_right_form, mask_parts, score_parts
 from foci.planner import Decision
 from foci.prepare import Extras, alignment_note, check_is_tensor
 from foci.problem import Outputs, Results
@@ -240,9 +240,9 @@ def _checked(
     query, key, value = tensors
     check_is_tensor(query=query, key=key, value=value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias, query, key), checked_outputs(return_aux, sink)
+    score_function, outputs = score_parts(score, bias, query, key), check_outputs(return_aux, sink)
     extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=checked_sink(sink, query),
+        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=check_sink(sink, query),
         lower_right_form=lower_right_form(mask),
     )  # fmt: skip
     return tensors, score_function, mask_function, extras

@@ -37,7 +37,7 @@ class Log:
     Attributes:
         calls: forward calls.
         backward_calls: their backward passes.
-        fusions: attention sites that the graph compiler found, as `foci.graph.Site`: `fused`, `location`, `variant`, `reason`.
+        fusions: attention sites that the graph compiler found, as `foci.fusion.Site`: `fused`, `location`, `variant`, `reason`.
         paddings: products that the graph compiler looked at.
     """
 

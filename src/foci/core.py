@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci import cache_check
+from foci.call_cache import compare_with_prepared, find_site, remember
 from foci.compat.torch import is_cudnn_sdp_enabled, is_flash_sdp_enabled, is_math_sdp_enabled, is_mem_efficient_sdp_enabled
 from foci.context import allowed_backends
 from foci.execution import Allowed, decide
@@ -16,7 +17,6 @@ from foci.operator import Optional, Outline, as_batch, attend, attend_outlined, 
 from foci.planner import Decision
 from foci.prepare import Extras, prepare
 from foci.problem import Formula, Operands, Results
-from foci.recall import compare_with_prepared, find_site, remember
 
 __all__ = ["Check", "Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
 

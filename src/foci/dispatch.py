@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, ForwardOfRows
+from foci.column_sums import column_sums
 from foci.context import observers
 from foci.core import Check, Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
 from foci.errors import ArgumentError
 from foci.operator import Optional, Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
 from foci.prepare import Extras, prepare
 from foci.problem import Results
-from foci.transposed import column_sums
 
 __all__ = ["Lay", "PackedCall", "Passes", "run", "run_packed"]
 
@@ -37,7 +37,7 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
     if extras.sink is not None and extras.outputs.column_sums:
         return _with_sink_and_columns(tensors, score, mask, extras)
     if torch.compiler.is_dynamo_compiling():
-        from foci.capture import run_captured  # imports Dynamo
+        from foci.dynamo_hop import run_captured  # imports Dynamo
 
         results = run_captured(tensors, score, mask, extras, allowed)
     else:

@@ -9,9 +9,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from foci.api import AuxOutput, AuxRequest, returned
-from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, mask_parts, score_parts
 from foci.dispatch import run
 from foci.errors import ArgumentError
+from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, mask_parts, score_parts
 from foci.prepare import Extras, Part, check_is_tensor, check_tensors
 
 __all__ = ["attention"]
@@ -128,11 +128,11 @@ def attention(
     """
     check_is_tensor(query=query, key=key, value=value)
     _check(query, key, value, shards, mask)
-    outputs = checked_outputs(return_aux, sink)
+    outputs = check_outputs(return_aux, sink)
     if outputs.column_sums and shards == "sequence":
         raise ArgumentError('column_sums of shards="sequence" are sums over the rows of all ranks; ask for weights or row_max')
     mask_function = mask_parts(mask, query, key, holds_many=True)[0]
-    sink, group = checked_sink(sink, query), _group(group)
+    sink, group = check_sink(sink, query), _group(group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     score_function = score_parts(score, None, query, key, heads=query.shape[1] * (ranks if shards == "heads" else 1))
     if shards == "heads":

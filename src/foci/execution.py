@@ -50,11 +50,11 @@ __all__ = [
     "Needs",
     "as_written",
     "backward_again",
-    "backward_of",
     "choose_kernel",
     "decide",
     "forward_again",
-    "forward_of",
+    "run_backward",
+    "run_forward",
 ]
 
 Allowed = tuple[str, ...] | None
@@ -68,7 +68,7 @@ _decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
 _kernels: OrderedDict[Hashable, tuple[Backend, Kernel]] = OrderedDict()
 
 
-def _problem_of(formula: Formula, operands: Operands, needs: Needs) -> Problem:
+def _make_problem(formula: Formula, operands: Operands, needs: Needs) -> Problem:
     """The problem these operands pose."""
     query, key, value = operands.query, operands.key, operands.value
     jagged = formula.layout is Layout.JAGGED
@@ -99,7 +99,7 @@ def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Decision:
     """The planner's decision on these operands; nothing runs."""
-    return choose(_problem_of(formula, operands, needs), target_of(operands.query.device), allowed)
+    return choose(_make_problem(formula, operands, needs), target_of(operands.query.device), allowed)
 
 
 def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> _Decided:
@@ -121,7 +121,7 @@ def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed
         _trim(_decisions)
     elif cache_check.ENABLED:
         # the planner is a pure function of these two and of what the key holds as it is
-        rebuilt = {"problem": _problem_of(formula, operands, needs), "target": target_of(operands.query.device)}
+        rebuilt = {"problem": _make_problem(formula, operands, needs), "target": target_of(operands.query.device)}
         cache_check.compare("the cache of decisions", vars(found[0]), rebuilt)
     return found
 
@@ -236,7 +236,7 @@ def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: A
     return Chosen(formula, needs, allowed, *_kernel(formula, operands, needs, allowed))
 
 
-def forward_of(call: Chosen, operands: Operands) -> Results:
+def run_forward(call: Chosen, operands: Operands) -> Results:
     """Attention of the operands."""
     if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # elsewhere one would have to wait for them
         check_spans(operands)
@@ -262,7 +262,7 @@ def _forward(decision: Decision, kernel: Kernel, operands: Operands) -> Results:
     return results
 
 
-def backward_of(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
+def run_backward(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
     """Gradients of the operands that the call needs."""
     if not is_empty(operands):
         return _backward(call.decision, call.kernel, operands, results, cotangents)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.arguments import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.core import Function, Tensors
 from foci.dispatch import run, run_packed
 from foci.errors import ArgumentError, DtypeError
 from foci.jagged import attend_nested, check_ungrouped, is_nested
+from foci.normalize import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.prepare import Extras, check_integers, check_is_flag, check_is_tensor, check_offsets, describe
 from foci.problem import Outputs, Results
 from foci.strided_nested import as_jagged, as_strided, has_strided

@@ -14,12 +14,12 @@ from foci.compat.torch import disabled_torch_function_subclass
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.errors import ArgumentError
-from foci.nested_node import attend_nested_now
+from foci.nested_autograd import attend_nested_now
 from foci.planner import Decision
 from foci.prepare import Extras, describe
 from foci.problem import Results
 
-__all__ = ["Packed", "attend_nested", "check_ungrouped", "decision_nested", "heads_of", "is_nested", "padded_sizes"]
+__all__ = ["Packed", "attend_nested", "check_ungrouped", "count_heads", "decision_nested", "is_nested", "padded_sizes"]
 
 
 def is_nested(*tensors: Tensor) -> bool:
@@ -75,12 +75,12 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises a ValueError if there are fewer heads of key or value than of the query, but for one that all share."""
-    heads = [heads_of(t) for t in (query, key, value) if not t.is_nested or t.layout == torch.jagged]
+    heads = [count_heads(t) for t in (query, key, value) if not t.is_nested or t.layout == torch.jagged]
     if len(set(heads) - {1}) > 1:
         raise ArgumentError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
 
 
-def heads_of(query: Tensor) -> int:
+def count_heads(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
     dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
     return query.shape[dim] if query.dim() > dim + 2 else 1
@@ -112,12 +112,12 @@ def _extremes(tensor: Tensor, among: Sequence[Tensor] = ()) -> tuple[int | None,
         return 0, 0
     if torch.compiler.is_compiling():
         return known_extremes(nested)
-    alike: list[Any] = [other for other in among if other.is_nested and _has_sequences_of(other, nested)]
+    alike: list[Any] = [other for other in among if other.is_nested and _same_sequences(other, nested)]
     chosen = next((other for other in alike if None not in known_extremes(other)), nested)
     return length_extremes(chosen)
 
 
-def _has_sequences_of(one: Any, other: Any) -> bool:
+def _same_sequences(one: Any, other: Any) -> bool:
     return one.offsets() is other.offsets() and one.lengths() is other.lengths()
 
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.binding import bind
 from foci.block_mask import DEFAULT_BLOCK, BlockMask, MaskMod, as_block, from_classes, noop_mask
 from foci.blocks import PARTIAL, Extent, classify
 from foci.errors import ArgumentError
 from foci.ir.eager import Env, evaluate
+from foci.trace_functions import bind
 from foci.variant import check_is_made, check_length
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]

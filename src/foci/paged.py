@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foci.api import AuxOutput, AuxRequest, returned
-from foci.arguments import MaskLike, ScoreLike, checked_outputs, checked_sink, lower_right_form, mask_parts, score_parts
 from foci.dispatch import run
 from foci.errors import ArgumentError
+from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, lower_right_form, mask_parts, score_parts
 from foci.prepare import Extras, check_integers, check_is_tensor, describe
 
 __all__ = ["paged_attention"]
@@ -129,12 +129,12 @@ def paged_attention(
         raise ArgumentError(
             f"max_kv must be an integer from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}"
         )
-    outputs = checked_outputs(return_aux, sink)
+    outputs = check_outputs(return_aux, sink)
     if outputs.weights:
         raise ArgumentError("weights of rows of different lengths have no rectangular shape; ask for column_sums or row_max")
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, kv_lengths=kv_lengths, page_table=page_table, max_kv=room if max_kv is None else max_kv,
-        sink=checked_sink(sink, query), exact_lengths=False, lower_right_form=lower_right_form(mask),
+        sink=check_sink(sink, query), exact_lengths=False, lower_right_form=lower_right_form(mask),
     )  # fmt: skip
     functions = score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0]
     return returned(run((query, key, value), *functions, extras), return_aux)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.binding import bind
 from foci.blocks import EMPTY, Extent, classify
 from foci.mask_mods import create_mask
+from foci.trace_functions import bind
 
-__all__ = ["MaskPicture", "draw_masks", "picture_of"]
+__all__ = ["MaskPicture", "draw_mask", "draw_masks"]
 
 _ATTEND = "#1d3f5c"
 _CLASSES = {"empty": "#eef1f5", "partial": "#f2a65a", "full": "#2f6f9f"}  # in the order of their values
@@ -50,7 +50,7 @@ class MaskPicture:
         return self.attend.float().mean().item() if self.attend.numel() else 0.0
 
 
-def picture_of(
+def draw_mask(
     mask: Callable[..., Any], *, q_len: int, kv_len: int, block: int, at: tuple[int, int] = (0, 0), name: str | None = None
 ) -> MaskPicture:
     """What to draw of a mask function (b, h, q_idx, kv_idx), for one batch entry and head.
@@ -68,7 +68,7 @@ def picture_of(
 
     Example:
         >>> import foci
-        >>> picture = picture_of(foci.masks.causal(), q_len=256, kv_len=256, block=64)
+        >>> picture = draw_mask(foci.masks.causal(), q_len=256, kv_len=256, block=64)
         >>> picture.blocks.tolist()
         [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
         >>> picture.sparsity

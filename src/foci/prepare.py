@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.binding import Bound, bind
 from foci.errors import ArgumentError, DtypeError
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -21,6 +20,7 @@ from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 from foci.ir.trace import user_frame
 from foci.problem import Formula, Layout, Operands, Outputs, record
+from foci.trace_functions import Bound, bind
 from foci.variant import Variant
 
 __all__ = [

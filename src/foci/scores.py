@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.example import ScoreExample, Sizes
+from foci.mask_examples import ScoreExample, Sizes
 from foci.variant import Score, name_with_numbers, picklable
 
 __all__ = ["alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]

@@ -22,14 +22,14 @@ _REGISTRY: Final = "torch._dynamo.backends.registry"
 
 
 def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """The backend of `torch.compile(model, backend="foci")`. `foci.graph.compiler.Compiler` tells what it does and takes.
+    """The backend of `torch.compile(model, backend="foci")`. `foci.fusion.compiler.Compiler` tells what it does and takes.
 
     Args:
         graph_module: Dynamo's graph.
         example_inputs: one for each of its placeholders.
         options: `mode` and `options` of torch.compile.
     """
-    from foci.graph.compiler import Compiler
+    from foci.fusion.compiler import Compiler
 
     return Compiler()(graph_module, example_inputs, **options)
 

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import foci
-from foci import masks, prepare, recall
+from foci import call_cache, masks, prepare
 from foci.cli.app import app
 
 KEYS = 40
@@ -26,7 +26,7 @@ def tensors(queries, heads=2):
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch):
     monkeypatch.setattr(prepare, "_warned_of_alignment", False)
-    recall._known.clear()  # a call that is known is not prepared again
+    call_cache._known.clear()  # a call that is known is not prepared again
     torch._dynamo.reset()
 
 

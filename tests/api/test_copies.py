@@ -11,10 +11,10 @@ import torch
 import foci
 import foci.nn
 from foci import masks, scores
-from foci.binding import bind
-from foci.example import Sizes
 from foci.integrations.model_mask import ModelMask
+from foci.mask_examples import Sizes
 from foci.mask_mods import create_mask
+from foci.trace_functions import bind
 
 CPU = torch.device("cpu")
 SIZES = Sizes()

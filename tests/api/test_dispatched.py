@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
 from foci import cache_check
-from foci.operator import dispatched
+from foci.operator import op_impl
 
 ATTENTION = torch.ops.foci.attention.default
 BACKWARD = torch.ops.foci.attention_backward.default
@@ -47,9 +47,9 @@ def calls_of(*tensors, **options):
 def planned(monkeypatch):
     """How often a kernel was chosen."""
     counted = []
-    choose = dispatched.choose_kernel
-    monkeypatch.setattr(dispatched, "choose_kernel", lambda *args: counted.append(args) or choose(*args))
-    dispatched._known.clear()
+    choose = op_impl.choose_kernel
+    monkeypatch.setattr(op_impl, "choose_kernel", lambda *args: counted.append(args) or choose(*args))
+    op_impl._known.clear()
     return counted
 
 
@@ -107,12 +107,12 @@ def test_gradients_lie_as_the_tensors_do(heads_in_rows):
 
 def test_a_gradient_laid_out_otherwise_is_copied():
     tensor = torch.randn(2, 3, 4, 5)
-    moved = dispatched._lying(tensor, (60, 5, 15, 1))
+    moved = op_impl._lying(tensor, (60, 5, 15, 1))
     assert moved.stride() == (60, 5, 15, 1)
     assert torch.equal(moved, tensor)
-    assert dispatched._lying(tensor, tensor.stride()) is tensor
+    assert op_impl._lying(tensor, tensor.stride()) is tensor
     one = torch.randn(1, 3, 4, 5)
-    assert dispatched._lying(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
+    assert op_impl._lying(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
 
 
 def packed(*lengths):

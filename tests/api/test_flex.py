@@ -11,7 +11,7 @@ from drawn import rand
 from torch.nn.attention import flex_attention as theirs
 
 import foci
-from foci import binding, execution
+from foci import execution, trace_functions
 from foci.ir import eager
 
 BACKENDS = ("reference", "blocked")
@@ -402,8 +402,8 @@ def h_offsets():
 def caches():
     return {
         "kernels": len(execution._kernels),
-        "variants": binding._variant.cache_info().currsize,
-        "canonical": binding._canonical.cache_info().currsize,
+        "variants": trace_functions._variant.cache_info().currsize,
+        "canonical": trace_functions._canonical.cache_info().currsize,
         "eager": eager._compiled.cache_info().misses,
     }
 

@@ -6,9 +6,9 @@ from packed import nested
 
 import foci
 from foci import execution
-from foci.operator import dispatched
-from foci.operator.arguments import flatten
-from foci.operator.direct import Forward
+from foci.operator import op_impl
+from foci.operator.compiled_call import Forward
+from foci.operator.op_schema import flatten
 from foci.prepare import Extras, prepare
 from foci.problem import Gradients, Outputs, Results, bucket, empty_out, is_aligned
 
@@ -122,7 +122,7 @@ def by_eager(q, k, v, table):
 
 
 def by_operator(q, k, v, table):
-    dispatched.results(*flat_arguments(q, k, v, table))
+    op_impl.results(*flat_arguments(q, k, v, table))
 
 
 def by_place():

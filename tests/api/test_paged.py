@@ -118,7 +118,7 @@ def test_under_torch_compile(dynamic):
 
 
 def test_passes_opcheck():
-    from foci.operator.arguments import flatten
+    from foci.operator.op_schema import flatten
     from foci.prepare import Extras, prepare
     from foci.problem import Outputs
 

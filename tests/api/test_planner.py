@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foci
-from foci.binding import bind
 from foci.planner import choose, row_kernels, target_of
 from foci.problem import Formula, Layout, Outputs, Problem, Target
+from foci.trace_functions import bind
 from foci.variant import PLAIN
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ PROGRAM = """
 import torch, foci
 from foci.planner import choose
 from foci.problem import Formula, Problem, Target
-from foci.binding import bind
+from foci.trace_functions import bind
 table, ids = torch.randn(4), torch.zeros(9, dtype=torch.int64)
 score = lambda s, b, h, q, kv: (s * table[h] + 0.37 * (q - kv)).tanh() * 30
 mask = lambda b, h, q, kv: ((q >= kv) | (kv < 7)) & (ids[q] == ids[kv]) & (ids[b] != 3)

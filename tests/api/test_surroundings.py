@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import foci
-from foci import binding, execution
+from foci import execution, trace_functions
 
 
 # FLEX-13
@@ -28,8 +28,8 @@ def test_inductor_makes_inputs_once_and_fuses_what_follows():
 @pytest.fixture
 def tiny_caches(monkeypatch):
     for name in ("_STRUCTURES", "_SETS_OF_NUMBERS"):
-        monkeypatch.setattr(binding, name, 2)
-    binding._traces.clear()
+        monkeypatch.setattr(trace_functions, name, 2)
+    trace_functions._traces.clear()
 
 
 def factors(count):
@@ -51,7 +51,7 @@ def test_more_functions_than_caches_hold(tiny_caches):
             torch.testing.assert_close(out, want)
             torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), q)[0], atol=1e-3, rtol=1e-3)
             assert {call.backend for call in (*log.calls, *log.backward_calls)}.isdisjoint({"reference"})
-    assert len(binding._traces) <= 2 and len(execution._decisions) < 4096
+    assert len(trace_functions._traces) <= 2 and len(execution._decisions) < 4096
 
 
 # FLEX-10

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import foci
-from foci import binding
+from foci import trace_functions
 from foci.ir import expr as ir
 
 THREADS, TURNS = 4, 300
@@ -63,7 +63,7 @@ def test_functions_of_more_numbers_than_are_kept():
 
     def window(draw):
         width = draw.randint(10, 30)
-        return width, binding.bind(None, lambda b, h, i, j: i - j < width, device).ints
+        return width, trace_functions.bind(None, lambda b, h, i, j: i - j < width, device).ints
 
     for found in at_once(window):
         assert [ints for _, ints in found] == [(width,) for width, _ in found]

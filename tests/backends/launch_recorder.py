@@ -19,10 +19,10 @@ from recordings import Function, flat
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from foci import execution, planner, recall
-from foci.backends.triton import keeping, known, recording, sparsity, templates
+from foci import call_cache, execution, planner
+from foci.backends.triton import launch_cache, launch_program, recorder, tile_tables, weak_cache
 from foci.compat.triton import release
-from foci.operator import dispatched
+from foci.operator import op_impl
 from foci.problem import Target
 
 FIRST_ADDRESS = 1 << 32  # smaller numbers are no addresses
@@ -79,22 +79,22 @@ def recording_launches(monkeypatch: Any, arch: int, stand_in: Callable[[JITFunct
             for name, function in list(vars(module).items()):
                 if isinstance(function, JITFunction):
                     patch.setattr(module, name, stand_in(function, log))
-        patch.setattr(recording, "direct", keep_descriptors)
+        patch.setattr(recorder, "direct", keep_descriptors)
         patch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", f"triton-{RELEASE}"})))
-        for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known"), (dispatched, "_known")):
+        for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
             patch.setattr(module, name, type(getattr(module, name))())
-        patch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-        patch.setattr(sparsity, "_sets", OrderedDict())
-        patch.setattr(sparsity, "_ways", keeping.Kept(256))
-        patch.setattr(sparsity, "_runs", keeping.Kept(256))
-        patch.setattr(known, "_templates", keeping.Kept(1024))
+        patch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+        patch.setattr(tile_tables, "_sequence_cache", OrderedDict())
+        patch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
+        patch.setattr(tile_tables, "_recording_cache", weak_cache.WeakCache(256))
+        patch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
         yield log
 
 
 def keep_descriptors(compiled: Any, place: Any, noted: Any) -> Any:
-    """In place of `recording.direct`: a replayed launch is given the tensor descriptors that Triton would be given."""
-    maps = [(at, role, templates.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
-    return templates.Launch(compiled.run, noted._replace(tiles=maps).after((*place, compiled.packed_metadata, None, None, None)))
+    """In place of `recorder.direct`: a replayed launch is given the tensor descriptors that Triton would be given."""
+    maps = [(at, role, launch_program.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
+    return launch_program.Launch(compiled.run, noted._replace(tiles=maps).after((*place, compiled.packed_metadata, None, None, None)))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -151,7 +151,7 @@ def _without_tables(launches: Sequence[Launch]) -> list[Launch]:
     return [
         launch
         for launch, after in zip(launches, following, strict=False)
-        if launch.kernel not in TABLE_KERNELS and not (launch.kernel == "clear_turns" and after in TABLE_KERNELS)
+        if launch.kernel not in TABLE_KERNELS and not (launch.kernel == "zero_counters" and after in TABLE_KERNELS)
     ]
 
 

@@ -1,6 +1,6 @@
 """The kernels that each module of the backend launches."""
 
-from foci.backends.triton import auxiliary, capture_gradients, kernel, sparsity
+from foci.backends.triton import aux_outputs, captured_grad, kernel, tile_tables
 
 LAUNCHED = {
     kernel: (
@@ -11,7 +11,7 @@ LAUNCHED = {
         "attention_decode",
         "combine_splits",
     ),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
-    capture_gradients: ("attention_bias_gradient", "capture_gradient"),
-    auxiliary: ("weigh_columns", "weigh_rows"),
+    tile_tables: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
+    captured_grad: ("attention_bias_gradient", "capture_gradient"),
+    aux_outputs: ("weigh_columns", "weigh_rows"),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci import execution, masks, planner, recall, scores
+from foci import call_cache, execution, masks, planner, scores
 from foci.backends.contract import Plan
 from foci.problem import Formula, Operands, Problem, Target
 
@@ -16,10 +16,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from launched import LAUNCHED
 
-from foci.backends.triton import keeping, kernel, known, recording, sparsity, templates
-from foci.operator import dispatched
+from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables, weak_cache
+from foci.operator import op_impl
 
-MODULES = {module: LAUNCHED[module] for module in (kernel, sparsity)}
+MODULES = {module: LAUNCHED[module] for module in (kernel, tile_tables)}
 
 
 class Compiled:
@@ -85,29 +85,29 @@ def put_stand_ins(monkeypatch):
     for module, names in MODULES.items():
         for name in names:
             monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    monkeypatch.setattr(sparsity, "_sets", type(sparsity._sets)())
-    monkeypatch.setattr(sparsity, "_ways", keeping.Kept(256))
-    monkeypatch.setattr(sparsity, "_runs", keeping.Kept(256))
-    monkeypatch.setattr(known, "_templates", keeping.Kept(1024))
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(tile_tables, "_sequence_cache", type(tile_tables._sequence_cache)())
+    monkeypatch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
+    monkeypatch.setattr(tile_tables, "_recording_cache", weak_cache.WeakCache(256))
+    monkeypatch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
     return worked_out, launched
 
 
 def mapped(compiled, place, noted):
-    """In place of `recording.direct`: descriptors become maps, which are known by address."""
+    """In place of `recorder.direct`: descriptors become maps, which are known by address."""
     tiles = [
-        (at, role, templates.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
+        (at, role, launch_program.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
         for at, role, made in noted.tiles
     ]
     arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
-    return templates.Launch(compiled.run, arguments)
+    return launch_program.Launch(compiled.run, arguments)
 
 
 def plan_for_a_gpu(monkeypatch):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
-    monkeypatch.setattr(recording, "direct", mapped)
+    monkeypatch.setattr(recorder, "direct", mapped)
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known"), (dispatched, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 

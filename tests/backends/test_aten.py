@@ -9,9 +9,9 @@ import torch
 
 from foci import backends
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 ATEN = backends.load("aten")
 CPU, HOPPER, VOLTA = Target("cpu"), Target("cuda", 90), Target("cuda", 70)

@@ -10,10 +10,10 @@ from foci.backends.blocked import differentiable, tiles
 from foci.backends.contract import Plan
 from foci.backends.reference import formula as reference
 from foci.backends.sequences import Sequence
-from foci.binding import bind
 from foci.blocks import EMPTY, FULL, PARTIAL
 from foci.ir import eager
 from foci.problem import Cotangents, Formula, Operands, Outputs, Problem, Results, Target, bucket
+from foci.trace_functions import bind
 
 EVERYTHING = Outputs(lse=True, row_max=True, column_sums=True, weights=True)
 CPU = Target("cpu")

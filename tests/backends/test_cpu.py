@@ -17,11 +17,11 @@ import foci
 from foci import backends
 from foci.backends.contract import Plan
 from foci.backends.cpu import BACKEND, build
-from foci.backends.cpu.sites import HeadNumbers, partition, sites_of
+from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.backends.cpu.source import backward_source, forward_source
-from foci.binding import bind
 from foci.planner import choose, target_of
 from foci.problem import Cotangents, Formula, Geometry, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 CPU = target_of(torch.device("cpu"))
 
@@ -108,10 +108,10 @@ def test_private_gradients_only_where_tasks_meet():
     bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
     full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
     by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
-    assert partition(sites_of(full, (True,)), (bias,), (1, 2, 4)).copies == ((1, 1, 1),)
-    assert partition(sites_of(full, (True,)), (bias,), (3, 2, 4)).copies == ((3, 1, 1),)
-    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 1)).copies == ((1, 1, 1),)
-    assert partition(sites_of(by_head, (True,)), (slopes,), (1, 2, 4)).copies == ((1, 1, 4),)
+    assert partition(find_sites(full, (True,)), (bias,), (1, 2, 4)).copies == ((1, 1, 1),)
+    assert partition(find_sites(full, (True,)), (bias,), (3, 2, 4)).copies == ((3, 1, 1),)
+    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 1)).copies == ((1, 1, 1),)
+    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 4)).copies == ((1, 1, 4),)
 
 
 # SDPA-04
@@ -119,7 +119,7 @@ def test_private_gradients_only_where_tasks_meet():
 def test_a_bias_of_merged_batch_and_heads_has_no_copies_where_no_two_meet(rows, copies):
     bias = torch.zeros(32, 8, 8)
     bound = bind(lambda s, b, h, q, k: s + bias[b * rows + h, q, k], None, torch.device("cpu"))
-    sites = sites_of(bound.variant.score, (True,))
+    sites = find_sites(bound.variant.score, (True,))
     assert partition(sites, (bias,), (2, 8, 4), HeadNumbers(8, bound.ints)).copies == (copies,)
     assert partition(sites, (bias,), (2, 8, 4)).copies == ((2, 8, 1),)
 
@@ -156,7 +156,7 @@ def test_gradients_of_a_bias_of_merged_batch_and_heads(rows):
 def test_a_large_shared_bias_has_few_copies_of_its_gradient(heads, length, sizes, parts, copies):
     bias = torch.zeros(1).expand(heads, length, length)
     shared = bind(lambda s, b, h, q, k: s + (bias[h, q, k] if heads > 1 else bias[0, q, k]), None, torch.device("cpu")).variant.score
-    found = partition(sites_of(shared, (True,)), (bias,), sizes)
+    found = partition(find_sites(shared, (True,)), (bias,), sizes)
     assert found.parts == parts
     assert math.prod(found.copies[0]) == copies
 

@@ -18,9 +18,9 @@ import foci
 from foci import execution
 from foci.backends import disk
 from foci.backends.cpu import build
-from foci.binding import bind
 from foci.planner import choose, target_of
 from foci.problem import Formula, Problem
+from foci.trace_functions import bind
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 

@@ -9,8 +9,8 @@ import foci
 from foci.backends.cpu import build
 from foci.backends.cpu.kernel import Arguments
 from foci.backends.cpu.source import forward_source
-from foci.binding import bind
 from foci.problem import Formula, Operands, Problem
+from foci.trace_functions import bind
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci import execution, masks, recall, scores
-from foci.backends.hopper.rates import Pair, Rates
+from foci import call_cache, execution, masks, scores
+from foci.backends.hopper.kernel_rates import Pair, Rates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -21,7 +21,7 @@ OFFSETS = (0, 56, 56, 256)
 def backend(request, monkeypatch):
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
     return request.param
 
 
@@ -174,9 +174,9 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
     training = pytest.importorskip("foci.backends.hopper.training")
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known")):
         monkeypatch.setattr(module, name, OrderedDict())
-    monkeypatch.setattr(training, "rates_of", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
+    monkeypatch.setattr(training, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
     assert [kernel.takes_own for _, kernel in execution._kernels.values() if isinstance(kernel, training.TrainingKernel)] == [True]
 
@@ -198,7 +198,7 @@ def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longes
         call = lambda q, k, v, offsets=offsets: foci.varlen_attn(q, k, v, *offsets, longest, longest, **options)
         calls.append((call, (q, k, v), cotangent, turn))
         same(passes(backend, *calls[-1]), passes("reference", *calls[-1]))
-    assert len([1 for known in recall._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
+    assert len([1 for known in call_cache._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
     for one in calls:  # and again, of offsets known from before
         same(passes(backend, *one), passes("reference", *one))
 
@@ -273,7 +273,7 @@ def paged(turn, *, dtype=torch.int32, max_kv=None):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["plain", "mask by lengths"])
 def test_known_paged_calls_read_their_own_pages(monkeypatch, name, dtype, way):
-    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
     mask = None if name == "plain" else masks.causal_lower_right() & foci.Mask(lambda b, h, q, k: k >= foci.kv_len() - 90)
     for turn in range(4):
         given = paged(turn, dtype=dtype)

@@ -23,7 +23,7 @@ from record_ptx import COMMON, hashes
 from record_ptx import golden_path as ptx_path
 
 import foci
-from foci.backends.triton import surroundings
+from foci.backends.triton import stream_state
 from foci.compat.triton import release
 
 pytestmark = pytest.mark.skipif(release() != PINNED, reason="launches are kept of the pinned Triton alone")
@@ -70,7 +70,7 @@ def test_a_compiled_call_launches_what_the_eager_one_does(case, arch, monkeypatc
 # As a CUDA graph is captured, or a profiler watches, Triton launches every kernel.
 @pytest.mark.parametrize("case", COMPILED_CASES)
 def test_a_call_that_may_not_be_replayed_launches_the_same(case, arch, monkeypatch):
-    monkeypatch.setattr(surroundings, "is_watched", lambda: True)
+    monkeypatch.setattr(stream_state, "has_launch_hooks", lambda: True)
     first, second = launches(monkeypatch, arch, case, itself, itself)
     assert second.without_tables() == first.without_tables()
 

@@ -10,8 +10,8 @@ import torch
 from foci import backends
 from foci.backends.contract import Plan
 from foci.backends.reference import formula as attend
-from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 EVERYTHING = Outputs(lse=True, row_max=True, column_sums=True, weights=True)
 B, HQ, HKV, SQ, SKV, D, DV = 2, 4, 2, 5, 7, 3, 6

@@ -11,16 +11,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
-from foci import execution, masks, planner, recall
+from foci import call_cache, execution, masks, planner
 from foci.backends import blocked, disk, hopper, self_check
 from foci.backends import triton as triton_backend
 from foci.backends.contract import Plan, Unbuildable
 from foci.backends.self_check import Device, Kind, SelfCheck, Verdict, run_in_process
-from foci.binding import bind
 from foci.check_kernels import _Posed, judge
 from foci.compat.triton import TESTED
-from foci.operator import dispatched
+from foci.operator import op_impl
 from foci.problem import Formula, Layout, Problem, Target
+from foci.trace_functions import bind
 
 UNSEEN = Target("cuda", 90, frozenset({"triton", "triton-3.99"}))
 H200 = Target("cuda", 90, frozenset({"triton", "triton-3.6"}))
@@ -161,7 +161,7 @@ def test_a_checker_that_raises_says_nothing_of_the_kernels(installed, tmp_path):
 def test_another_backend_runs_with_one_warning_for_each_that_fails(installed, monkeypatch):
     installed(Verdict("out wrong"))
     monkeypatch.setitem(planner._targets, torch.device("cpu"), UNSEEN)
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known"), (dispatched, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.setattr(execution, "_warned", set())
     q = torch.randn(1, 2, 2048, 64).to(torch.bfloat16)

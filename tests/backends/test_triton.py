@@ -14,13 +14,13 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.triton import BACKEND
-from foci.backends.triton.convexity import begins_late, is_convex
-from foci.backends.triton.exponents import exponent_of, slope_of
-from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded, rows_of, schedule_for, shared_bytes, splits_for
-from foci.binding import bind
+from foci.backends.triton.exp2_rewrite import log2_weight, scaled_derivative
+from foci.backends.triton.mask_convexity import begins_late, is_convex
+from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded_dim, schedule_for, schedule_rows, shared_bytes, splits_for
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import DType
 from foci.problem import Formula, Layout, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 CPU = torch.device("cpu")
 HOPPER = Target("cuda", 90, frozenset({"triton"}))
@@ -83,7 +83,7 @@ def test_gradients_through_row_reductions_and_under_block_masks_are_taken():
 @pytest.mark.parametrize("scratch", [0, 4])
 def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsize, scratch):
     for kind in sorted({kind for _, kind, _, _ in SCHEDULES} | {"captures", "decode"}):
-        wide = (padded(dims[0]), padded(dims[1]))
+        wide = (padded_dim(dims[0]), padded_dim(dims[1]))
         found = schedule_for(kind, arch, wide, itemsize, scratch=scratch)
         if found is None:
             assert itemsize == 4
@@ -115,7 +115,7 @@ def test_half_precision_is_never_left_to_the_smallest_tiles(family, width):
         "key_gradient_dropped",
     }
     for kind in set(KINDS) - apart:
-        assert rows_of(family, kind, 2, width), kind
+        assert schedule_rows(family, kind, 2, width), kind
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_exponents_and_slopes_are_those_of_the_score(score, half):
     values = places | {"raw": raw, "scale": scale, "lse2": lse2, "score": raw * scale, "q_len": 6, "kv_len": 6}
     natural = (raw * scale).requires_grad_()
     wanted = torch.broadcast_to(evaluated(bound.variant.score, values | {"score": natural}, bound), raw.shape)
-    found = evaluated(exponent_of(bound.variant.score, half=half), values, bound)
+    found = evaluated(log2_weight(bound.variant.score, half=half), values, bound)
     torch.testing.assert_close(torch.broadcast_to(found, raw.shape), wanted.detach() / math.log(2) - lse2)
     (slope,) = torch.autograd.grad(wanted.sum(), natural)
-    found = evaluated(slope_of(score_derivative(bound.variant.score), half=half), values, bound)
+    found = evaluated(scaled_derivative(score_derivative(bound.variant.score), half=half), values, bound)
     torch.testing.assert_close(torch.broadcast_to(torch.as_tensor(found, dtype=torch.float64), raw.shape), slope)
 
 
@@ -191,15 +191,15 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_generated_functions_read_as_written():
     """Golden: what a variant becomes, and nothing more."""
-    from foci.backends.triton.functions import functions_of, lies_of
+    from foci.backends.triton.functions import build_functions, capture_layouts
 
     slopes = torch.ones(4)
     bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
-    made = functions_of(bound.variant, lies_of(bound.captures), half=True)
+    made = build_functions(bound.variant, capture_layouts(bound.captures), half=True)
     assert made.source.split("\n\n\n")[2].strip() == ("def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)")
     # bounds by row or column, so that a tile has comparisons alone
     window = bind(None, foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9)), CPU).variant
-    by_query, by_key = functions_of(window, (), half=True).source.split("\n\n\n")[3:]
+    by_query, by_key = build_functions(window, (), half=True).source.split("\n\n\n")[3:]
     width = "tl.maximum(tl.minimum(tl.cast(env.ints[0] >> 2, tl.int32), 1073741824), (-1073741824))"
     assert f"v0 = ((q_idx - {width}) + 1)" in by_query
     assert "(tl.maximum(0, v0) <= kv_idx)" in by_query
@@ -211,21 +211,21 @@ def test_generated_functions_read_as_written():
     assert "tl.load(env.captures[0] + h)" in score
     assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles
     again = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
-    assert functions_of(again.variant, lies_of(again.captures), half=True) is made
+    assert build_functions(again.variant, capture_layouts(again.captures), half=True) is made
 
 
 @needs_triton
 def test_softcap_takes_one_instruction_in_half_precision_only():
-    from foci.backends.triton.functions import functions_of
+    from foci.backends.triton.functions import build_functions
 
     bound = bind(scores.softcap(20.0), None, CPU)
-    assert "tanh_half(" in functions_of(bound.variant, (), half=True).source
-    assert "tanh_half(" not in functions_of(bound.variant, (), half=False).source
+    assert "tanh_half(" in build_functions(bound.variant, (), half=True).source
+    assert "tanh_half(" not in build_functions(bound.variant, (), half=False).source
 
 
 @needs_triton
 def test_integers_never_specialise_a_kernel():
-    from foci.backends.triton.arguments import encode, encode_word
+    from foci.backends.triton.kernel_args import encode, encode_word
 
     for value in (-3, 0, 1, 2, 16, 1024, 4097):
         assert encode(value) not in (1,)

@@ -12,7 +12,7 @@ from triton import knobs
 
 from foci import masks, planner
 from foci.dispatch import PackedCall, Passes, _side_by_side
-from foci.nn.layer import Attention, Heads
+from foci.nn.layer_ops import Attention, Heads
 from foci.prepare import Extras
 from foci.problem import Outputs, Target
 
@@ -141,8 +141,8 @@ def test_whoever_watches_launches_is_told_of_them(launched):
 def hopper(launched, monkeypatch):
     kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton", "triton-3.6"})))
-    monkeypatch.setattr(kernel, "processors_of", lambda device: 4)
-    for name in ("fill_between", "attention_forward"):
+    monkeypatch.setattr(kernel, "count_sms", lambda device: 4)
+    for name in ("zero_fill_gaps", "attention_forward"):
         monkeypatch.setattr(kernel, name, Function(getattr(kernel, name), *launched))
     with foci.use("hopper"):
         yield launched[1]
@@ -162,7 +162,7 @@ def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, learns):
     early = [run() for _ in range(2)]  # kept, so that no address is used twice
     del hopper[:]
     found = [run() for _ in range(count)]
-    names = ["attention_forward"] if whole else ["attention_forward", "fill_between"]
+    names = ["attention_forward"] if whole else ["attention_forward", "zero_fill_gaps"]
     assert [name for name, *_ in hopper] == names * count
     taken = [args for name, _, args in hopper if name == "attention_forward"]
     assert [args[3][1] for args in taken] == [out.data_ptr() for out, *_ in found]

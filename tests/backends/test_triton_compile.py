@@ -8,9 +8,9 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.compat.triton import COMPILE_OPTIONS
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.triton import foresight, kernel, paged, sparsity  # noqa: E402
+from foci.backends.triton import kernel, paged, precompile_backward, tile_tables  # noqa: E402
 from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
-from foci.backends.triton.streams import layout_of  # noqa: E402
+from foci.backends.triton.tensor_descriptors import describe_layout  # noqa: E402
 
 KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),
@@ -126,7 +126,7 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
     # the interpreter takes Python that the compiler does not, and compiling takes minutes
     case = CASES[name]
     found = stand_in(LAUNCHED, arch, is_read_only=True)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     launch_paged(case, arch) if "page" in case else launch(case, arch)
     assert found
     if name.startswith("learned bias"):  # its gradient is a sum in a fixed order
@@ -140,7 +140,7 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
 def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     case = dict(CASES[name])
     found = stand_in(LAUNCHED, arch)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     made = launch_paged(case, arch) if "page" in case else launch(case, arch)
     for one in found:
         assert one.shared <= LIMITS[arch], one.name
@@ -167,12 +167,12 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
 def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monkeypatch):
     """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
     found = stand_in({kernel: LAUNCHED[kernel]}, 90)
-    for name in LAUNCHED[sparsity]:
-        monkeypatch.setattr(sparsity, name, Recorder(getattr(sparsity, name), []))
+    for name in LAUNCHED[tile_tables]:
+        monkeypatch.setattr(tile_tables, name, Recorder(getattr(tile_tables, name), []))
     counts = []
     for case in ({"mask": masks.causal(), "dim": 64}, CASES["jagged D 64 causal"]):
         found.clear()
-        monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+        monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
         launch(case, 90)
         counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in found})
     dense, packed = counts
@@ -241,10 +241,10 @@ def test_the_backward_pass_is_foreseen_as_it_will_be(name, keyed, monkeypatch):
         function[(1,)](*args, **COMPILE_OPTIONS, **options)
         function.found = keyed
 
-    monkeypatch.setattr(foresight, "is_new", lambda: True)
-    monkeypatch.setattr(foresight, "launch_ahead", note)
-    whole = sparsity.Sequences()
-    monkeypatch.setattr(sparsity, "_WHOLE", whole)
+    monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
+    monkeypatch.setattr(precompile_backward, "launch_ahead", note)
+    whole = tile_tables.Sequences()
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", whole)
     made, operands = begun(CASES[name], 90)
     keyed.clear()
     real, given = kernel.foresee, set()
@@ -320,5 +320,5 @@ def launch_paged(case, arch):
 
 
 def test_a_spread_number_is_not_aligned():
-    assert not layout_of(torch.ones(()).expand(2, 2, 16, 64)).is_aligned
-    assert layout_of(torch.ones(2, 2, 16, 64)).is_aligned
+    assert not describe_layout(torch.ones(()).expand(2, 2, 16, 64)).is_aligned
+    assert describe_layout(torch.ones(2, 2, 16, 64)).is_aligned

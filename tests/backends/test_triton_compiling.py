@@ -24,13 +24,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from foci.backends.compile_priority import unhurried  # noqa: E402
 from foci.backends.contract import Unbuildable  # noqa: E402
-from foci.backends.hurry import unhurried  # noqa: E402
 from foci.backends.triton import compiling  # noqa: E402
-from foci.backends.triton.compiling import after_launches, is_new, launch_ahead, side_by_side  # noqa: E402
-from foci.backends.triton.elsewhere import compile_packed, pack  # noqa: E402
+from foci.backends.triton.compile_subprocess import compile_packed, pack  # noqa: E402
+from foci.backends.triton.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
 from foci.backends.triton.functions import jit_function  # noqa: E402
-from foci.backends.triton.recording import Recorder  # noqa: E402
+from foci.backends.triton.recorder import Recorder  # noqa: E402
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def remembered(monkeypatch):
 @pytest.mark.usefixtures("remembered")
 def test_another_process_compiles_for_those_that_do_not_hurry(hits):
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, set_other_surroundings) as other, unhurried(other.submit), side_by_side():
+    with ProcessPoolExecutor(1, context, set_other_surroundings) as other, unhurried(other.submit), compile_in_parallel():
         launch(first_kernel)
         launch(second_kernel)
     assert sorted(hits) == [("first_kernel", True), ("second_kernel", True)]
@@ -155,7 +155,7 @@ def unoptimized(_, packed):
 @pytest.mark.parametrize("submit", [fail, failed, cancelled, forgotten, unoptimized])
 def test_what_no_other_process_compiles_is_compiled_here(hits, monkeypatch, submit):
     monkeypatch.setattr(compiling, "_LONGEST", 0.1)
-    with unhurried(submit), side_by_side():
+    with unhurried(submit), compile_in_parallel():
         launch(first_kernel)
     assert hits == [("first_kernel", False)]
 
@@ -163,7 +163,7 @@ def test_what_no_other_process_compiles_is_compiled_here(hits, monkeypatch, subm
 @pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
 def test_nothing_is_sent_where_triton_is_asked_for_something_of_its_own(hits, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
-    with unhurried(lambda *_: pytest.fail("sent")), side_by_side():
+    with unhurried(lambda *_: pytest.fail("sent")), compile_in_parallel():
         launch(first_kernel)
     assert hits == [("first_kernel", False)]
 
@@ -182,7 +182,7 @@ def test_functions_made_of_text_are_made_again_elsewhere():
 
 
 def test_new_kernels_compile_in_threads_and_launch_in_order(events):
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         launch(second_kernel)
         assert not events
@@ -191,7 +191,7 @@ def test_new_kernels_compile_in_threads_and_launch_in_order(events):
     assert not any(in_main for _, _, in_main in compiled)
     assert [event[1] for event in events if event[0] == "launch"] == ["first_kernel", "second_kernel"]
     events.clear()
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
     assert events == [("launch", "first_kernel")]
 
@@ -208,14 +208,14 @@ def test_the_front_end_reads_one_kernel_at_a_time(events, monkeypatch):
         return made
 
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         launch(second_kernel)
     assert sorted(read) == [("first_kernel",), ("second_kernel",)]
 
 
 def test_what_is_kept_is_kept_after_the_launches_that_fill_it(events):
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         after_launches(lambda: events.append("kept"))
         assert "kept" not in events
@@ -225,7 +225,7 @@ def test_what_is_kept_is_kept_after_the_launches_that_fill_it(events):
 
 
 def test_a_template_launches_what_waits(events):
-    with side_by_side():
+    with compile_in_parallel():
         recorder = Recorder((), None)
         recorder.launch(first_kernel, (1,), torch.zeros(16), 1, num_warps=1)
         recorder.template()
@@ -233,7 +233,7 @@ def test_a_template_launches_what_waits(events):
 
 
 def test_an_error_in_the_block_launches_nothing(events):
-    with pytest.raises(ValueError, match="mine"), side_by_side():
+    with pytest.raises(ValueError, match="mine"), compile_in_parallel():
         launch(first_kernel)
         raise ValueError("mine")
     assert not events
@@ -242,7 +242,7 @@ def test_an_error_in_the_block_launches_nothing(events):
 
 
 def test_a_kernel_that_does_not_compile_says_so_and_keeps_nothing(events):
-    with pytest.raises(triton.CompilationError, match="of no use"), side_by_side():
+    with pytest.raises(triton.CompilationError, match="of no use"), compile_in_parallel():
         launch(first_kernel)
         launch(wrong_kernel)
         after_launches(lambda: events.append("kept"))
@@ -281,7 +281,7 @@ def test_a_launch_that_goes_wrong_is_not_taken_for_a_kernel_that_does_not_compil
 # NOW-03
 def test_where_triton_has_no_place_for_it_kernels_compile_one_after_the_other(events, monkeypatch):
     monkeypatch.setattr(compiling, "async_compile_mode", lambda: None)
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         launch(second_kernel)
     assert names(events, "launch") == names(events, "compile") == ["first_kernel", "second_kernel"]
@@ -299,13 +299,13 @@ def names(events, what):
 @pytest.mark.parametrize("cores", [2, 64])
 def test_a_later_pass_takes_up_what_was_begun_for_it(events, monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         ahead(second_kernel)
         assert is_new()
     assert names(events, "launch") == ["first_kernel"]
     assert len(compiling._begun) == 1
-    with side_by_side():
+    with compile_in_parallel():
         launch(second_kernel)
         assert is_new()
     assert names(events, "launch") == ["first_kernel", "second_kernel"]
@@ -315,7 +315,7 @@ def test_a_later_pass_takes_up_what_was_begun_for_it(events, monkeypatch, cores)
 
 
 def test_a_kernel_that_waits_and_is_ahead_is_waited_for(events):
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         ahead(first_kernel)
     assert names(events, "compile") == names(events, "launch") == ["first_kernel"]
@@ -323,17 +323,17 @@ def test_a_kernel_that_waits_and_is_ahead_is_waited_for(events):
 
 
 def test_what_fails_ahead_says_so_where_it_is_launched(events):
-    with side_by_side():
+    with compile_in_parallel():
         launch(first_kernel)
         ahead(wrong_kernel)
     assert names(events, "launch") == ["first_kernel"]
-    with pytest.raises(triton.CompilationError, match="of no use"), side_by_side():
+    with pytest.raises(triton.CompilationError, match="of no use"), compile_in_parallel():
         launch(wrong_kernel)
 
 
 def test_passes_that_never_come_are_forgotten(events, monkeypatch):
     monkeypatch.setattr(compiling, "_MOST_BEGUN", 2)
-    with side_by_side():
+    with compile_in_parallel():
         for warps in (1, 2, 4, 8):
             ahead(second_kernel, warps=warps)
     assert len(compiling._begun) == 2
@@ -348,7 +348,7 @@ import triton, torch, test_triton_compiling as t
 from triton.runtime import driver
 driver._active = t.device_of(lambda *_: lambda *_: None)
 triton.compiler.compiler.max_shared_mem = lambda _: 166912
-with t.side_by_side():
+with t.compile_in_parallel():
     t.launch(t.first_kernel)
     t.ahead(t.second_kernel)
 print(len(t.compiling._begun))
@@ -370,10 +370,10 @@ def test_what_waits_is_read_before_what_is_ahead(events, monkeypatch):
         return made
 
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
-    with side_by_side():
+    with compile_in_parallel():
         ahead(second_kernel)
         launch(first_kernel)
-    with side_by_side():
+    with compile_in_parallel():
         launch(second_kernel)
     assert read == ["first_kernel", "second_kernel"]
 
@@ -384,13 +384,13 @@ def test_the_switch_interval_is_the_users_again(events):
 
     def noted(new):
         seen.append(sys.getswitchinterval())
-        with compiling._brisk():
+        with compiling._short_gil_interval():
             inside(new)
         seen.append(sys.getswitchinterval())
 
     compiling._compile = noted
     try:
-        with pytest.raises(triton.CompilationError), side_by_side():
+        with pytest.raises(triton.CompilationError), compile_in_parallel():
             launch(wrong_kernel)
     finally:
         compiling._compile = inside
@@ -402,9 +402,9 @@ def test_the_switch_interval_stays_where_nobody_waits(events, monkeypatch):
     before, seen = sys.getswitchinterval(), []
     inside = compiling._compile
     monkeypatch.setattr(compiling, "_compile", lambda new: (seen.append(sys.getswitchinterval()), inside(new)))
-    with unhurried(), side_by_side():
+    with unhurried(), compile_in_parallel():
         launch(first_kernel)
-    with side_by_side():
+    with compile_in_parallel():
         launch(second_kernel)
     assert seen == [before, pytest.approx(2e-4)]
     assert ("launch", "first_kernel") in events

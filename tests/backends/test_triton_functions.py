@@ -11,7 +11,7 @@ import torch
 
 import foci
 from foci import masks, scores
-from foci.binding import bind
+from foci.trace_functions import bind
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -46,13 +46,13 @@ GOLDEN = Path(__file__).parent / "golden" / "triton.txt"
 
 
 def golden():
-    from foci.backends.triton.functions import functions_of, lies_of
+    from foci.backends.triton.functions import build_functions, capture_layouts
 
     parts = []
     for name, (score, mask) in VARIANTS.items():
         bound = bind(score, mask, CPU)
         for half in (True, False):
-            made = functions_of(bound.variant, lies_of(bound.captures), half=half)
+            made = build_functions(bound.variant, capture_layouts(bound.captures), half=half)
             parts.append(f"# {name}, {'16' if half else '32'} bits\n{made.source}")
     return "\n\n\n".join(parts)
 

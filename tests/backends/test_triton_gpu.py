@@ -11,8 +11,8 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.problem import Cotangents, Formula, Operands, Outputs, Problem, bucket
+from foci.trace_functions import bind
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
@@ -36,14 +36,14 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
 
 
 def compiled_kernels():
-    from foci.backends.triton import backward, forward, visits
+    from foci.backends.triton import backward, forward, tile_table_kernels
 
     jitted = (
         forward.attention_forward,
         backward.attention_query_gradient,
         backward.attention_key_gradient,
         backward.prepare_rows,
-        visits.list_tiles,
+        tile_table_kernels.list_tiles,
     )
     return sum(len(cache[0]) for function in jitted for cache in function.device_caches.values())
 

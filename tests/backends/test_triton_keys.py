@@ -10,15 +10,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from foci.backends.triton import backward, forward, sparsity, tiles  # noqa: E402
-from foci.backends.triton.keys import settle  # noqa: E402
+from foci.backends.triton import backward, forward, tile_tables, tiles  # noqa: E402
+from foci.backends.triton.triton_cache_key import fill_cache_keys  # noqa: E402
 
 KERNELS = (
     forward.attention_forward,
     backward.attention_key_gradient,
     backward.attention_query_gradient,
     backward.prepare_rows,
-    sparsity.classify_tiles,
+    tile_tables.classify_tiles,
 )
 
 
@@ -27,7 +27,7 @@ def unasked(monkeypatch):
     """A function that has every function of these modules as if nobody had asked for its key."""
 
     def forget():
-        for module in (forward, backward, sparsity, tiles):
+        for module in (forward, backward, tile_tables, tiles):
             for function in vars(module).values():
                 if isinstance(function, JITCallable):
                     monkeypatch.setattr(function, "hash", None)
@@ -41,12 +41,12 @@ def test_the_key_of_a_kernel_does_not_depend_on_those_before_it(unasked):
     for order in (KERNELS, KERNELS[::-1], KERNELS[2:] + KERNELS[:2]):
         unasked()
         for kernel in order:
-            settle([kernel])
+            fill_cache_keys([kernel])
         found.append([kernel.cache_key for kernel in KERNELS])
     assert found[0] == found[1] == found[2]
 
 
 def test_constants_of_what_is_called_are_part_of_the_key(unasked):
     unasked()
-    settle([forward.attention_forward, None, 3])
-    assert {name for name, _ in tiles.find.used_global_vals} >= {"HEAD_GROUP", "RECORD"}
+    fill_cache_keys([forward.attention_forward, None, 3])
+    assert {name for name, _ in tiles.find_task.used_global_vals} >= {"HEAD_GROUP", "RECORD"}

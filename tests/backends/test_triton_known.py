@@ -11,9 +11,9 @@ from recordings import DOCUMENTS, SLOPES, Function, addressed, flat
 from triton.runtime.jit import JITFunction
 
 import foci
-from foci import execution, masks, planner, recall, scores
-from foci.backends.hopper.rates import Pair, Rates
-from foci.backends.triton import capture_gradients, kernel, known, sparsity
+from foci import call_cache, execution, masks, planner, scores
+from foci.backends.hopper.kernel_rates import Pair, Rates
+from foci.backends.triton import captured_grad, kernel, launch_cache, tile_tables
 from foci.problem import Target
 
 
@@ -21,7 +21,7 @@ from foci.problem import Target
 def calls(logs, monkeypatch):
     """Calls of foci as on a GPU; notes which passes were known, by direction."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (recall, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known")):
         monkeypatch.setattr(module, name, OrderedDict())
     known = []
     for name in ("forward_again", "backward_again"):
@@ -188,7 +188,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         if name in ("window", "heads apart"):
             pytest.skip("a backward that makes tables is worked out for each")
         training = pytest.importorskip("foci.backends.hopper.training")
-        monkeypatch.setattr(training, "rates_of", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
+        monkeypatch.setattr(training, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     first, other = ((200, 300), (333, 171)) if separate else ((200, 200), (333, 333))
     with foci.use(backend):
         moved_call(first, MOVED[name], separate=separate)
@@ -199,7 +199,13 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         assert calls == [("forward_again", True), ("backward_again", True)]
         assert not worked_out
         found = [*launched]
-        for kept in (recall._known, known._templates._found, sparsity._ways._found, sparsity._runs._found, sparsity._sets):
+        for kept in (
+            call_cache._known,
+            launch_cache._templates._found,
+            tile_tables._template_cache._found,
+            tile_tables._recording_cache._found,
+            tile_tables._sequence_cache,
+        ):
             kept.clear()
         launched.clear()
         moved_call(other, MOVED[name], separate=separate)
@@ -211,7 +217,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
 def test_programs_are_as_many_as_the_tokens_at_hand_ask_for(logs, calls, tokens, monkeypatch):
     """Persistent ones, as many as there are tasks, or as the card has room for."""
     hopper_functions(monkeypatch, *logs)
-    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "processors_of", lambda device: 20)
+    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "count_sms", lambda device: 20)
     programs = []
     with foci.use("hopper"):
         for count in tokens:
@@ -335,7 +341,7 @@ def test_what_finds_sequences_is_compiled_for_how_each_tensor_lies(logs, calls):
         for is_known in (False, True):
             worked_out.clear()
             offsets, lengths = ends([0, 56, 256]), used([50, 190])
-            sparsity.sequences_at(query, (offsets, offsets, lengths, lengths))
+            tile_tables.sequences_at(query, (offsets, offsets, lengths, lengths))
             assert (not worked_out) == is_known
 
 
@@ -390,8 +396,8 @@ def test_another_page_table_is_another_call(logs, calls):
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False)], ids=["all", "query"])
 def test_gradients_of_a_learned_bias_are_launched_at_once(logs, calls, wanted, monkeypatch):
     worked_out, launched = logs
-    function = Function(capture_gradients.attention_bias_gradient, worked_out, launched)
-    monkeypatch.setattr(capture_gradients, "attention_bias_gradient", function)
+    function = Function(captured_grad.attention_bias_gradient, worked_out, launched)
+    monkeypatch.setattr(captured_grad, "attention_bias_gradient", function)
     biases = [torch.zeros(1, 4, 256, 256, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     inputs = [leaves(wanted=wanted) for _ in biases]
 

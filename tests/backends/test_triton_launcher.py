@@ -10,9 +10,9 @@ import torch
 
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.compat.triton import TESTED, release
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -26,8 +26,8 @@ from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from foci.backends.hopper import kernel as hopper  # noqa: E402
-from foci.backends.triton import kernel, known, recording, rowwise, sparsity, surroundings  # noqa: E402
-from foci.backends.triton.keeping import Kept  # noqa: E402
+from foci.backends.triton import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
+from foci.backends.triton.weak_cache import WeakCache  # noqa: E402
 
 STREAM = 4711
 DESCRIPTION = "map of tiles"
@@ -92,10 +92,10 @@ def driver(monkeypatch):
     # set by the C code that a real driver loads
     for name, value in (("PyKernelArg", SimpleNamespace), ("ARG_CONSTEXPR", 0), ("ARG_KERNEL", 1), ("ARG_TUPLE", 2)):
         monkeypatch.setattr(nvidia, name, value, raising=False)
-    monkeypatch.setattr(kernel, "stream_of", lambda tensor: STREAM)
-    monkeypatch.setattr(surroundings, "free_stream_on", lambda device: STREAM)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    monkeypatch.setattr(known, "_templates", Kept(16))
+    monkeypatch.setattr(kernel, "current_stream", lambda tensor: STREAM)
+    monkeypatch.setattr(stream_state, "free_stream_on", lambda device: STREAM)
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(launch_cache, "_templates", WeakCache(16))
     yield made
     forget_compiled()
     for value in gc.get_objects():
@@ -157,7 +157,7 @@ def without_addresses(launches, tensors):
 def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, monkeypatch):
     attention, operands = posed(name, make, grads=grads)
     direct = []
-    monkeypatch.setattr(recording, "direct", lambda *args, inner=recording.direct: direct.append(inner(*args)) or direct[-1])
+    monkeypatch.setattr(recorder, "direct", lambda *args, inner=recorder.direct: direct.append(inner(*args)) or direct[-1])
 
     def run(tensors):
         results = attention.forward(tensors)
@@ -186,7 +186,7 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
 # NOW-02
 @pytest.mark.slow
 def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
-    made = rowwise._Kernel(rowwise.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
+    made = layernorm._Kernel(layernorm.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(4, 256)]
     numbers = (64, 3, 64, 16, 5, 9)
     made.launch(0, STREAM, 3, tensors, numbers)

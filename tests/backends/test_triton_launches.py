@@ -9,11 +9,11 @@ from recordings import VARIANTS, made, operands_of
 from foci import masks
 from foci.backends.contract import Plan
 from foci.backends.triton import paged
-from foci.backends.triton.arguments import encode, encode_strides
-from foci.backends.triton.functions import environment_numbers, lies_of
-from foci.backends.triton.streams import layout_of
-from foci.binding import bind
+from foci.backends.triton.functions import capture_layouts, environment_numbers
+from foci.backends.triton.kernel_args import encode, encode_strides
+from foci.backends.triton.tensor_descriptors import describe_layout
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 PLAIN = bind(None, None, torch.device("cpu"))
 H200 = Target("cuda", 90, frozenset({"triton"}))
@@ -127,9 +127,9 @@ def counted(name, value, like):
 @pytest.mark.parametrize("stride", [2**31 - 8, 2**31, 3 * 2**30, 2**32 - 8, 2**32, 2**34])
 def test_strides_of_more_than_two_to_the_31_elements_are_told_in_bits_enough(stride):
     tensor = torch.empty_strided((2, 2, 16, 64), (stride, 64, 128, 1), dtype=torch.bfloat16, device="meta")
-    layout = layout_of(tensor)
+    layout = describe_layout(tensor)
     told = encode_strides(layout.strides, 8 if layout.is_aligned else 1)
     assert counted("operand", told.b, layout.is_aligned) == stride
-    lies = lies_of([tensor])
+    lies = capture_layouts([tensor])
     assert counted("captured", encode(environment_numbers([tensor], lies)[1][0]), lies[0].aligned) == stride
     assert layout.is_aligned == lies[0].aligned == (not 2**31 <= stride < 2**32)

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU or in the interpreter", allow_module_level=True)
 
-from foci.backends.triton import capture_gradients  # noqa: E402
+from foci.backends.triton import captured_grad  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.parametrize("device", [DEVICE.type])
@@ -27,7 +27,7 @@ def taken(monkeypatch):
         found.append(learned.entries)
         return original(kernel, call, given, rows, dq, learned, target)
 
-    original = capture_gradients.bias_gradient
+    original = captured_grad.bias_gradient
     from foci.backends.triton import kernel
 
     monkeypatch.setattr(kernel, "bias_gradient", note)
@@ -66,7 +66,7 @@ def expected(q, k, v, bias, *, scale=None):
     ],
 )
 def test_gradients_are_those_of_the_formula(batch, bias_batch, kv_len, stretch, heads, scale, device, taken, monkeypatch):
-    monkeypatch.setattr(capture_gradients, "_STRETCH", stretch)
+    monkeypatch.setattr(captured_grad, "_STRETCH", stretch)
     given = tensors(
         (batch, heads[0], 19, 24), (batch, heads[1], kv_len, 24), (batch, heads[1], kv_len, 24), (bias_batch, heads[0], 19, kv_len)
     )

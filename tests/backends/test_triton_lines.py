@@ -5,9 +5,9 @@ import torch
 
 import foci
 from foci import scores
-from foci.backends.triton.lines import line_of
-from foci.binding import bind
+from foci.backends.triton.affine_scores import affine_in_keys
 from foci.ir.eager import Env, evaluate
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("foci.backends.triton.functions", reason="needs Triton")
 
@@ -37,8 +37,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_is_what_is_added_and_rises_evenly(name, streaming):
     bound = bind(LINES[name], None, torch.device("cpu"))
-    score = triton.float_early(bound.variant.score)
-    found = line_of(score, streaming)
+    score = triton.cast_coordinates_early(bound.variant.score)
+    found = affine_in_keys(score, streaming)
     if streaming == "q_idx" and name == "a number for each head":
         assert found is None  # flat from query to query
         return
@@ -55,4 +55,4 @@ def test_a_line_is_what_is_added_and_rises_evenly(name, streaming):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_scores_are_no_lines(name, streaming):
     bound = bind(OTHERS[name], None, torch.device("cpu"))
-    assert line_of(triton.float_early(bound.variant.score), streaming) is None
+    assert affine_in_keys(triton.cast_coordinates_early(bound.variant.score), streaming) is None

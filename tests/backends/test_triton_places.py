@@ -9,12 +9,12 @@ from recordings import VARIANTS, operands_of, placed
 from triton import knobs
 
 import foci
-from foci.backends.triton import bound
-from foci.binding import bind
-from foci.operator import direct, dispatched
-from foci.operator.arguments import flatten
-from foci.operator.direct import Backward, BackwardRows, Forward
+from foci.backends.triton import bound_launch
+from foci.operator import compiled_call, op_impl
+from foci.operator.compiled_call import Backward, BackwardRows, Forward
+from foci.operator.op_schema import flatten
 from foci.problem import Formula, Outputs
+from foci.trace_functions import bind
 
 FIXED = ("plain", "causal", "alibi", "dropout", "row_max")
 VARIANTS = {**VARIANTS, "row_max": (None, None, {})}
@@ -30,7 +30,7 @@ def arguments(name):
 
 def given(args, dlse=None):
     """Of the backward operator, but for its operands."""
-    out, lse, *_ = dispatched.results(*args)
+    out, lse, *_ = op_impl.results(*args)
     return (torch.zeros_like(out), dlse and torch.zeros_like(lse), None, None, out, lse, "1110"[: 3 + len(args[3])])
 
 
@@ -61,7 +61,7 @@ def test_a_place_launches_what_a_call_does(launched, name, kind):
     made = place(*args)
     fixed = placed(log, tensors_of(args, made))
     del log[:]
-    wanted = dispatched.results(*args) if kind is Forward else dispatched.gradients(*args)
+    wanted = op_impl.results(*args) if kind is Forward else op_impl.gradients(*args)
     assert fixed == placed(log, tensors_of(args, wanted))
     assert fixed
     assert not worked_out
@@ -80,14 +80,14 @@ def test_rows_of_gradients_are_launched_where_they_lie(launched, name):
     made = place(*args)
     fixed = placed(log, tensors_of(args, made))
     del log[:]
-    wanted = dispatched.gradient_rows(*args)
+    wanted = op_impl.gradient_rows(*args)
     assert fixed == placed(log, tensors_of(args, wanted))
     assert not worked_out
     assert (made.shape, made.stride()) == (wanted.shape, wanted.stride()) == ((2, 256, 3 * 256), (256 * 3 * 256, 3 * 256, 1))
     (number,) = {part[0] for part in flat_pairs(fixed) if part[1] == 512}
     assert {(number, 0), (number, 512), (number, 1024)} <= set(flat_pairs(fixed))
     del log[:]
-    apart = dispatched.gradients(*args)  # is another pass
+    apart = op_impl.gradients(*args)  # is another pass
     assert len({t.data_ptr() for t in apart}) == 3
     assert all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in apart)
 
@@ -130,12 +130,12 @@ def test_what_changed_is_noticed(launched, kind, monkeypatch):
     moved = torch.zeros(args[at].numel() + 4, dtype=args[at].dtype)[4:].as_strided(args[at].shape, args[at].stride())
     assert run([moved, *tensors[1:]]) is None
     with monkeypatch.context() as patch:
-        patch.setattr(bound, "free_stream_on", lambda device: None)
+        patch.setattr(bound_launch, "free_stream_on", lambda device: None)
         assert run(tensors) is None
         place(*args)
         assert place._last.run is run  # for when nobody captures
     with monkeypatch.context() as patch:
-        patch.setattr(bound, "free_stream_on", lambda device: 7)
+        patch.setattr(bound_launch, "free_stream_on", lambda device: 7)
         assert run(tensors) is None
 
     def watch(metadata):
@@ -168,16 +168,16 @@ def test_one_tensor_in_two_places_has_a_pass_of_its_own(launched):
 
 def test_a_pass_that_never_comes_is_not_asked_for_always(launched, monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatched, "fix_forward", lambda *given: asked.append(given))
+    monkeypatch.setattr(op_impl, "fix_forward", lambda *given: asked.append(given))
     place, args = known("plain", Forward)
     for _ in range(8):
         place(*args)
-    assert len(asked) == direct._TRIES
+    assert len(asked) == compiled_call._TRIES
 
 
 def test_strides_other_than_promised_are_not_fixed(launched):
     _, args = known("plain", Forward)
-    found = dispatched.forward_known(args)
-    assert dispatched.fix_forward(found, args) is not None
+    found = op_impl.forward_known(args)
+    assert op_impl.fix_forward(found, args) is not None
     strides = [tuple(2 * n for n in found.strides[0])]
-    assert dispatched.fix_forward(found._replace(strides=strides), args) is None
+    assert op_impl.fix_forward(found._replace(strides=strides), args) is None

@@ -14,12 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.triton import known, recording, sparsity, templates
-from foci.backends.triton.counts import Count
-from foci.binding import bind
+from foci.backends.triton import launch_cache, launch_program, recorder, tile_tables
+from foci.backends.triton.symbolic_tokens import Count
 from foci.compat import cuda
 from foci.compat import triton as compat
 from foci.problem import Cotangents, Layout, Operands, Outputs
+from foci.trace_functions import bind
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -197,11 +197,11 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     compiled = Compiled("kernel", [], 4)
     compiled.run = Launcher(given, [{"swizzle": 3}])
     x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
-    noted = templates.Arguments(
-        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, templates.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
+    noted = launch_program.Arguments(
+        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, launch_program.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
     )
-    launch = recording.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
-    again = templates.Template([launch], [], [], []).as_recorded((0, 0))
+    launch = recorder.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
+    again = launch_program.Template([launch], [], [], []).as_recorded((0, 0))
     for _ in range(3):
         for pair in ((x, y), (y, x)):
             again.run(pair)
@@ -210,7 +210,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
     monkeypatch.setattr(compat, "release", lambda: (3, 99))
-    assert recording.direct(compiled, (8, 1, 1, 0, 7), noted) is None
+    assert recorder.direct(compiled, (8, 1, 1, 0, 7), noted) is None
 
 
 def test_maps_are_made_once_for_so_many_tokens():
@@ -220,8 +220,8 @@ def test_maps_are_made_once_for_so_many_tokens():
         made.append((tiles.base.data_ptr(), list(tiles.shape)))
         return [len(made)]
 
-    tiles = templates.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
-    maps = templates.Maps(tiles, make, {})
+    tiles = launch_program.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
+    maps = launch_program.Maps(tiles, make, {})
     x, y = torch.zeros(8, 64), torch.zeros(8, 64)
 
     def of(tensor, tokens):
@@ -231,9 +231,9 @@ def test_maps_are_made_once_for_so_many_tokens():
 
     assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
     assert made == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
-    for tokens in range(100, 100 + 2 * templates._SHAPES):
+    for tokens in range(100, 100 + 2 * launch_program._SHAPES):
         of(x, tokens)
-    assert len(maps._of_others) == templates._SHAPES
+    assert len(maps._of_others) == launch_program._SHAPES
     assert of(x, 8) == len(made)  # forgotten, and made again
 
 
@@ -243,11 +243,11 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
     cpu = torch.device("cpu")
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
-    news = [templates.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
+    news = [launch_program.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
     places = [(at, at) for at in range(6)]
-    launch = templates.Launch(lambda *args: given.append(args), templates.Arguments([None] * 6, places, [], [], []))
+    launch = launch_program.Launch(lambda *args: given.append(args), launch_program.Arguments([None] * 6, places, [], [], []))
     x = torch.zeros(3)
-    pass_ = templates.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
+    pass_ = launch_program.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
         made = bound.run((x,))
@@ -269,7 +269,7 @@ def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
     results = attention.forward(operands)
     attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
     refs = [weakref.ref(t) for t in (operands.query, operands.key, operands.value, results.out, results.lse, *operands.captures)]
-    assert len(sparsity._WHOLE.recordings._found) == 2
+    assert len(tile_tables._DENSE_SEQUENCES.recordings._found) == 2
     logs[0].clear()
     del operands, results, bound
     assert [ref() for ref in refs] == [None] * len(refs)
@@ -279,8 +279,8 @@ def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
 @pytest.mark.parametrize("name", ["causal", "document", "jagged"])
 def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
     if makes:
-        monkeypatch.setattr(sparsity, "is_for_graphs", lambda tensor: True)
-        for module in (known, sparsity):
+        monkeypatch.setattr(tile_tables, "is_for_graphs", lambda tensor: True)
+        for module in (launch_cache, tile_tables):
             monkeypatch.setattr(module, "free_stream", lambda tensor: None)
     score, mask, options = VARIANTS[name]
     bound = bind(score, mask, torch.device("cpu"))

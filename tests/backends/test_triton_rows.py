@@ -9,10 +9,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import foci.nn  # noqa: E402
 from foci.backends.row_kernels import Column, Norm  # noqa: E402
-from foci.backends.triton import rows, rowwise  # noqa: E402
-from foci.backends.triton.rowwise import Backward, Rows  # noqa: E402
-from foci.nn import straight  # noqa: E402
-from foci.nn.between import rows_of  # noqa: E402
+from foci.backends.triton import layernorm, layernorm_kernels  # noqa: E402
+from foci.backends.triton.layernorm import Backward, Rows  # noqa: E402
+from foci.nn import fused_encoder  # noqa: E402
+from foci.nn.fused_rowwise import layer_rows  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
@@ -110,7 +110,7 @@ class TestRows:
     @pytest.mark.parametrize("drop", [0.0, 0.3])
     @pytest.mark.parametrize("norm_first", [False, True])
     def test_layers_of_24_features(self, monkeypatch, norm_first, drop):
-        monkeypatch.setattr(straight, "_AS_NODES", frozenset((DEVICE,)))
+        monkeypatch.setattr(fused_encoder, "_AS_NODES", frozenset((DEVICE,)))
         torch.manual_seed(0)
         layer = foci.nn.TransformerEncoderLayer(24, 2, 40, drop, "gelu", batch_first=True, norm_first=norm_first)  # relu has a step
         layer.self_attn.dropout = 0.0
@@ -120,11 +120,11 @@ class TestRows:
 
         def run(by_rows):
             def place(*args, **options):
-                found = rows_of(*args, **options) if by_rows else None
+                found = layer_rows(*args, **options) if by_rows else None
                 taken.append(found is not None)
                 return found
 
-            monkeypatch.setattr(straight, "rows_of", place)
+            monkeypatch.setattr(fused_encoder, "layer_rows", place)
             torch.manual_seed(1)
             x = rand(12, 24, dtype=torch.float32).requires_grad_()
             out = model(x, src_key_padding_mask=packing)
@@ -140,16 +140,16 @@ class TestRows:
 def test_kernels_compile_without_spills(arch, stand_in):
     from triton.runtime.jit import MockTensor
 
-    found = stand_in({rows: ("norm_sum", "norm_gradient", "column_sums", "finish_sums")}, arch)
-    for cached in (rowwise._norm_sum, rowwise._norm_gradient, rowwise._column_sums, rowwise._finish):
+    found = stand_in({layernorm_kernels: ("norm_sum", "norm_gradient", "column_sums", "finish_sums")}, arch)
+    for cached in (layernorm._norm_sum, layernorm._norm_gradient, layernorm._column_sums, layernorm._finish):
         cached.cache_clear()
     half, single = torch.bfloat16, torch.float32
     for kernel in (
-        rowwise._norm_sum(half, 768, True, True, True, True, True)[0], rowwise._norm_gradient(half, 768, 3, True, True)[0],
-        rowwise._norm_gradient(half, 8192, 3, True, True)[0], rowwise._norm_gradient(single, 1024, 3, True, True)[0], rowwise._column_sums(half, 8, 2), rowwise._finish(half),
+        layernorm._norm_sum(half, 768, True, True, True, True, True)[0], layernorm._norm_gradient(half, 768, 3, True, True)[0],
+        layernorm._norm_gradient(half, 8192, 3, True, True)[0], layernorm._norm_gradient(single, 1024, 3, True, True)[0], layernorm._column_sums(half, 8, 2), layernorm._finish(half),
     ):  # fmt: skip
         kernel._function[(1,)](*map(MockTensor.wrap_dtype, kernel._example), **kernel._options)
-    for cached in (rowwise._norm_sum, rowwise._norm_gradient, rowwise._column_sums, rowwise._finish):
+    for cached in (layernorm._norm_sum, layernorm._norm_gradient, layernorm._column_sums, layernorm._finish):
         cached.cache_clear()
     assert [one.name for one in found] == ["norm_sum", *["norm_gradient"] * 3, "column_sums", "finish_sums"]
     for one in found:

@@ -10,8 +10,8 @@ import foci
 from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     problem, operands = asked(case)
     target = Target("cuda", 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else 0, frozenset({"triton"}))
     made = kernel.TritonKernel(Plan("triton", problem, target))
-    assert made.begin(operands, {"out": operands.query}, kernel.sequences_of(operands), kernel.Recorder((), None)).line is not None
+    assert made.begin(operands, {"out": operands.query}, kernel.operand_sequences(operands), kernel.Recorder((), None)).line is not None
     if case.turned:
         made.schedules[made.key_kind] = dataclasses.replace(made.schedule(made.key_kind), turned=True)
     reference = load("reference").compile(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target))
@@ -102,4 +102,4 @@ def asked(case):
 def test_a_scale_that_numbers_cannot_be_divided_by_takes_the_score(scale):
     problem, operands = asked(Case(scale=scale))
     made = kernel.TritonKernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
-    assert made.begin(operands, {"out": operands.query}, kernel.sequences_of(operands), kernel.Recorder((), None)).line is None
+    assert made.begin(operands, {"out": operands.query}, kernel.operand_sequences(operands), kernel.Recorder((), None)).line is None

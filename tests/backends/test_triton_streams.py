@@ -9,9 +9,9 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from foci.backends.triton.arguments import table_config  # noqa: E402
-from foci.backends.triton.streams import streamed  # noqa: E402
-from foci.backends.triton.tiles import stream_tile  # noqa: E402
+from foci.backends.triton.kernel_args import table_config  # noqa: E402
+from foci.backends.triton.tensor_descriptors import stream_operand  # noqa: E402
+from foci.backends.triton.tiles import load_streamed_tile  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
@@ -23,7 +23,7 @@ pytestmark = [
 
 @triton.jit
 def read_tile(source, out, h, start, first, length, c, EDGE: tl.constexpr):
-    tile = stream_tile(source, None, 0, h, start, first, length, c, EDGE, 16, 32, 32)
+    tile = load_streamed_tile(source, None, 0, h, start, first, length, c, EDGE, 16, 32, 32)
     tl.store(out + tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :], tile)
 
 
@@ -42,7 +42,7 @@ def test_rows_beyond_a_sequence_read_as_zeros(heads, is_transposed, edge):
         start = sum(lengths[:i])
         for h in range(heads):
             for first in range(0, length, 16):
-                read_tile[(1,)](streamed(config, 16, total, packed), out, h, start, first, length, config, edge)
+                read_tile[(1,)](stream_operand(config, 16, total, packed), out, h, start, first, length, config, edge)
                 wanted = torch.zeros_like(out)
                 own = packed[0, h, start + first : start + min(first + 16, length)]
                 wanted[: own.shape[0]] = own

@@ -13,9 +13,9 @@ import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.backends.triton.schedules import LIMITS, Schedule, schedule_for, shared_bytes, tile_bytes
-from foci.backends.triton.tuning import Store, TunedKernel, candidates, key_of
-from foci.binding import bind
+from foci.backends.triton.tuning import Store, TunedKernel, list_candidates, tuning_key
 from foci.problem import Cotangents, Formula, Operands, Problem, Results, Target
+from foci.trace_functions import bind
 
 KINDS = (
     "forward",
@@ -89,7 +89,7 @@ def test_candidates_fit_shared_memory(arch, dtype, dim, score):
     scratch = tile_bytes(given.problem.variant)
     for kind in KINDS:
         own = schedule_for(kind, arch, (dim, dim), dtype.itemsize, scratch=scratch)
-        found = candidates(kind, given)
+        found = list_candidates(kind, given)
         assert (found[0] if found else None) == own
         assert len(set(found)) == len(found) <= 24
         for schedule in found:
@@ -100,7 +100,7 @@ def test_candidates_fit_shared_memory(arch, dtype, dim, score):
 
 
 def test_candidates_divide_the_blocks_of_a_block_mask():
-    for schedule in candidates("forward_sparse", plan(block_size=(48, 96))):
+    for schedule in list_candidates("forward_sparse", plan(block_size=(48, 96))):
         assert 48 % schedule.tile_q == 0
         assert 96 % schedule.tile_kv == 0
 
@@ -114,8 +114,8 @@ def test_the_fastest_of_each_kernel_is_chosen_kept_and_found_again(tmp_path):
     given, first_log, second_log = plan(), [], []
     first = passes(tuned(given, by_tiles, Store(tmp_path), first_log))
     for kind in ("forward", "query_gradient", "key_gradient"):
-        assert first[kind] == min(candidates(kind, given), key=lambda s: by_tiles(kind, s))
-    assert len(first_log) == sum(len(candidates(kind, given)) for kind in first)
+        assert first[kind] == min(list_candidates(kind, given), key=lambda s: by_tiles(kind, s))
+    assert len(first_log) == sum(len(list_candidates(kind, given)) for kind in first)
     # another process: nothing is timed, whatever the times would be now
     second = passes(tuned(given, lambda kind, schedule: -by_tiles(kind, schedule), Store(tmp_path), second_log))
     assert second == first
@@ -123,11 +123,16 @@ def test_the_fastest_of_each_kernel_is_chosen_kept_and_found_again(tmp_path):
 
 
 def test_a_plan_of_captures_and_one_of_another_device_have_choices_of_their_own(tmp_path):
-    keys = {key_of(plan(), "A"), key_of(plan(), "B"), key_of(plan(scores.alibi(4)), "A"), key_of(plan(None, masks.causal()), "A")}
+    keys = {
+        tuning_key(plan(), "A"),
+        tuning_key(plan(), "B"),
+        tuning_key(plan(scores.alibi(4)), "A"),
+        tuning_key(plan(None, masks.causal()), "A"),
+    }
     assert len(keys) == 4
     assert "tuned" in plan().text
     assert "tuned" not in dataclasses.replace(plan(), problem=dataclasses.replace(plan().problem, tuned=False)).text
-    assert key_of(plan(scores.alibi(4)), "A") == key_of(plan(scores.alibi(4)), "A")
+    assert tuning_key(plan(scores.alibi(4)), "A") == tuning_key(plan(scores.alibi(4)), "A")
 
 
 DAMAGE = {
@@ -157,9 +162,9 @@ def test_a_damaged_file_is_not_believed(name, tmp_path):
 
 def test_a_stored_schedule_that_is_no_candidate_is_not_run(tmp_path):
     given = plan()
-    Store(tmp_path).write(key_of(given, "pretended GPU"), {"forward": Schedule(1024, 1024, 4, 9)})
+    Store(tmp_path).write(tuning_key(given, "pretended GPU"), {"forward": Schedule(1024, 1024, 4, 9)})
     found = passes(tuned(given, by_tiles, Store(tmp_path)))
-    assert found["forward"] in candidates("forward", given)
+    assert found["forward"] in list_candidates("forward", given)
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["schedules"]["forward"]["tile_q"] != 1024
 

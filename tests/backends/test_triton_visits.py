@@ -9,8 +9,8 @@ import torch
 import foci
 from foci import masks
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.problem import Formula, Operands, Problem, Target
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
@@ -18,11 +18,11 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 import triton.language as tl  # noqa: E402
 
-from foci.backends.triton import keeping, kernel, sparsity  # noqa: E402
-from foci.backends.triton.arguments import Size, Spans, encode, table_config  # noqa: E402
-from foci.backends.triton.recording import Recorder  # noqa: E402
+from foci.backends.triton import kernel, tile_tables, weak_cache  # noqa: E402
+from foci.backends.triton.kernel_args import Size, Spans, encode, table_config  # noqa: E402
+from foci.backends.triton.recorder import Recorder  # noqa: E402
 from foci.backends.triton.schedules import Schedule  # noqa: E402
-from foci.backends.triton.tiles import find  # noqa: E402
+from foci.backends.triton.tiles import find_task  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 100, 200
@@ -48,7 +48,7 @@ def begun(mask):
     )
     arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    return made, made.begin(operands, {"out": query}, sparsity.Sequences(), Recorder((), None))
+    return made, made.begin(operands, {"out": query}, tile_tables.Sequences(), Recorder((), None))
 
 
 def kept_by(mask):
@@ -77,7 +77,7 @@ def test_tiles_are_those_the_mask_keeps(name, tiles):
     made, call = begun(MASKS[name])
     kept = kept_by(MASKS[name])
     for side in ("queries", "keys"):
-        visits = sparsity.visits_of(made, call, Schedule(*tiles, 4, 1), side)
+        visits = tile_tables.build_visits(made, call, Schedule(*tiles, 4, 1), side)
         by_task, tile, other = (kept, *tiles) if side == "queries" else (kept.transpose(2, 3), *tiles[::-1])
         assert visits.tasks == -(-by_task.shape[2] // tile)
         for b, h, task in ((b, h, task) for b in range(2) for h in range(2) for task in range(visits.tasks)):
@@ -89,15 +89,15 @@ def test_tiles_are_those_the_mask_keeps(name, tiles):
 
 def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     looked = []
-    real = sparsity.classify_tiles
-    monkeypatch.setattr(sparsity, "classify_tiles", Noted(real, looked))
+    real = tile_tables.classify_tiles
+    monkeypatch.setattr(tile_tables, "classify_tiles", Noted(real, looked))
     made, call = begun(MASKS["documents"])
     for tiles, side in (((128, 64), "queries"), ((64, 64), "queries"), ((64, 128), "keys")):
-        sparsity.visits_of(made, call, Schedule(*tiles, 4, 2), side)
+        tile_tables.build_visits(made, call, Schedule(*tiles, 4, 2), side)
     assert len(looked) == 1
-    found = sparsity.visits_of(made, call, Schedule(64, 64, 4, 2), "queries")
-    assert sparsity.visits_of(made, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
-    sparsity.visits_of(made, call, Schedule(32, 64, 4, 2), "queries")
+    found = tile_tables.build_visits(made, call, Schedule(64, 64, 4, 2), "queries")
+    assert tile_tables.build_visits(made, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
+    tile_tables.build_visits(made, call, Schedule(32, 64, 4, 2), "queries")
     assert len(looked) == 2
 
 
@@ -111,7 +111,7 @@ def placed(lengths, others):
         for n in (lengths, others)
         for given in ([10 + sum(n[:i]) for i in range(len(n))], n)
     ]
-    return sparsity.Sequences(*places)
+    return tile_tables.Sequences(*places)
 
 
 @pytest.mark.parametrize("is_by_query", [True, False])
@@ -120,7 +120,7 @@ def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
     others = [9, 7, 300, 0, 20, 64, 2]
     sequences = placed(*((LENGTHS, others) if is_by_query else (others, LENGTHS)))
     tiles = [-(-n // 64) for n in LENGTHS]
-    table = sparsity._assigned(sequences, 64, sum(tiles) + spare, is_by_query=is_by_query).tolist()
+    table = tile_tables._assigned(sequences, 64, sum(tiles) + spare, is_by_query=is_by_query).tolist()
     order = sorted(range(len(LENGTHS)), key=lambda b: (-LENGTHS[b], b))
     there = list(zip(*(t.tolist() for t in sequences.tensors), strict=True))
     assert [row[:6] for row in table[1 : sum(tiles) + 1]] == [[b, n, *there[b]] for b in order for n in reversed(range(tiles[b]))]
@@ -133,7 +133,7 @@ def test_tasks_of_queries_come_by_their_work(count):
     lengths, others = ([draw.choice([0, 1, 60, 70, 140, 191, 192, 256, 300, 700]) for _ in range(count)] for _ in range(2))
     sequences = placed(lengths, others)
     tiles = [-(-n // tile) for n in lengths]
-    table = sparsity._assigned(sequences, tile, sum(tiles) + 2, is_by_query=True, other=other).tolist()
+    table = tile_tables._assigned(sequences, tile, sum(tiles) + 2, is_by_query=True, other=other).tolist()
     tasks = [(b, n) for b in range(count) for n in range(tiles[b])]
 
     def work(task):
@@ -152,7 +152,7 @@ def test_tasks_of_queries_come_by_their_work(count):
 
 @triton.jit
 def note_places(found, size, spans, c):
-    b, memory_b, h, task, tile = find(size, spans, c, True)
+    b, memory_b, h, task, tile = find_task(size, spans, c, True)
     at = found + 4 * tl.program_id(0)
     tl.store(at, b)
     tl.store(at + 1, h)
@@ -165,7 +165,7 @@ def note_places(found, size, spans, c):
 def test_programs_have_each_head_of_each_task_once(heads, together):
     sequences = placed(LENGTHS, LENGTHS)
     count = sum(-(-n // 64) for n in LENGTHS) + 3
-    table = sparsity._assigned(sequences, 64, count, is_by_query=True)
+    table = tile_tables._assigned(sequences, 64, count, is_by_query=True)
     spans = Spans(table, *sequences.tensors, encode(len(LENGTHS)), encode(together))
     found = torch.full((heads * count, 4), -7, dtype=torch.int32, device=DEVICE)
     size = Size(*map(encode, (1, heads, 1, count, sum(LENGTHS), sum(LENGTHS))))
@@ -186,9 +186,9 @@ def test_no_task_is_written_beyond_the_table(room, monkeypatch):
         return whole[:room]
 
     monkeypatch.setattr(Recorder, "empty", within)
-    for known in ("_ways", "_runs"):
-        monkeypatch.setattr(sparsity, known, keeping.Kept(8))
-    sparsity._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
+    for known in ("_template_cache", "_recording_cache"):
+        monkeypatch.setattr(tile_tables, known, weak_cache.WeakCache(8))
+    tile_tables._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
     (whole,) = allocated
     assert bool((whole[room:] == 77).all())
     assert whole[0, 0] == -1

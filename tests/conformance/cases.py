@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.binding import Bound, bind
-from foci.example import Sizes
+from foci.mask_examples import Sizes
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.trace_functions import Bound, bind
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)

@@ -7,7 +7,7 @@ import torch
 
 import foci
 from foci import masks, scores
-from foci.operator.arguments import flatten
+from foci.operator.op_schema import flatten
 from foci.prepare import Extras, prepare
 from foci.problem import Outputs
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import foci
-from foci.example import Sizes
-from foci.ir.memo import fingerprint
+from foci.ir.function_fingerprint import fingerprint
+from foci.mask_examples import Sizes
 
 GAIN = 1.0
 

@@ -15,7 +15,7 @@ from foci.ir.expr import DType, axis, const, load, param, reduce, size, variable
 from foci.ir.interval import Grid, bounds
 from foci.ir.ops import apply, cast
 from foci.ir.ranges import Range
-from foci.ir.segments import segment_range
+from foci.ir.segment_minmax import segment_range
 from foci.ir.simplify import simplify
 from foci.ir.text import to_infix
 
@@ -271,7 +271,7 @@ def test_segments(rows, n, seed, dtype):
 
 
 def test_segments_of_long_rows_are_cells(monkeypatch):
-    monkeypatch.setattr("foci.ir.segments._CELLS", 64)
+    monkeypatch.setattr("foci.ir.segment_minmax._CELLS", 64)
     table = torch.randint(0, 1000, (2, 333), generator=torch.Generator().manual_seed(0))
     first = torch.arange(0, 320, 16)
     last = first + 15

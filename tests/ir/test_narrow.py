@@ -146,8 +146,8 @@ def test_bounds_survive_where_nothing_wraps():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_comparisons_alone_take_no_wrapping(dtype):
-    from foci.binding import bind, is_kept
-    from foci.ir.memo import fingerprint
+    from foci.ir.function_fingerprint import fingerprint
+    from foci.trace_functions import bind, is_kept
 
     x = numbers(dtype, S)
     mask = lambda b, h, i, j: (x[i] == x[j]) & (x[i] <= 5)

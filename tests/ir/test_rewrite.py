@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from foci.ir.eager import Env, evaluate
 from foci.ir.expr import DType, axis, const, load, param, reduce, size
-from foci.ir.lift import lift_constants
+from foci.ir.lift_constants import lift_constants
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import canonical_levels, rewrite, substitute
 from foci.ir.simplify import simplify

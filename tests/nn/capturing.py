@@ -6,7 +6,7 @@ import torch
 
 import foci
 import foci.nn
-from foci.nn.graphs import Recorded
+from foci.nn.cuda_graphs.graphs import Recorded
 
 E, H, FF = 32, 4, 48
 

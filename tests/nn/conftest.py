@@ -6,7 +6,7 @@ def engine(monkeypatch):
     """Captured modules without a GPU."""
     from capturing import Again
 
-    from foci.nn.capture import Captured
+    from foci.nn.cuda_graphs.capture import Captured
 
     found = Again()
     monkeypatch.setattr(Captured, "engine", found)
@@ -17,7 +17,7 @@ def engine(monkeypatch):
 def taken(monkeypatch):
     """Whether each stack, and each layer called by itself, was computed straight."""
     from foci.nn import encoder
-    from foci.nn.straight import Stack
+    from foci.nn.fused_encoder import Stack
 
     found, look, run = [], encoder.noted, Stack.run
 

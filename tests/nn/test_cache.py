@@ -165,7 +165,7 @@ def test_pages_grow_with_the_tokens():
 def test_generation_does_not_compile_anew():
     model = encoder()
     cache = foci.nn.KVCache(2, 64)
-    from foci.binding import cache_sizes
+    from foci.trace_functions import cache_sizes
 
     with torch.no_grad():
         model(rand(1, 4, E), cache=cache)

@@ -6,33 +6,33 @@ from capturing import FF, E, H, assert_same, decoder, encoder, graded, padding, 
 
 import foci
 import foci.nn
-from foci.nn.buckets import Room, Seat, room_for, rounded
-from foci.nn.capture import Captured
+from foci.nn.cuda_graphs.buckets import Bucket, BucketShape, choose_shape, round_up
+from foci.nn.cuda_graphs.capture import Captured
 
 pytestmark = pytest.mark.usefixtures("engine")
 
 
 def test_rounded():
     for count in (*range(1, 300), 5151, 8192, 8193, 100_000):
-        size = rounded(count, least=64, parts=32)
+        size = round_up(count, least=64, parts=32)
         assert count <= size < count + max(64, count // 8) and size % 64 == 0
-        assert rounded(size, least=64, parts=32) == size
-    assert len({rounded(n, least=64, parts=32) for n in range(4097, 8193)}) == 16
+        assert round_up(size, least=64, parts=32) == size
+    assert len({round_up(n, least=64, parts=32) for n in range(4097, 8193)}) == 16
 
 
 def test_rooms():
     packing = foci.nn.Packing(torch.tensor([0, 70, 71, 71]), 70, (3, 90))
-    assert room_for(packing, 71, None, exact=False) == Room(128, 8, 128, 128)
-    assert room_for(packing, 71, None, exact=True) == Room(128, 3, 90, 90)
-    assert room_for(packing, 71, (10, 71, 500), exact=False).tokens == 71
+    assert choose_shape(packing, 71, None, exact=False) == BucketShape(128, 8, 128, 128)
+    assert choose_shape(packing, 71, None, exact=True) == BucketShape(128, 3, 90, 90)
+    assert choose_shape(packing, 71, (10, 71, 500), exact=False).tokens == 71
     with pytest.raises(ValueError, match="sizes go to 70 tokens; this batch has 71"):
-        room_for(packing, 71, (70,), exact=False)
+        choose_shape(packing, 71, (70,), exact=False)
 
 
 def test_seats():
     hidden = torch.tensor([[True, False, True, False], [False, False, True, True]])
     packing = foci.nn.Packing.from_mask(hidden)
-    seat = Seat.of(packing, Room(6, 4, 8, 8))
+    seat = Bucket.of(packing, BucketShape(6, 4, 8, 8))
     tensors = seat.make(tokens := packing.pack(rand(2, 4, 3)), packing)
     for t in tensors:
         t.fill_(-7)

@@ -221,7 +221,7 @@ def test_convert():
 
 
 def test_whether_it_pays_is_measured():
-    from foci.graph.padding import Machine, find_table
+    from foci.padding import Machine, find_table
 
     h200 = Machine("NVIDIA H200", 16, True, find_table("NVIDIA H200", "sm_90"))
     assert linear._is_faster(8192, 768, 30523, torch.bfloat16, h200)

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import foci
 import foci.nn
-from foci import recall
-from foci.nn import node, straight
+from foci import call_cache
+from foci.nn import fused_encoder, layer_autograd
 
 GROUPS = torch.arange(S) // 2
 
@@ -26,10 +26,10 @@ def nodes(request, monkeypatch):
 
     def note(*args):
         found.append(args)
-        return node.computed_as_node(*args)
+        return layer_autograd.compute_layer_saving(*args)
 
-    monkeypatch.setattr(straight, "_AS_NODES", {"cpu"})
-    monkeypatch.setattr(straight, "computed_as_node", note)
+    monkeypatch.setattr(fused_encoder, "_AS_NODES", {"cpu"})
+    monkeypatch.setattr(fused_encoder, "compute_layer_saving", note)
     yield
     assert bool(found) == ("captured" not in request.node.name)
 
@@ -211,10 +211,10 @@ def test_observers_see_its_attention(taken):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
-    monkeypatch.setattr(recall, "_known", type(recall._known)())
+    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
     options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S), "is_causal": True} if causal else {}
     encoder = model()
     for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
         out = encoder(source(), src_key_padding_mask=torch.arange(S) >= torch.tensor(lengths)[:, None], **options)
         out.sum().backward()
-    assert len(recall._known) == 1
+    assert len(call_cache._known) == 1

@@ -9,17 +9,17 @@ from onlookers import Calling, Dispatching
 from torch.nn import functional as F
 
 import foci.nn
-from foci.nn import products
+from foci.nn import linear_ops
 
 ROWS, WIDE, OUT = 24, 40, 56
-needs_operator = pytest.mark.skipif(not products._has_operator(), reason="torch without oneDNN")
+needs_operator = pytest.mark.skipif(not linear_ops._has_operator(), reason="torch without oneDNN")
 
 
 @pytest.fixture
 def chosen(monkeypatch):
     """As on a processor where oneDNN is the faster, at any size."""
-    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
-    monkeypatch.setattr(products, "_WORTH", 1)
+    monkeypatch.setattr(linear_ops, "_is_onednn_faster", lambda: True)
+    monkeypatch.setattr(linear_ops, "_WORTH", 1)
 
 
 def rand(*shape, dtype=torch.float32):
@@ -28,7 +28,7 @@ def rand(*shape, dtype=torch.float32):
 
 def by_onednn(function):
     """What a function returns, and whether oneDNN was called."""
-    with mock.patch.object(products, "_by_onednn", wraps=products._by_onednn) as found:
+    with mock.patch.object(linear_ops, "_by_onednn", wraps=linear_ops._by_onednn) as found:
         out = function()
     return out, found.called
 
@@ -39,7 +39,7 @@ def by_onednn(function):
 def test_product(chosen, shape, bias):
     x, weight = rand(*shape), rand(OUT, WIDE)
     with torch.no_grad():
-        out, called = by_onednn(lambda: products.linear(x, weight, bias))
+        out, called = by_onednn(lambda: linear_ops.linear(x, weight, bias))
     assert called
     want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
@@ -51,7 +51,7 @@ def test_relu_keeps_nan(chosen, rows):
     x, weight, bias = rand(rows, WIDE), rand(OUT, WIDE), rand(OUT)
     x[3, 5] = x[-1, 2] = torch.nan
     with torch.no_grad():
-        out, called = by_onednn(lambda: products.linear_relu(x, weight, bias))
+        out, called = by_onednn(lambda: linear_ops.linear_relu(x, weight, bias))
     assert called and out[[3, -1]].isnan().all() and not out[4:-1].isnan().any()
     torch.testing.assert_close(out, F.linear(x, weight, bias).relu(), equal_nan=True)
 
@@ -80,18 +80,18 @@ def test_left_to_torch(chosen, why):
     context, change = LEFT_ALONE[why]
     x, weight = change(rand(ROWS, WIDE)), change(rand(OUT, WIDE))
     with torch.set_grad_enabled(why == "gradients"), context():
-        (out, called), want = by_onednn(lambda: products.linear(x, weight, None)), F.linear(x, weight)
+        (out, called), want = by_onednn(lambda: linear_ops.linear(x, weight, None)), F.linear(x, weight)
     assert not called and torch.equal(out, want)
 
 
 def test_autocast_is_left_to_torch(chosen):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert products.linear(rand(ROWS, WIDE), rand(OUT, WIDE), None).dtype == torch.bfloat16
+        assert linear_ops.linear(rand(ROWS, WIDE), rand(OUT, WIDE), None).dtype == torch.bfloat16
 
 
 def test_traced_graphs_have_torchs_operator(chosen):
     with torch.no_grad():
-        traced = torch.jit.trace(lambda x, weight: products.linear(x, weight, None), (rand(ROWS, WIDE), rand(OUT, WIDE)))
+        traced = torch.jit.trace(lambda x, weight: linear_ops.linear(x, weight, None), (rand(ROWS, WIDE), rand(OUT, WIDE)))
     assert "aten::linear" in str(traced.graph) and "mkldnn" not in str(traced.graph)
 
 
@@ -100,23 +100,23 @@ def test_errors_are_torchs(chosen):
         with torch.no_grad(), pytest.raises(RuntimeError) as want:
             F.linear(x, weight, bias)
         with torch.no_grad(), pytest.raises(RuntimeError) as got:
-            products.linear(x, weight, bias)
+            linear_ops.linear(x, weight, bias)
         assert str(got.value) == str(want.value)
 
 
 def test_few_numbers_of_rows():
-    found = {products._rounded_down(rows) for rows in range(256, 4096)}
-    assert len(found) == 4 * products._STEPS
-    assert all(7 * rows < 8 * products._rounded_down(rows) <= 8 * rows for rows in range(1, 5000))
+    found = {linear_ops._rounded_down(rows) for rows in range(256, 4096)}
+    assert len(found) == 4 * linear_ops._STEPS
+    assert all(7 * rows < 8 * linear_ops._rounded_down(rows) <= 8 * rows for rows in range(1, 5000))
 
 
 @needs_operator
 def test_small_products_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
+    monkeypatch.setattr(linear_ops, "_is_onednn_faster", lambda: True)
     threads = torch.get_num_threads()
     with torch.no_grad():
-        for rows, large in ((products._WORTH * threads // 1024**2, True), (products._WORTH * threads // 1024**2 - 1, False)):
-            assert by_onednn(lambda n=rows: products.linear(rand(n, 1024), rand(1024, 1024), None))[1] == large
+        for rows, large in ((linear_ops._WORTH * threads // 1024**2, True), (linear_ops._WORTH * threads // 1024**2 - 1, False)):
+            assert by_onednn(lambda n=rows: linear_ops.linear(rand(n, 1024), rand(1024, 1024), None))[1] == large
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_small_products_are_left_to_torch(monkeypatch):
     [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False), ("", "AVX512", False)],
 )
 def test_where_onednn_is_faster(monkeypatch, vendor, width, faster):
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    monkeypatch.setattr(linear_ops, "_vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: width)
     for library in (torch.backends.mkl, torch.backends.mkldnn):
         monkeypatch.setattr(library, "is_available", lambda: True)
-    assert products._is_onednn_faster.__wrapped__() == (faster and products._has_operator())
+    assert linear_ops._is_onednn_faster.__wrapped__() == (faster and linear_ops._has_operator())
 
 
 @needs_operator

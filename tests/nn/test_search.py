@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import foci.nn
-from foci.nn import search
+from foci.nn import padding_mask_scan
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(search, "_known", {})
+    monkeypatch.setattr(padding_mask_scan, "_known", {})
 
 
 def mask(*lengths, longest=6):
@@ -27,29 +27,29 @@ MASKS = {"right": mask(4, 0, 6), "left": mask(4, 1, 6).flip(1), "holes": mask(4,
 @pytest.mark.parametrize("name", list(MASKS))
 def test_known_by_what_it_masks(name, batch_first):
     hidden = MASKS[name]
-    first = search.search(hidden, batch_first=batch_first)
-    again = search.search(hidden.clone(), batch_first=batch_first)
+    first = padding_mask_scan.find_tokens(hidden, batch_first=batch_first)
+    again = padding_mask_scan.find_tokens(hidden.clone(), batch_first=batch_first)
     assert again is first
     changed = hidden.clone()
     changed[0, 3] ^= True
-    assert tokens_of(search.search(changed, batch_first=batch_first)) != tokens_of(first)
-    assert search.search(hidden, batch_first=batch_first) is first
+    assert tokens_of(padding_mask_scan.find_tokens(changed, batch_first=batch_first)) != tokens_of(first)
+    assert padding_mask_scan.find_tokens(hidden, batch_first=batch_first) is first
 
 
 def test_one_mask_written_to_in_place():
     hidden = mask(4, 2)
     for _ in range(2):
-        assert search.search(hidden, batch_first=True).offsets.tolist() == [0, 4, 6]
+        assert padding_mask_scan.find_tokens(hidden, batch_first=True).offsets.tolist() == [0, 4, 6]
         hidden.numpy()[0] = True  # no version tells
-        assert search.search(hidden, batch_first=True).offsets.tolist() == [0, 0, 2]
+        assert padding_mask_scan.find_tokens(hidden, batch_first=True).offsets.tolist() == [0, 0, 2]
         hidden.copy_(mask(4, 2))
 
 
 def test_masks_of_the_same_bytes():
     rows = mask(6, 2)
-    assert tokens_of(search.search(rows, batch_first=True)) == ([0, 6, 8], [0, 1, 2, 3, 4, 5, 6, 7])
-    assert search.search(rows.view(1, 12), batch_first=True).offsets.tolist() == [0, 8]
-    assert search.search(rows, batch_first=False).indices.tolist() == [0, 2, 4, 6, 8, 10, 1, 3]
+    assert tokens_of(padding_mask_scan.find_tokens(rows, batch_first=True)) == ([0, 6, 8], [0, 1, 2, 3, 4, 5, 6, 7])
+    assert padding_mask_scan.find_tokens(rows.view(1, 12), batch_first=True).offsets.tolist() == [0, 8]
+    assert padding_mask_scan.find_tokens(rows, batch_first=False).indices.tolist() == [0, 2, 4, 6, 8, 10, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["offsets", "indices"])
@@ -57,18 +57,18 @@ def test_who_writes_to_what_was_found_changes_his_own_call_alone(name):
     hidden = mask(4, 2)
     packing = foci.nn.Packing.from_mask(hidden)
     getattr(packing, name).zero_()
-    assert tokens_of(search.search(hidden, batch_first=True)) == ([0, 4, 6], [0, 1, 2, 3, 6, 7])
+    assert tokens_of(padding_mask_scan.find_tokens(hidden, batch_first=True)) == ([0, 4, 6], [0, 1, 2, 3, 6, 7])
 
 
 def test_few_are_kept():
     for n in range(40):
-        search.search(mask(n % 6, n // 6), batch_first=True)
-    assert len(search._known) <= search._KEPT
+        padding_mask_scan.find_tokens(mask(n % 6, n // 6), batch_first=True)
+    assert len(padding_mask_scan._known) <= padding_mask_scan._KEPT
 
 
 def test_kept_tensors_are_no_inference_tensors():
     with torch.inference_mode():
         for hidden in (mask(4, 2), mask(4, 2).flip(1)):
-            found = search.search(hidden, batch_first=True)
+            found = padding_mask_scan.find_tokens(hidden, batch_first=True)
             assert not found.offsets.is_inference()
             assert not found.indices.is_inference()

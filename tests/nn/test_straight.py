@@ -16,7 +16,7 @@ from padded_stacks import PADDING, E, H, S, by_modules, model, outcome, source
 import foci
 import foci.nn
 from foci.dispatch import _side_by_side
-from foci.nn import straight
+from foci.nn import fused_encoder
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -79,14 +79,14 @@ def test_what_is_captured_learns_beside_frozen_parameters(taken, monkeypatch, ac
 
 def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     seen = []
-    made = straight.Attention
+    made = fused_encoder.Attention
 
     def attention(*args, whole):
         seen.append(whole)
         return made(*args, whole=whole)
 
-    monkeypatch.setattr(straight, "Attention", attention)
-    monkeypatch.setattr(straight.Stack, "_attentions", lambda *_: {})
+    monkeypatch.setattr(fused_encoder, "Attention", attention)
+    monkeypatch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})
     encoder, x = model(), source(grad=False)
     packing = foci.nn.Packing.from_mask(PADDING)
     tokens = packing.pack(x)
@@ -104,8 +104,8 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
     made = []
-    inner = straight._attention_of
-    monkeypatch.setattr(straight, "_attention_of", lambda *args, **more: made.append(inner(*args, **more)) or made[-1])
+    inner = fused_encoder._read_attention
+    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: made.append(inner(*args, **more)) or made[-1])
     encoder, x = model(), source(grad=False)
     turned, fewer = PADDING.roll(1, 0), PADDING | (torch.arange(S) >= S - 1)
     masks = [PADDING, PADDING, turned, PADDING, fewer, turned]
@@ -117,7 +117,7 @@ def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
     found, first = run(), len(made)
     assert first < len(masks)
     with monkeypatch.context() as patch:
-        patch.setattr(straight.Stack, "_attentions", lambda *_: {})
+        patch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})
         want = run()
     assert len(made) - first == len(masks)
     assert all(map(torch.equal, found, want))
@@ -125,8 +125,8 @@ def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
 
 def test_what_a_call_found_is_not_for_what_else_has_changed(monkeypatch):
     made = []
-    inner = straight._attention_of
-    monkeypatch.setattr(straight, "_attention_of", lambda *args, **more: made.append(1) or inner(*args, **more))
+    inner = fused_encoder._read_attention
+    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: made.append(1) or inner(*args, **more))
     encoder, x = model(), source(grad=False)
     encoder(x, src_key_padding_mask=PADDING)
     encoder(x, src_key_padding_mask=PADDING)
@@ -145,7 +145,7 @@ def test_what_a_call_found_is_not_for_what_else_has_changed(monkeypatch):
     packing.offsets[1] -= 1
     other = encoder(tokens, src_key_padding_mask=packing)
     with monkeypatch.context() as patch:
-        patch.setattr(straight.Stack, "_attentions", lambda *_: {})
+        patch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})
         assert torch.equal(other, encoder(tokens, src_key_padding_mask=packing))
     assert not torch.equal(other, known)
 

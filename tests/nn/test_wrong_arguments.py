@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-import foci.graph
+import foci.fusion
 import foci.nn
 
 
@@ -42,7 +42,7 @@ CASES = {
         TypeError,
         r"^masks must be a sequence, one for each of 2 layers; got int",
     ),
-    "program": (lambda: foci.graph.fuse_exported("model"), TypeError, r"^program must be a torch.export.ExportedProgram; got str"),
+    "program": (lambda: foci.fusion.fuse_exported("model"), TypeError, r"^program must be a torch.export.ExportedProgram; got str"),
 }
 
 

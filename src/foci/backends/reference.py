@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import Kernel, Plan
-from foci.backends.paging import Gathered, jagged_plan
+from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences, shapeless_weights
 from foci.blocks import FULL, PARTIAL
 from foci.compat.torch import with_autograd

@@ -60,8 +60,8 @@ class Kind:
 
     Attributes:
         backend: whose kernels are checked.
-        variant: the kind of mask and score, a word of `foci.backends.hopper.kinds.kind_of`, or "prefix" for a mask that keeps the first
-            keys of a row but is not the causal one.
+        variant: the kind of mask and score, a word of `foci.backends.hopper.problem_class.score_kind`, or "prefix" for a mask that keeps
+            the first keys of a row but is not the causal one.
         layout, dtype: names.
         head_dim, value_dim: D and Dv.
         q_len, kv_len: of the small problem.
@@ -89,9 +89,9 @@ class Kind:
     @staticmethod
     def of(backend: str, problem: Problem) -> Kind:
         """The kind of a problem."""
-        from foci.backends.hopper.kinds import kind_of  # hopper imports this module
+        from foci.backends.hopper.problem_class import score_kind  # hopper imports this module
 
-        formula, word = problem.formula, kind_of(problem)
+        formula, word = problem.formula, score_kind(problem)
         if word == "full" and formula.block_size is None and problem.variant.mask != const(True):
             word = "prefix"
         aux = ",".join(name for name, on in vars(formula.outputs).items() if on and name != "lse")

@@ -19,9 +19,9 @@ from typing import Final, TypeAlias
 
 import torch
 
-from foci.bench.calls import calls_of
+from foci.bench.calls import make_calls
 from foci.bench.cases import CASES, Asked, Case, Sizes
-from foci.bench.measure import Line, Request, about_of, failed, measure, sides_of
+from foci.bench.measure import Line, Request, describe_case, failed, list_sides, measure
 
 __all__ = ["compile_ahead", "dealt", "measure_beside", "shares"]
 
@@ -73,7 +73,7 @@ def measure_beside(cases: Sequence[Case], square: Sizes, request: Request, jobs:
             worker.answer()
         for case in cases:
             found = workers[case.name].lines_of(case.name)
-            yield [Line(*about_of(case, square, request), "foci", error=found)] if isinstance(found, str) else found
+            yield [Line(*describe_case(case, square, request), "foci", error=found)] if isinstance(found, str) else found
     finally:
         for worker in dict.fromkeys(workers.values()):
             worker.end()
@@ -115,7 +115,7 @@ def dealt(cases: Sequence[Case], request: Request, jobs: int) -> list[list[str]]
     """Names of the cases of each of at most `jobs` processes, dealt in turn: first those that FlexAttention compiles, the slowest."""
 
     def is_quick(case: Case) -> bool:
-        return "flex" not in sides_of(case, case.build(_TINY, torch.device("cpu"), request.dtype), request)
+        return "flex" not in list_sides(case, case.build(_TINY, torch.device("cpu"), request.dtype), request)
 
     names = [case.name for case in sorted(cases, key=is_quick)]
     return [names[i::jobs] for i in range(min(jobs, len(names)))]
@@ -137,7 +137,7 @@ def _serve(line: Connection, share: Sequence[str], square: Sizes, request: Reque
             try:
                 found = list(measure(_case(name), square, request, asked.pop(name, None)))
             except Exception as error:
-                found = [failed(about_of(_case(name), square, request), "foci", error)]
+                found = [failed(describe_case(_case(name), square, request), "foci", error)]
             line.send(found)
             _release(request.device)
 
@@ -146,7 +146,7 @@ def _prepared(name: str, square: Sizes, request: Request) -> Asked:
     """What a case asks for, after all its sides have run it once."""
     case = _case(name)
     asked = case.build(case.fit(square), request.device, request.dtype)
-    for who in sides_of(case, asked, request):
+    for who in list_sides(case, asked, request):
         with contextlib.suppress(Exception):
             _once(case, who, asked, square, request)
         _release(request.device)
@@ -172,13 +172,13 @@ def _run(share: _Share, square: Sizes, request: Request) -> None:
         with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
             case = _case(name)
             asked = case.build(case.fit(square), request.device, request.dtype)
-            if who in sides_of(case, asked, request):
+            if who in list_sides(case, asked, request):
                 _once(case, who, asked, square, request)
                 _release(request.device)
 
 
 def _once(case: Case, who: str, asked: Asked, square: Sizes, request: Request) -> None:
-    calls = calls_of(who, case, asked, case.fit(square), request.device, request.dtype)
+    calls = make_calls(who, case, asked, case.fit(square), request.device, request.dtype)
     calls.forward()
     if calls.backward is not None and request.backward:
         calls.backward()

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foci
-from foci.bench.cases import Asked, Case, Sizes, lengths_of
+from foci.bench.cases import Asked, Case, Sizes, sequence_lengths
 
-__all__ = ["PEERS", "Calls", "calls_of", "peers_of"]
+__all__ = ["PEERS", "Calls", "list_peers", "make_calls"]
 
 _BACKENDS: Final = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -40,7 +40,7 @@ class Calls:
     backward: Callable[[], Any] | None
 
 
-def peers_of(case: Case, asked: Asked, device: torch.device) -> tuple[str, ...]:
+def list_peers(case: Case, asked: Asked, device: torch.device) -> tuple[str, ...]:
     """The peers that can do a case on a kind of device, worth the while."""
     is_gpu = device.type == "cuda"
     if case.layout == "jagged":
@@ -55,7 +55,7 @@ def peers_of(case: Case, asked: Asked, device: torch.device) -> tuple[str, ...]:
     return (*found, "flex") if is_gpu and has_functions and case.trains and asked.attn_mask is None else found
 
 
-def calls_of(name: str, case: Case, asked: Asked, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Calls:
+def make_calls(name: str, case: Case, asked: Asked, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Calls:
     """Calls of "foci" or a peer."""
     if case.layout == "jagged":
         return _jagged(name, asked, sizes, device, dtype)
@@ -142,7 +142,7 @@ def _paged(inputs: tuple[Tensor, ...], sizes: Sizes) -> Callable[[], Tensor]:
 
 
 def _jagged(name: str, asked: Asked, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Calls:
-    lengths = lengths_of(sizes)
+    lengths = sequence_lengths(sizes)
     generator = torch.Generator(device).manual_seed(1)
     shapes = [(sum(lengths), heads, sizes.dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     inputs = tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_() for shape in shapes)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "Asked", "Case", "Sizes", "lengths_of"]
+__all__ = ["CASES", "Asked", "Case", "Sizes", "sequence_lengths"]
 
 Function: TypeAlias = Callable[..., Any] | None
 
@@ -69,7 +69,7 @@ class Case:
     trains: bool = True
 
 
-def lengths_of(sizes: Sizes) -> list[int]:
+def sequence_lengths(sizes: Sizes) -> list[int]:
     """Log-normal lengths of sequences, the same at each call."""
     drawn = torch.randn(sizes.batch, generator=torch.Generator().manual_seed(11))
     return [int(n) for n in (sizes.q_len * torch.exp(drawn * 0.8 - 1.6)).clamp(16, sizes.q_len)]

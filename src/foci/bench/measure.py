@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import foci
-from foci.bench.calls import Calls, calls_of, peers_of
-from foci.bench.cases import Asked, Case, Sizes, lengths_of
+from foci.bench.calls import Calls, list_peers, make_calls
+from foci.bench.cases import Asked, Case, Sizes, sequence_lengths
 from foci.mask_mods import create_mask
 
-__all__ = ["Line", "Request", "about_of", "facts", "failed", "measure", "sides_of"]
+__all__ = ["Line", "Request", "describe_case", "facts", "failed", "list_sides", "measure"]
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def _device_name(device: torch.device) -> str:
     return f"{named}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def about_of(case: Case, square: Sizes, request: Request) -> tuple[str, str, str]:
+def describe_case(case: Case, square: Sizes, request: Request) -> tuple[str, str, str]:
     """What a line begins with: case, sizes, dtype."""
     return case.name, str(case.fit(square)), str(request.dtype).removeprefix("torch.")
 
 
-def sides_of(case: Case, asked: Asked, request: Request) -> tuple[str, ...]:
+def list_sides(case: Case, asked: Asked, request: Request) -> tuple[str, ...]:
     """foci, and the peers that are asked for and can do a case."""
-    return ("foci", *(n for n in peers_of(case, asked, request.device) if request.peers is None or n in request.peers))
+    return ("foci", *(n for n in list_peers(case, asked, request.device) if request.peers is None or n in request.peers))
 
 
 def failed(about: tuple[str, str, str], who: str, error: Exception) -> Line:
@@ -126,12 +126,12 @@ def measure(case: Case, square: Sizes, request: Request, asked: Asked | None = N
     """
     sizes, device = case.fit(square), request.device
     asked = case.build(sizes, device, request.dtype) if asked is None else asked
-    names = sides_of(case, asked, request)
-    about = about_of(case, square, request)
+    names = list_sides(case, asked, request)
+    about = describe_case(case, square, request)
     made: dict[str, Calls] = {}
     for name in names:
         try:
-            calls = calls_of(name, case, asked, sizes, device, request.dtype)
+            calls = make_calls(name, case, asked, sizes, device, request.dtype)
             calls.forward()
             if calls.backward is not None and request.backward:
                 calls.backward()
@@ -199,7 +199,7 @@ def _work(case: Case, asked: Asked, sizes: Sizes, request: Request) -> tuple[flo
         return elements * request.dtype.itemsize / scale, f"{prefix}B/s"
     pairs = float(sizes.batch * sizes.q_len * sizes.kv_len)
     if case.layout == "jagged":
-        pairs = float(sum(n * n for n in lengths_of(sizes))) * (0.5 if asked.is_causal else 1.0)
+        pairs = float(sum(n * n for n in sequence_lengths(sizes))) * (0.5 if asked.is_causal else 1.0)
     elif asked.is_causal:
         pairs /= 2
     elif asked.mask is not None:

@@ -129,13 +129,13 @@ def mask(
     """A picture of a mask: left the mask itself, right its blocks, empty, partial or full."""
     _require("plots")
     with _explained_errors():
-        from foci.cli.language import read_mask
-        from foci.example import Sizes
-        from foci.plots import draw_masks, picture_of
+        from foci.cli.expr_parser import read_mask
+        from foci.mask_examples import Sizes
+        from foci.plots import draw_mask, draw_masks
 
         kv = q if kv is None else kv
         sizes = Sizes(B=entry + 1, Hq=head + 1, Hkv=head + 1, Sq=q, Skv=kv)
-        picture = picture_of(read_mask(name, sizes), q_len=q, kv_len=kv, block=block, at=(entry, head), name=name)
+        picture = draw_mask(read_mask(name, sizes), q_len=q, kv_len=kv, block=block, at=(entry, head), name=name)
         draw_masks([picture], out)
     Console().print(f"{out}: {picture.density:.1%} of the pairs attend, {picture.sparsity:.1%} of the blocks are empty", soft_wrap=True)
 
@@ -149,8 +149,8 @@ def report(
 
     Exits with the script's own code.
     """
-    from foci.cli.script import run
-    from foci.graph import table
+    from foci.cli.profile_cmd import run
+    from foci.fusion import table
 
     console = Console()
     log, exited = run(script, context.args)
@@ -184,7 +184,7 @@ def bench(
     if plot is not None:
         _require("plots")
     with _explained_errors():
-        from foci.cli.measuring import Measuring, run_bench
+        from foci.cli.bench_cmd import Measuring, run_bench
 
         where = ("cuda" if _has_gpu() else "cpu") if device is None else device
         chosen = None if peers is None else tuple(name.strip() for name in peers.split(","))
@@ -232,7 +232,7 @@ def env() -> None:
 @contextlib.contextmanager
 def _explained_errors() -> Iterator[None]:
     """Errors that a user can mend become one line each; all others keep their traceback."""
-    from foci.cli.language import Unknown
+    from foci.cli.expr_parser import Unknown
 
     try:
         yield

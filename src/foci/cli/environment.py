@@ -16,7 +16,7 @@ from rich.table import Table
 
 from foci import backends
 from foci.backends.contract import Informed
-from foci.cli.explanation import Question, explanation_of, verdicts_table
+from foci.cli.explanation import Question, explain_question, verdicts_table
 from foci.compat import releases
 from foci.compat.lookup import NAMES
 
@@ -51,7 +51,7 @@ def missing_names() -> list[str]:
 
 def _import_names() -> None:
     """Loads what looks up private names when it is imported."""
-    for module in ("foci.graph", "foci.nn", "foci.torch_compile", "foci.integrations.patch"):
+    for module in ("foci.fusion", "foci.nn", "foci.torch_compile", "foci.integrations.patch"):
         importlib.import_module(module)
 
 
@@ -109,6 +109,6 @@ _USUAL = Question(
 def backends_table() -> Table:
     """Each backend's verdict on training with an ordinary causal problem, on the best device of this machine."""
     asked = replace(_USUAL, device="cuda", dtype="bfloat16") if torch.cuda.is_available() else _USUAL
-    table = verdicts_table(explanation_of(asked).decision)
+    table = verdicts_table(explain_question(asked).decision)
     table.title = f"backends, for causal attention [1, 8, 1024, 64] in {asked.dtype} on {asked.device}, training"
     return table

@@ -10,18 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 import foci
-from foci.binding import bind
-from foci.cli.language import Unknown, read_mask, read_score
-from foci.example import Sizes
+from foci.cli.expr_parser import Unknown, read_mask, read_score
 from foci.ir.text import to_infix
+from foci.mask_examples import Sizes
 from foci.planner import Decision
+from foci.trace_functions import bind
 
-__all__ = ["Question", "explained", "explanation_of", "verdicts_table"]
+__all__ = ["Question", "explain_question", "explained", "verdicts_table"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A call of `foci.attention`, its tensors as sizes and its functions as words (see `foci.cli.language`)."""
+    """A call of `foci.attention`, its tensors as sizes and its functions as words (see `foci.cli.expr_parser`)."""
 
     batch: int
     q_heads: int
@@ -38,7 +38,7 @@ class Question:
     train: bool
 
 
-def explanation_of(question: Question) -> foci.Explanation:
+def explain_question(question: Question) -> foci.Explanation:
     """What foci says of the call.
 
     Raises:
@@ -57,7 +57,7 @@ def explained(question: Question) -> Group:
     Raises:
         Unknown: for words that name no mask or score.
     """
-    explanation = explanation_of(question)
+    explanation = explain_question(question)
     mask, score = _functions(question)
     bound = bind(score, mask, torch.device(question.device))
     numbers = [

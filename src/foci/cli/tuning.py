@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from foci.cli.language import Unknown
-from foci.graph.padding.tables import KINDS, Kind, extend
-from foci.graph.padding.tuning import SHAPES, SMALL_SHAPES, count_rows, device_name, tune
+from foci.cli.expr_parser import Unknown
+from foci.padding.gemm_times import KINDS, Kind, extend
+from foci.padding.tuning import SHAPES, SMALL_SHAPES, count_rows, device_name, tune
 
 __all__ = ["run_tune"]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from foci.demo.decoder import Decoder, Pattern, Step, patterns, sample_text, train_one_step
 from foci.demo.encoder import IMPLEMENTATIONS, Answer, Comparison, Encoder, answers, compare, load_encoder
 from foci.demo.texts import passages
-from foci.plots import draw_masks, picture_of
+from foci.plots import draw_mask, draw_masks
 
 __all__ = ["Scale", "run"]
 
@@ -90,7 +90,7 @@ def _trained(pattern: Pattern, scale: Scale, device: torch.device) -> Step:
 
 def _draw(chosen: Iterable[Pattern], length: int, output: Path) -> Path:
     path = output / "masks.png"
-    draw_masks([picture_of(pattern.mask, q_len=length, kv_len=length, block=32, name=pattern.name) for pattern in chosen], path)
+    draw_masks([draw_mask(pattern.mask, q_len=length, kv_len=length, block=32, name=pattern.name) for pattern in chosen], path)
     return path
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from foci import backends, masks
 from foci.api import AuxRequest, attention
+from foci.call_cache import find_site, remember
 from foci.context import allowed_backends, use
 from foci.execution import as_written, choose_kernel
 from foci.functional import varlen_attn
-from foci.operator import Optional, Outline, as_batch, backward_now, optional_of, outline_of
+from foci.operator import Optional, Outline, as_batch, backward_now, make_outline, optional_tensors
 from foci.prepare import Extras, describe, prepare
 from foci.problem import Outputs
-from foci.recall import find_site, remember
 from foci.variant import Mask
 
 __all__ = ["NAME", "Handle", "install", "register"]
@@ -349,7 +349,7 @@ def _learning(
     if site is not None:
         return remember(site, given, formula, operands, allowed, packed=packed, learns=True)
     chosen = choose_kernel(formula, operands, (True, True, True, (False,) * len(operands.captures)), allowed)
-    return outline_of(chosen, operands, packed=packed), (*tensors, *operands.captures), optional_of(operands)
+    return make_outline(chosen, operands, packed=packed), (*tensors, *operands.captures), optional_tensors(operands)
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from foci import masks, scores
 from foci.api import AuxRequest, attention
-from foci.arguments import broadcast
 from foci.integrations.model_mask import ModelMask
+from foci.normalize import broadcast
 from foci.variant import Mask, Score
 
 try:

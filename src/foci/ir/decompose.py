@@ -36,7 +36,7 @@ def _where(cond: Expr, a: Expr | float, b: Expr | float) -> Expr:
     return apply("where", cond, a, b)
 
 
-def _with_sign_of(x: Expr, magnitude: Expr) -> Expr:
+def _copy_sign(x: Expr, magnitude: Expr) -> Expr:
     return _where(apply("lt", x, 0.0), apply("neg", magnitude), magnitude)
 
 
@@ -58,7 +58,7 @@ def _sinh(x: Expr) -> Expr:
     # t / (t + 1) is 1 for an infinite t
     half = _mul(0.5, _add(t, _sub(1.0, _div(1.0, _add(t, 1.0)))))
     small = _mul(0.5, _add(t, _div(t, _add(t, 1.0))))
-    return _with_sign_of(x, _where(apply("lt", t, 1.0), small, half))
+    return _copy_sign(x, _where(apply("lt", t, 1.0), small, half))
 
 
 def _cosh(x: Expr) -> Expr:
@@ -67,7 +67,7 @@ def _cosh(x: Expr) -> Expr:
 
 def _tanh(x: Expr) -> Expr:
     t = apply("expm1", _mul(-2.0, apply("abs", x)))
-    return _with_sign_of(x, _div(apply("neg", t), _add(t, 2.0)))
+    return _copy_sign(x, _div(apply("neg", t), _add(t, 2.0)))
 
 
 def _sigmoid(x: Expr) -> Expr:
@@ -82,13 +82,13 @@ def _atan2(y: Expr, x: Expr) -> Expr:
     steep = apply("lt", apply("abs", x), apply("abs", y))
     ratio = _where(steep, _div(x, y), _where(apply("eq", x, 0.0), 0.0, _div(y, x)))
     angle = apply("atan", ratio)
-    quarter = _sub(_with_sign_of(y, const(math.pi / 2)), angle)
-    beyond = _add(angle, _with_sign_of(y, const(math.pi)))
+    quarter = _sub(_copy_sign(y, const(math.pi / 2)), angle)
+    beyond = _add(angle, _copy_sign(y, const(math.pi)))
     return _where(steep, quarter, _where(apply("lt", x, 0.0), beyond, angle))
 
 
 def _trunc(x: Expr) -> Expr:
-    return _with_sign_of(x, apply("floor", apply("abs", x)))
+    return _copy_sign(x, apply("floor", apply("abs", x)))
 
 
 def _round(x: Expr) -> Expr:

@@ -11,7 +11,7 @@ from foci.ir import expr as ir
 from foci.ir.elementwise import merge_axes
 from foci.ir.expr import Expr
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, dtype_of
+from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, element_dtype
 
 __all__ = ["index_symbol"]
 
@@ -24,7 +24,9 @@ def index_symbol(tracer: Tracer, source: Tensor | Symbol, index: tuple[Any, ...]
         source, index = _slice_for_real(source, index)
         slot = tracer.slot(source)
         placeholders = [tracer.fresh_axis(ir.size(slot, d), n) for d, n in enumerate(source.shape)]
-        row = Symbol(tracer, ir.load(slot, tuple(p.index for p in placeholders), dtype_of(source.dtype)), tuple(placeholders), source.dtype)
+        row = Symbol(
+            tracer, ir.load(slot, tuple(p.index for p in placeholders), element_dtype(source.dtype)), tuple(placeholders), source.dtype
+        )
         return _index_row(tracer, row, index)
     return _index_row(tracer, source, index)
 

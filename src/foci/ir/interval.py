@@ -19,7 +19,7 @@ from foci.ir.expr import DType, Expr
 from foci.ir.ops import OPS
 from foci.ir.ranges import Range
 from foci.ir.rewrite import reduction
-from foci.ir.segments import segment_range
+from foci.ir.segment_minmax import segment_range
 
 __all__ = ["EXACT_OPS", "Grid", "bounds", "is_whole"]
 
@@ -204,7 +204,7 @@ class _Analysis:
         if not tensor.numel():
             return self._anything(e.dtype)
         places = [_place(index, length) for index, length in zip(indices, tensor.shape, strict=True)]
-        found = _extremes_of(tensor, places)
+        found = _element_range(tensor, places)
         found = Range(found.lo.to(self.device), found.hi.to(self.device))
         if tensor.dtype is torch.float64:
             return _widened(found)
@@ -396,7 +396,7 @@ def _place(index: Range, length: int) -> _Place:
     return _Place(lo, hi, index.lo is index.hi or torch.equal(lo, hi))
 
 
-def _extremes_of(tensor: Tensor, places: list[_Place]) -> Range:
+def _element_range(tensor: Tensor, places: list[_Place]) -> Range:
     """Range of the elements in the box of the places."""
     wide = [dim for dim, place in enumerate(places) if not place.is_point]
     if not wide:
@@ -432,5 +432,5 @@ def _without_dim(tensor: Tensor, places: list[_Place], dim: int) -> Range:
     number = torch.arange(first.numel(), device=first.device).reshape(first.shape)
     slices = segment_range(flat, every, first.to(device).reshape(1, -1), last.to(device).reshape(1, -1))
     rest = [*places[:dim], *places[dim + 1 :], _Place(number, number, is_point=True)]
-    lo, hi = (_extremes_of(end.reshape(*rows.shape[:-1], -1), rest) for end in (slices.lo, slices.hi))
+    lo, hi = (_element_range(end.reshape(*rows.shape[:-1], -1), rest) for end in (slices.lo, slices.hi))
     return Range(lo.lo, hi.hi)

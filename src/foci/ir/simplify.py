@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from foci.ir.expr import COORDINATES, LENGTHS, DType, Expr, Payload, const, load, node
-from foci.ir.lift import is_lifted
+from foci.ir.lift_constants import is_lifted
 from foci.ir.linear import compare, linear, rebuilt
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import reduction, rewrite, substitute
@@ -93,14 +93,14 @@ def _digests(expr: Expr) -> tuple[bytes, bytes]:
 def _new_digests(e: Expr) -> tuple[bytes, bytes]:
     parts = [_known_digests[arg] for arg in e.args]
     shapes = [arg.dtype.value if is_lifted(e.op, i, arg) else parts[i][0].hex() for i, arg in enumerate(e.args)]
-    shape = _digest(e.op, e.dtype.value, _shape_of(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
+    shape = _digest(e.op, e.dtype.value, _expression_shape(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
     return shape, _digest(e.op, e.dtype.value, repr(e.value), *(whole.hex() for _, whole in parts))
 
 
 _SLOTTED: Final = ("load", "param", "size")
 
 
-def _shape_of(value: Payload) -> str:
+def _expression_shape(value: Payload) -> str:
     return str(value[1]) if isinstance(value, tuple) else ""
 
 

@@ -39,14 +39,14 @@ __all__ = [
     "TraceError",
     "Tracer",
     "complaint",
-    "dtype_of",
+    "element_dtype",
     "is_numpy_number",
     "length_symbol",
     "user_frame",
 ]
 
 SYMBOLIC_BASE: Final = 1_000_000
-"""Slots of `param` from here on stand for symbolic integers until `foci.binding` numbers them."""
+"""Slots of `param` from here on stand for symbolic integers until `foci.trace_functions` numbers them."""
 
 _DTYPES: Final = {
     torch.bool: DType.BOOL,
@@ -68,7 +68,7 @@ class TraceError(TypeError):
     """A score or mask function does something the expression language has no word for."""
 
 
-def dtype_of(dtype: torch.dtype) -> DType:
+def element_dtype(dtype: torch.dtype) -> DType:
     """The kind of number that elements of a captured tensor become.
 
     Raises:
@@ -92,9 +92,9 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     """The method of a Python operator: a word of the vocabulary."""
 
     def method(self: Symbol, *others: Any) -> Any:
-        from foci.ir.vocabulary import WORDS
+        from foci.ir.torch_functions import TORCH_FUNCTIONS
 
-        return WORDS[name](*others, self) if reflected else WORDS[name](self, *others)
+        return TORCH_FUNCTIONS[name](*others, self) if reflected else TORCH_FUNCTIONS[name](self, *others)
 
     return method
 
@@ -127,13 +127,13 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        from foci.ir.vocabulary import WORDS
+        from foci.ir.torch_functions import TORCH_FUNCTIONS
 
-        if name not in WORDS:
+        if name not in TORCH_FUNCTIONS:
             raise TraceError(complaint(f"Tensor.{name}"))
         if name == "where":  # the method's first argument is what torch.where has second
-            return lambda condition, other: _spoken(name, WORDS[name], (condition, self, other), {})
-        return lambda *args, **kwargs: _spoken(name, WORDS[name], (self, *args), kwargs)
+            return lambda condition, other: _spoken(name, TORCH_FUNCTIONS[name], (condition, self, other), {})
+        return lambda *args, **kwargs: _spoken(name, TORCH_FUNCTIONS[name], (self, *args), kwargs)
 
     def __getitem__(self, index: Any) -> Symbol:
         return self.tracer.index(self, index)
@@ -229,7 +229,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from foci.ir.vocabulary import WORDS
+    from foci.ir.torch_functions import TORCH_FUNCTIONS
 
     name = str(getattr(func, "_opname", None) or getattr(func, "__name__", func))
     packet = getattr(func, "overloadpacket", None)
@@ -238,7 +238,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
         name = name[1:] if name in ("rmul", "rand", "ror", "rxor") else name
-    word = WORDS.get(name) or WORDS.get(name.removeprefix("special_"))
+    word = TORCH_FUNCTIONS.get(name) or TORCH_FUNCTIONS.get(name.removeprefix("special_"))
     if word is None:
         raise TraceError(complaint(f"torch.{name}"))
     if func is Tensor.where:
@@ -386,7 +386,7 @@ class Tracer:
             with disabled_torch_function():
                 number = value.item() if _is_plain_number(value) else None
             if number is not None:
-                return Symbol(self, cast(as_expr(number), dtype_of(value.dtype)), narrow=value.dtype)
+                return Symbol(self, cast(as_expr(number), element_dtype(value.dtype)), narrow=value.dtype)
             return self.index(value, ())
         if is_numpy_number(value):
             return Symbol(self, ir.const(value.item()))

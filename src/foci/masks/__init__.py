@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from foci.example import MaskExample
+from foci.mask_examples import MaskExample
 from foci.masks import neighborhood as _neighborhood
 from foci.masks import positional as _positional
 from foci.masks import ragged as _ragged

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.example import MaskExample, Sizes
+from foci.mask_examples import MaskExample, Sizes
 from foci.variant import Mask, picklable
 
 __all__ = ["EXAMPLES", "natten"]

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from foci.example import MaskExample, Sizes
+from foci.mask_examples import MaskExample, Sizes
 from foci.variant import Mask, kv_len, name_with_numbers, picklable, q_len
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.example import MaskExample, Sizes
+from foci.mask_examples import MaskExample, Sizes
 from foci.masks.positional import check_tensor
 from foci.variant import Mask, picklable
 

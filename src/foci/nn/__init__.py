@@ -11,8 +11,8 @@ Example:
 
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.cache import KVCache
-from foci.nn.capture import capture, release
 from foci.nn.convert import convert
+from foci.nn.cuda_graphs.capture import capture, release
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import TransformerEncoder, TransformerEncoderLayer
 from foci.nn.linear import PaddedLinear

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 import foci
-from foci.arguments import checked_outputs
 from foci.dispatch import run, run_packed
-from foci.nn import masking, scripted
+from foci.nn import masking, torchscript
 from foci.nn.cache import LayerCache, Memory, Stored
-from foci.nn.direct import is_alone, is_silent, parameter, project_out
-from foci.nn.leaf import is_traced, leaf
+from foci.nn.fx_leaf import is_traced, leaf
+from foci.nn.linear_ops import linear
 from foci.nn.masking import Functions
-from foci.nn.packing import Packing, Pair, appended, bounded, check_same_sequences, pack_nested, pack_whole
-from foci.nn.products import linear
+from foci.nn.packing import Packing, Pair, append_rows, check_same_sequences, pack_nested, pack_whole, round_bound
 from foci.nn.rotary import RotaryEmbedding
+from foci.nn.skip_module_call import is_alone, is_silent, parameter, project_out
+from foci.normalize import check_outputs
 from foci.prepare import Extras, check_is_tensor
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_heads
@@ -65,8 +65,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """
 
     __constants__ = ["batch_first", "_as_it_is", "_added"]
-    _as_it_is = scripted.AS_IT_IS
-    _added = scripted.ADDED
+    _as_it_is = torchscript.AS_IT_IS
+    _added = torchscript.ADDED
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
@@ -193,22 +193,22 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise RuntimeError("a scripted MultiheadAttention takes no mask, score, rotary, add_bias_kv or add_zero_attn: use torch.export")
         if is_causal and attn_mask is None:  # type: ignore[unreachable]
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        padding = scripted.additive(key_padding_mask, query.dtype, "key_padding_mask")
-        blocked = scripted.additive(attn_mask, query.dtype, "attn_mask")
+        padding = torchscript.additive(key_padding_mask, query.dtype, "key_padding_mask")
+        blocked = torchscript.additive(attn_mask, query.dtype, "attn_mask")
         batched = query.dim() == 3
         if not batched:
             at = 0 if self.batch_first else 1
             query, key, value = query.unsqueeze(at), key.unsqueeze(at), value.unsqueeze(at)
             padding = None if padding is None else padding.unsqueeze(0)
         weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
-        q, k, v = scripted.project(query, key, value, weights, self.embed_dim)
+        q, k, v = torchscript.project(query, key, value, weights, self.embed_dim)
         if not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         q = q.unflatten(-1, [self.num_heads, self.head_dim]).transpose(1, 2)
         k = k.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
         v = v.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
         dropout = float(self.dropout) if self.training else 0.0  # TorchScript tells 0 from 0.0
-        out, found = scripted.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
+        out, found = torchscript.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not self.batch_first:
             out = out.transpose(0, 1)
@@ -366,7 +366,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool, asked: foci.AuxRequest
     ) -> tuple[Tensor, foci.AuxOutput, Tensor]:  # fmt: skip
         """[T, E]; statistics of rows, [H, T], and of columns, [H, Tk]; and the offsets of these, which count the module's own keys."""
-        if checked_outputs(asked, None).weights:
+        if check_outputs(asked, None).weights:
             raise ValueError("return_aux asks for the weights of nested inputs or tokens: need_weights=True gives them, without return_aux")
         tensors, functions, extras = self._call_of_packed(inputs, padding, attn_mask, is_causal=is_causal)
         mask, score = functions.mask, functions.score
@@ -400,7 +400,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         offsets, longest, extra = key.offsets, key.longest, self._extra_keys()
         if extra is not None:
             count = extra[0].shape[0]
-            k, v = (appended(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
+            k, v = (append_rows(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
             functions = masking.with_extra_keys(functions, count)
         return (q, k, v), functions, self._extras(query, offsets, longest, functions)
@@ -421,7 +421,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _extras(self, query: Packing, offsets: Tensor, longest: int, functions: Functions) -> Extras:
         q_longest = query.longest
         if functions.score is None and functions.mask in (None, masking.CAUSAL.mask) and not torch.compiler.is_compiling():
-            q_longest, longest = bounded(q_longest), bounded(longest)  # nothing is captured that lengths are checked against
+            q_longest, longest = round_bound(q_longest), round_bound(longest)  # nothing is captured that lengths are checked against
         dropout_p = self.dropout if self.training else 0.0
         return Extras(_OUT, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.functional import relu
 
-from foci.nn import scripted
+from foci.nn import torchscript
 from foci.nn.attention import Variant, adopt, attended
 from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
-from foci.nn.direct import caller, is_alone, is_silent
 from foci.nn.encoder import (
     Activation,
     attend_self,
@@ -25,10 +24,11 @@ from foci.nn.encoder import (
     warn_padded,
     why_not_tokens,
 )
-from foci.nn.leaf import is_traced, leaf
+from foci.nn.fx_leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, detect_causal
-from foci.nn.packing import Packing, Pair, entered, entered_pair, is_nested, left
+from foci.nn.packing import Packing, Pair, enter, enter_pair, is_nested, leave
 from foci.nn.rotary import RotaryEmbedding
+from foci.nn.skip_module_call import caller, is_alone, is_silent
 
 __all__ = ["TransformerDecoder", "TransformerDecoderLayer", "overridden"]
 
@@ -109,9 +109,9 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     ) -> Tensor:  # fmt: skip
         """`forward` as TorchScript runs it."""
         batch_first = self.self_attn.batch_first
-        padding = scripted.additive(masks[2], tgt.dtype, "tgt_key_padding_mask")
-        hidden = scripted.additive(masks[3], tgt.dtype, "memory_key_padding_mask")
-        x, mem = scripted.zeroed(tgt, padding, batch_first), scripted.zeroed(memory, hidden, batch_first)
+        padding = torchscript.additive(masks[2], tgt.dtype, "tgt_key_padding_mask")
+        hidden = torchscript.additive(masks[3], tgt.dtype, "memory_key_padding_mask")
+        x, mem = torchscript.zeroed(tgt, padding, batch_first), torchscript.zeroed(memory, hidden, batch_first)
         y = self.norm1(x) if self.norm_first else x
         out = self.self_attn(y, y, y, attn_mask=masks[0], key_padding_mask=padding, need_weights=False, is_causal=tgt_is_causal)[0]
         x = x + self.dropout1(out)
@@ -126,7 +126,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             x = x + self._ff_block(self.norm3(x))
         else:
             x = self.norm3(x + self._ff_block(x))
-        return scripted.zeroed(x, padding, batch_first)
+        return torchscript.zeroed(x, padding, batch_first)
 
     def _run(
         self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
@@ -135,14 +135,14 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         check_input(tgt=given[0][0], memory=given[1][0])
         if isinstance(given[0][1], Packing) and isinstance(given[1][1], Packing):
             for x, padding in given:
-                entered(x, padding, batch_first=True, may_pack=cache is None)
+                enter(x, padding, batch_first=True, may_pack=cache is None)
             return self._layer(*given, masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(*masks, given[0][1], given[1][1])
         reason = why_not_tokens(self, TransformerDecoderLayer, _BLOCKS)
         target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         out = self._layer(target, source, masks, causal, cache)
-        return left(out, target[1], batch_first=batch_first, given=given[0][1])
+        return leave(out, target[1], batch_first=batch_first, given=given[0][1])
 
     def _layer(
         self, target: tuple[Tensor, Any], memory: tuple[Tensor, Any], masks: tuple[Tensor | None, ...], causal: tuple[bool, bool],
@@ -255,7 +255,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             )  # fmt: skip
         if self.norm is not None:
             x = self.norm(x)
-        return scripted.zeroed(x, masks[2], self.layers[0].self_attn.batch_first)
+        return torchscript.zeroed(x, masks[2], self.layers[0].self_attn.batch_first)
 
     def _run(
         self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
@@ -285,7 +285,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             )  # fmt: skip
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return left(x, padding, batch_first=batch_first, given=tgt_padding)
+        return leave(x, padding, batch_first=batch_first, given=tgt_padding)
 
 
 def check_masks(tgt_mask: Any, memory_mask: Any, tgt_key_padding_mask: Any, memory_key_padding_mask: Any) -> None:
@@ -300,9 +300,9 @@ def enter_both(
     target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool, may_pack: bool
 ) -> tuple[tuple[Tensor, Any], ...]:
     """Target and memory as layers compute with them, each with what stands for its padding mask."""
-    entered_target = entered(*target, batch_first=batch_first, may_pack=may_pack)
-    entered_memory = entered(*memory, batch_first=batch_first, may_pack=may_pack)
-    return entered_pair(entered_target, entered_memory, batch_first=batch_first)
+    entered_target = enter(*target, batch_first=batch_first, may_pack=may_pack)
+    entered_memory = enter(*memory, batch_first=batch_first, may_pack=may_pack)
+    return enter_pair(entered_target, entered_memory, batch_first=batch_first)
 
 
 def overridden(layer: torch.nn.Module) -> str | None:

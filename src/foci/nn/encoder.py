@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.functional import relu
 
-from foci.nn import scripted
+from foci.nn import torchscript
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
-from foci.nn.direct import activated, caller, is_alone, is_silent
-from foci.nn.leaf import is_traced, leaf
+from foci.nn.fused_encoder import noted
+from foci.nn.fx_leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
-from foci.nn.packing import Packing, entered, is_nested, left
+from foci.nn.packing import Packing, enter, is_nested, leave
 from foci.nn.rotary import RotaryEmbedding
-from foci.nn.straight import noted
+from foci.nn.skip_module_call import activated, caller, is_alone, is_silent
 
 __all__ = [
     "Activation",
@@ -106,8 +106,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     def _scripted(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
         """`forward` as TorchScript runs it."""
-        padding = scripted.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
-        x = scripted.zeroed(src, padding, self.self_attn.batch_first)
+        padding = torchscript.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
+        x = torchscript.zeroed(src, padding, self.self_attn.batch_first)
         y = self.norm1(x) if self.norm_first else x
         out = self.self_attn(y, y, y, attn_mask=src_mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal)[0]
         x = x + self.dropout1(out)
@@ -116,20 +116,20 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         else:
             x = self.norm1(x)
             x = self.norm2(x + self._ff_block(x))
-        return scripted.zeroed(x, padding, self.self_attn.batch_first)
+        return torchscript.zeroed(x, padding, self.self_attn.batch_first)
 
     def _run(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool, cache: LayerCache | None) -> Tensor:
         check_input(src=src)
         if isinstance(src_key_padding_mask, Packing):
-            entered(src, src_key_padding_mask, batch_first=True, may_pack=cache is None)
+            enter(src, src_key_padding_mask, batch_first=True, may_pack=cache is None)
             return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
         batch_first = self.self_attn.batch_first
         can_pack = cache is None and why_not_tokens(self, TransformerEncoderLayer, _BLOCKS) is None
-        x, padding = entered(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
+        x, padding = enter(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
         x = self._layer(x, src_mask, padding, is_causal=is_causal, cache=cache)
-        return left(x, padding, batch_first=batch_first)
+        return leave(x, padding, batch_first=batch_first)
 
     def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
         if isinstance(padding, Packing) and cache is None and is_alone() and (stack := noted(self, TransformerEncoderLayer, (self,))):
@@ -223,13 +223,13 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
     def _scripted(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool | None) -> Tensor:
         """`forward` as TorchScript runs it."""
-        padding = scripted.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
+        padding = torchscript.additive(src_key_padding_mask, src.dtype, "src_key_padding_mask")
         x = src
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=is_causal is True, src_key_padding_mask=padding)
         if self.norm is not None:
             x = self.norm(x)
-        return scripted.zeroed(x, padding, self.layers[0].self_attn.batch_first)
+        return torchscript.zeroed(x, padding, self.layers[0].self_attn.batch_first)
 
     def _run(self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool | None, cache: KVCache | None) -> Tensor:
         check_input(src=src)
@@ -241,7 +241,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         has_padding = cache is None and (src_key_padding_mask is not None or is_nested(src))
         stack = noted(self, TransformerEncoderLayer, [*layers]) if has_padding and is_alone() else None
         reason = None if stack else next((r for r in map(overridden, layers) if r is not None), None)
-        x, padding = entered(
+        x, padding = enter(
             src, src_key_padding_mask, batch_first=batch_first, may_pack=self.use_nested_tensor and reason is None and cache is None
         )
         if reason is not None and isinstance(padding, Tensor):
@@ -260,7 +260,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return left(x, padding, batch_first=batch_first, given=src_key_padding_mask)
+        return leave(x, padding, batch_first=batch_first, given=src_key_padding_mask)
 
 
 def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:

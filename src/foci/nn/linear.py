@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from foci.compat.torch import are_transforms_open
-from foci.graph.padding import is_profitable_to_pad, machine_of
-from foci.graph.padding.grouped import groups_of, mm_into_rows
-from foci.graph.padding.model import seconds
-from foci.graph.padding.strides import LOAD, round_up
-from foci.graph.padding.tables import Fault, Role, Shape
-from foci.nn.leaf import is_traced, leaf
+from foci.nn.fx_leaf import is_traced, leaf
+from foci.padding import describe_machine, is_profitable_to_pad
+from foci.padding.gemm_times import Fault, Role, Shape
+from foci.padding.grouped import mm_into_rows, split_rows
+from foci.padding.model import seconds
+from foci.padding.strides import LOAD, round_up
 
 __all__ = ["PaddedLinear", "pad_storage"]
 
@@ -27,7 +27,7 @@ class PaddedLinear(torch.nn.Linear):
     The parameters keep their shapes, in the state dict too; only the memory behind them is padded, with zeros. Eager calls
     multiply the padded memory where that pays, by the measurements of the device. On GPUs their result is contiguous if the
     number of rows is a multiple of eight; else its rows are as far apart as good rows are long. Compiled calls are those of
-    `torch.nn.Linear`: `foci.graph.padding` does the rest.
+    `torch.nn.Linear`: `foci.padding` does the rest.
 
     Where rows of `in_features` elements are no multiple of 16 bytes the weight has gaps between rows, so `weight.view(-1)` is
     torch's error, and so is `torch.nn.utils.parameters_to_vector`, which calls it: use `reshape`, as in
@@ -144,7 +144,7 @@ def _is_stored(layer: PaddedLinear) -> bool:
 def _pays(layer: PaddedLinear, input: Tensor) -> bool:
     dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
     rows = input.numel() // max(1, layer.in_features)
-    return _is_faster(rows, layer.in_features, layer.out_features, dtype, machine_of(input.device))
+    return _is_faster(rows, layer.in_features, layer.out_features, dtype, describe_machine(input.device))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -187,7 +187,7 @@ def _grown(x: Tensor, columns: int) -> Tensor:
 
 def _is_written_by_rows(rows: Tensor, columns: int) -> bool:
     """Whether a result can be written where it lies: whoever reads it would copy rows that lie apart, as softmax does."""
-    return rows.is_cuda and groups_of(rows.shape[0], columns, rows.element_size()) is not None
+    return rows.is_cuda and split_rows(rows.shape[0], columns, rows.element_size()) is not None
 
 
 class _PaddedLinear(torch.autograd.Function):

@@ -21,24 +21,24 @@ from foci.compat.nested import (
     strided_sizes,
 )  # fmt: skip
 from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing, version_of
-from foci.nn.search import search
+from foci.nn.padding_mask_scan import find_tokens
 
 __all__ = [
     "Packing",
     "Pair",
-    "appended",
-    "bounded",
+    "append_rows",
     "check_same_sequences",
-    "cleared",
-    "entered",
-    "entered_pair",
+    "clear_padding",
+    "enter",
+    "enter_pair",
     "is_jagged",
     "is_nested",
     "is_readable",
-    "left",
+    "leave",
     "pack_mask",
     "pack_nested",
     "pack_whole",
+    "round_bound",
 ]
 
 
@@ -282,7 +282,7 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
             of the key elsewhere.
         batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
     """
-    found = search(padding, batch_first=batch_first)
+    found = find_tokens(padding, batch_first=batch_first)
     if found is None:
         return None
     offsets, longest, indices, columns, starts, bias = found
@@ -357,11 +357,11 @@ def _without_gaps(jagged: Any) -> Any:
 def _values(whole: Any) -> Tensor:
     """Its tokens; `values` takes a while, and only autograd needs it."""
     eager = not torch.compiler.is_compiling() and is_readable(inner_values(whole))
-    values: Tensor = inner_values(whole) if eager and not (torch.is_grad_enabled() and _learns(whole)) else whole.values()
+    values: Tensor = inner_values(whole) if eager and not (torch.is_grad_enabled() and _needs_grad(whole)) else whole.values()
     return values
 
 
-def _learns(nested: Tensor) -> bool:
+def _needs_grad(nested: Tensor) -> bool:
     with disabled_torch_function_subclass():
         return nested.requires_grad
 
@@ -370,7 +370,7 @@ def _nested_values(tensor: Tensor) -> Tensor:
     return _values(_without_gaps(tensor)) if is_jagged(tensor) else torch.cat(tensor.unbind())
 
 
-def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:
+def clear_padding(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Tensor:
     """Zeros where a padding mask [B, S] (or [S], for [S, E]) says that there is padding."""
     if padding is None:
         return tensor
@@ -380,7 +380,7 @@ def cleared(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) -> Ten
     return tensor.masked_fill(where.unsqueeze(-1), 0.0)
 
 
-def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) -> tuple[Tensor, Any]:
+def enter(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) -> tuple[Tensor, Any]:
     """A batch as layers compute with it, and what stands for its padding mask.
 
     Tokens [T, E] with their `Packing` where values may be read and there is padding to leave out; the batch as it is, with
@@ -423,19 +423,19 @@ def entered(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True
             return x, None
         if may_pack:
             return packed.pack(x), packed
-    return cleared(x, padding, batch_first=batch_first), padding
+    return clear_padding(x, padding, batch_first=batch_first), padding
 
 
-def left(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
-    """The way back from `entered`: the batch as it came, zeros where there is padding; tokens that were `given` a packing as they are."""
+def leave(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
+    """The way back from `enter`: the batch as it came, zeros where there is padding; tokens that were `given` a packing as they are."""
     if isinstance(given, Packing):
         return x
     if isinstance(padding, Packing):
         return padding.pad(x)
-    return cleared(x, padding, batch_first=batch_first)
+    return clear_padding(x, padding, batch_first=batch_first)
 
 
-def entered_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool) -> tuple[tuple[Tensor, Any], ...]:
+def enter_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool) -> tuple[tuple[Tensor, Any], ...]:
     """Both with a `Packing`, or neither: one without padding is packed whole beside one that is packed."""
     packed = [isinstance(padding, Packing) for _, padding in (target, memory)]
     if packed[0] == packed[1]:
@@ -448,13 +448,13 @@ def entered_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batc
     return (target, whole(memory[0])) if packed[0] else (whole(target[0]), memory)
 
 
-def bounded(longest: int) -> int:
+def round_bound(longest: int) -> int:
     """A length, or somewhat more: batches whose longest sequences differ by little have one bound, and so one known call."""
     step = max(64, 1 << max(0, longest - 1).bit_length() >> 4)
     return -(-longest // step) * step
 
 
-def appended(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
+def append_rows(tokens: Tensor, extra: Tensor, packing: Packing) -> Tensor:
     """[T, H, D] with the same [n, H, D] behind each sequence."""
     count, total = extra.shape[0], tokens.shape[0]
     places = torch.arange(total, device=tokens.device) + count * packing.sequence_ids(total)

@@ -11,7 +11,7 @@ from torch.nn.functional import relu
 
 from foci.nn.decoder import TransformerDecoder, TransformerDecoderLayer
 from foci.nn.encoder import Activation, TransformerEncoder, TransformerEncoderLayer
-from foci.nn.leaf import is_traced, leaf
+from foci.nn.fx_leaf import is_traced, leaf
 from foci.nn.rotary import RotaryEmbedding
 
 __all__ = ["Transformer"]

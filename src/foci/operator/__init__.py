@@ -15,8 +15,7 @@ from torch import Tensor
 from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
 from foci.execution import Allowed, Chosen, Needs, choose_kernel
 from foci.operator import library as library  # registers the operators
-from foci.operator.arguments import NO_NEEDS, flatten, formula_kernel, results_of
-from foci.operator.eager import (
+from foci.operator.autograd import (
     NOTHING,
     EagerAttention,
     Optional,
@@ -28,6 +27,7 @@ from foci.operator.eager import (
     forward_now,
     packed_rows,
 )
+from foci.operator.op_schema import NO_NEEDS, flatten, formula_kernel, unpack_results
 from foci.operator.transforms import Transformed, TransformedCall
 from foci.problem import Formula, Geometry, Operands, Results
 
@@ -41,11 +41,11 @@ __all__ = [
     "backward_now",
     "bind_backward",
     "bind_forward",
+    "find_needs",
     "forward_now",
     "is_plain_eager",
-    "needs_of",
-    "optional_of",
-    "outline_of",
+    "make_outline",
+    "optional_tensors",
     "packed_rows",
 ]
 
@@ -64,14 +64,14 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         return formula_kernel(formula, operands)
     if TransformType.Grad in transforms:
         call = TransformedCall(formula, operands, allowed)
-        return results_of(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
+        return unpack_results(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
-        return results_of(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    chosen = choose_kernel(formula, operands, needs_of(tensors), allowed)
-    return attend_outlined(outline_of(chosen, operands), tensors, optional_of(operands))
+        return unpack_results(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
+    chosen = choose_kernel(formula, operands, find_needs(tensors), allowed)
+    return attend_outlined(make_outline(chosen, operands), tensors, optional_tensors(operands))
 
 
-def needs_of(tensors: Sequence[Tensor]) -> Needs:
+def find_needs(tensors: Sequence[Tensor]) -> Needs:
     """Which of query, key, value and captures, in this order, want a gradient."""
     if not torch.is_grad_enabled():
         return (*NO_NEEDS, (False,) * (len(tensors) - 3))
@@ -91,14 +91,14 @@ _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
 """`EagerAttention.apply` less what serves torch.func alone, which `is_plain_eager` excludes."""
 
 
-def outline_of(chosen: Chosen, operands: Operands, *, packed: bool = False, geometry: Geometry | None = None) -> Outline:
+def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, geometry: Geometry | None = None) -> Outline:
     """These operands without their tensors."""
     o, needs = operands, chosen.needs
     learns = any(needs[:3]) or any(needs[3])
     return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, geometry, learns)
 
 
-def optional_of(operands: Operands) -> Optional:
+def optional_tensors(operands: Operands) -> Optional:
     """The operands' other tensors."""
     o = operands
     found = (o.seed, o.blocks, o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths, o.page_table)

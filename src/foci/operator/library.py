@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from foci.execution import Allowed, Needs
-from foci.operator import dispatched
-from foci.operator.arguments import OPTIONAL, Flat, call_backward, cotangents_of, formula_kernel, unflatten
+from foci.operator import op_impl
+from foci.operator.op_schema import OPTIONAL, Flat, call_backward, formula_kernel, name_cotangents, unflatten
 from foci.problem import Formula, Layout, Operands, Results, accumulation_dtype, gradient_strides
 
 _OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
@@ -76,7 +76,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     wanted = ctx.needs_input_grad
     captures = wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * ctx.captured
     needs: Needs = (wanted[0], wanted[1], wanted[2], tuple(captures))
-    gradients = call_backward(formula, operands, Results(out, lse), cotangents_of(grads, out, formula.outputs), needs, allowed)
+    gradients = call_backward(formula, operands, Results(out, lse), name_cotangents(grads, out, formula.outputs), needs, allowed)
     return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *_no_gradients(ctx.numbers))
 
 
@@ -243,10 +243,10 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], deri
     torch.library.register_vmap(whole, vmap, lib=_library)
 
 
-_register("attention", dispatched.results, _attention_fake, (_backward, _setup), _attention_vmap)
-_register("attention_backward", dispatched.gradients, _backward_fake, (_double_backward, _setup_double), _backward_vmap)
+_register("attention", op_impl.results, _attention_fake, (_backward, _setup), _attention_vmap)
+_register("attention_backward", op_impl.gradients, _backward_fake, (_double_backward, _setup_double), _backward_vmap)
 
 # graphs hold it where autograd has had its turn
 _library.define("attention_backward_rows" + _SCHEMAS["attention_backward_rows"], tags=_TAGS)  # type: ignore[no-untyped-call]
-_library.impl("attention_backward_rows", dispatched.gradient_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("attention_backward_rows", op_impl.gradient_rows, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("foci::attention_backward_rows", _rows_fake, lib=_library)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.execution import Allowed
-from foci.operator.arguments import OPTIONAL, Flat, flatten, formula_kernel
+from foci.operator.op_schema import OPTIONAL, Flat, flatten, formula_kernel
 from foci.problem import Formula, Operands
 
 __all__ = ["Transformed", "TransformedCall"]

@@ -7,9 +7,9 @@ import torch
 
 from foci import backends
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.planner import target_of
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
+from foci.trace_functions import bind
 
 
 def posed(

@@ -9,9 +9,9 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.compat.triton import release
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target, bucket
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
 from foci.backends.hopper import backward, backward_schedules  # noqa: E402
-from foci.backends.triton import sparsity  # noqa: E402
+from foci.backends.triton import tile_tables  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 GRADIENTS = (
@@ -42,8 +42,8 @@ SPILLED = {
     ((3, 9), "document D 64", "pack_queries"): 144,
 }
 LAUNCHED = {
-    backward: (*GRADIENTS, "begin_gradients", "clear_turns", "finish_query_gradient", "add_shares", *TABLES),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
+    backward: (*GRADIENTS, "begin_gradients", "zero_counters", "finish_query_gradient", "reduce_dq_partials", *TABLES),
+    tile_tables: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 
 
@@ -118,8 +118,8 @@ CASES = {
 def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     case = CASES[name]
     found = stand_in(LAUNCHED, 90)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
-    monkeypatch.setattr(backward, "processors_of", lambda device: case.get("processors", 132))
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(backward, "count_sms", lambda device: case.get("processors", 132))
     if case.get("shares"):
         monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 64)
     launch(case)
@@ -128,7 +128,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     wanted |= {"attention_kept_gradient"} if case.get("kept") else set()
     wanted |= {"attention_gradients", "finish_query_gradient"} if case.get("fused") else set()
     wanted |= {"attention_few_gradients"} if case.get("few") else set()
-    wanted |= {"add_shares"} if case.get("shares") else set()
+    wanted |= {"reduce_dq_partials"} if case.get("shares") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
     for one in found:
@@ -205,8 +205,8 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
         for name in LAUNCHED[module]:
             monkeypatch.setattr(module, name, Noted(getattr(module, name), []))
     monkeypatch.setattr(backward, "attention_gradients", Noting(backward.attention_gradients.function, []))
-    monkeypatch.setattr(backward, "processors_of", lambda device: (programs or 10000) + spare)
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    monkeypatch.setattr(backward, "count_sms", lambda device: (programs or 10000) + spare)
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     gradients, operands, out = posed(case)
     gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
     ((grid, args, options),) = found
@@ -230,7 +230,7 @@ def test_tiles_go_round_where_none_are_in_each_others_way():
         asked = replace(posed({})[0].problem, **given)
         found = backward_schedules.fused_schedule(asked)
         assert found.goes_round == expected
-        placed = backward_schedules.placed(found, 132, 132)
+        placed = backward_schedules.place_schedule(found, 132, 132)
         assert (placed.goes_round, placed.sums) == (expected, 1 if expected else found.sums)
 
 
@@ -267,9 +267,9 @@ def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, ch
     notes = []
     for name in (*LAUNCHED[backward],):
         monkeypatch.setattr(backward, name, Noted(getattr(backward, name), notes))
-    for name in LAUNCHED[sparsity]:
-        monkeypatch.setattr(sparsity, name, Noted(getattr(sparsity, name), []))
-    monkeypatch.setattr(sparsity, "_WHOLE", sparsity.Sequences())
+    for name in LAUNCHED[tile_tables]:
+        monkeypatch.setattr(tile_tables, name, Noted(getattr(tile_tables, name), []))
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     gradients, operands, out = posed({"dim": 192, "value_dim": 128, "mask": masks.causal(), "kv_heads": kv_heads})
     gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
     group = 4 // kv_heads

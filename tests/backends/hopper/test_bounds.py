@@ -5,9 +5,9 @@ import torch
 
 import foci
 from foci import masks
-from foci.backends.triton.bounds import bounds_of, within
-from foci.binding import bind
+from foci.backends.triton.mask_intervals import as_comparisons, find_bounds
 from foci.ir.eager import Env, evaluate
+from foci.trace_functions import bind
 
 STARTS = torch.tensor([3, 0, 9, 40])
 LARGE = torch.tensor([2**63 - 1, 2**63 - 1])
@@ -63,7 +63,7 @@ def values(exprs, bound, q, k):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_bounds_keep_what_the_mask_keeps(name):
     bound = bind(None, BOUNDED[name], torch.device("cpu"))
-    found = bounds_of(bound.variant.mask)
+    found = find_bounds(bound.variant.mask)
     assert found is not None
     q, k = torch.arange(31)[:, None], torch.arange(37)
     keep, low, high = values((bound.variant.mask, found.low, found.high), bound, q, k)
@@ -80,17 +80,17 @@ def test_a_mask_within_bounds_is_the_mask(name, side):
     mask = bound.variant.mask
     q, k = torch.arange(31)[:, None], torch.arange(37)
     for is_inside in (True, False):
-        found = within(mask, side, is_inside=is_inside)
+        found = as_comparisons(mask, side, is_inside=is_inside)
         if found is None:
             assert side == "q_idx"
             continue
         keep, same = values((mask, found), bound, q, k)
         assert torch.equal(torch.as_tensor(same).expand(31, 37), keep.expand(31, 37))
-    beyond = within(mask, "kv_idx")
+    beyond = as_comparisons(mask, "kv_idx")
     assert beyond is not None
     assert not torch.as_tensor(values((beyond,), bound, q, k + 37)[0]).any()
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_other_masks_have_none(name):
-    assert bounds_of(bind(None, UNBOUNDED[name], torch.device("cpu")).variant.mask) is None
+    assert find_bounds(bind(None, UNBOUNDED[name], torch.device("cpu")).variant.mask) is None

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-following = pytest.importorskip("foci.backends.hopper.following", reason="needs a Triton with Gluon")
+following = pytest.importorskip("foci.backends.hopper.online_softmax", reason="needs a Triton with Gluon")
 
 LANES = np.arange(32)
 FACTOR = np.float32(0.18)

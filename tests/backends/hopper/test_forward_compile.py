@@ -9,9 +9,9 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.compat.triton import release
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
@@ -20,15 +20,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.compiler.code_generator import CodeGenerator  # noqa: E402
 
-from foci.backends.hopper import interface, kernel  # noqa: E402
-from foci.backends.triton import sparsity  # noqa: E402
+from foci.backends.hopper import gluon_compat, kernel  # noqa: E402
+from foci.backends.triton import tile_tables  # noqa: E402
 from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 # bytes that a release of Triton spills besides: up to so many were seen, on a release not seen yet up to 320 are no failure
 SPARE = {(3, 6): 0, (3, 7): 0, (3, 8): 48, (3, 9): 72}.get(release(), 320)
 LAUNCHED = {
-    kernel: ("attention_forward", "fill_between", "pack_masks", "mark_keys", "cover_keys", "order_tasks", "clear_turns"),
-    sparsity: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
+    kernel: ("attention_forward", "zero_fill_gaps", "pack_masks", "mark_keys", "cover_keys", "order_tasks", "zero_counters"),
+    tile_tables: ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences"),
 }
 DOCUMENTS = torch.arange(2048) // 100
 LONG = torch.arange(8192) // 900
@@ -234,7 +234,7 @@ def test_consumers_functions_are_read_once_for_all_of_them(case, consumer, stand
 def test_without_the_callers_context_consumers_functions_are_read_one_by_one(stand_in, monkeypatch):
     read, inner = [], CodeGenerator.visit_FunctionDef
     monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", lambda self, node: (read.append(node.name), inner(self, node))[1])
-    monkeypatch.setattr(interface, "CallerContext", None)
+    monkeypatch.setattr(gluon_compat, "CallerContext", None)
     found = stand_in(LAUNCHED, 90, is_read_only=True)
     launch({"dim": 64, "length": 4096})
     assert read.count("consume") > 1

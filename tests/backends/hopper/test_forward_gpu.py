@@ -83,7 +83,7 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
-    monkeypatch.setattr(host, "processors_of", lambda device: 5)  # programs of several tasks
+    monkeypatch.setattr(host, "count_sms", lambda device: 5)  # programs of several tasks
     given = CASES[name]
     asked, operands = posed(**{"dim": dim, **given})
     kernel = kernel_of("hopper", asked)
@@ -115,7 +115,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
     }
     monkeypatch.setattr(host, "FEW", 0)
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
-    monkeypatch.setattr(host, "processors_of", lambda device: 5)
+    monkeypatch.setattr(host, "count_sms", lambda device: 5)
     asked, operands = posed(**{"dim": dim, **(masks_of.get(name) or CASES[name])})
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
@@ -137,7 +137,7 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
     found = []
     for programs in (15, 1000):
         processors = programs // schedule_named(schedule).programs
-        monkeypatch.setattr(host, "processors_of", lambda device, n=processors: n)
+        monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
         found.append(kernel_of("hopper", asked).forward(operands))
     halved, alone = found
     check(halved, exact(asked, operands))
@@ -154,7 +154,7 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
     assert host.forward_schedule(asked) == schedules.SLOPE
     found = []
     for processors in (1, 7, 1000):
-        monkeypatch.setattr(host, "processors_of", lambda device, n=processors: n)
+        monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
         found.append(kernel_of("hopper", asked).forward(operands))
     check(found[0], exact(asked, operands))
     for other in found[1:]:

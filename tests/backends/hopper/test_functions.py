@@ -8,8 +8,8 @@ import torch
 
 import foci
 from foci import masks, scores
-from foci.binding import bind
 from foci.ir.eager import Env, evaluate
+from foci.trace_functions import bind
 
 functions = pytest.importorskip("foci.backends.hopper.functions", reason="needs Triton")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -28,7 +28,7 @@ SCORES = {
 @pytest.mark.parametrize("resident", ["q_idx", "kv_idx"])
 def test_exponents_and_slopes_are_those_of_the_score(name, resident):
     bound = bind(SCORES[name], masks.causal(), torch.device("cpu"))
-    made = functions.functions_of(bound.variant, (), half=True, resident=resident)
+    made = functions.build_functions(bound.variant, (), half=True, resident=resident)
     known = {"tl": TRITON, "tanh_half": torch.tanh}
     exec(made.source, known)
     q, k, h, scale = torch.arange(9)[:, None], torch.arange(7)[None, :], torch.tensor(2), 0.3
@@ -49,7 +49,7 @@ def test_a_line_of_queries_is_what_a_score_adds(name):
     """In base 2, for one query and, by what it rises by, for those behind."""
     given = {**SCORES, "farther is more": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k))}[name]
     bound = bind(given, None, torch.device("cpu"))
-    made = functions.functions_of(bound.variant, (), half=True, resident="kv_idx")
+    made = functions.build_functions(bound.variant, (), half=True, resident="kv_idx")
     assert (made.line is None) == (name == "softcap")
     if made.line is None:
         return

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-turns = pytest.importorskip("foci.backends.hopper.backward_turns", reason="needs a Triton with Gluon")
+turns = pytest.importorskip("foci.backends.hopper.dq_semaphore", reason="needs a Triton with Gluon")
 
 C = SimpleNamespace(MODE="all", ROUND=True, TILE_Q=64, TILE_KV=128)
 COUNTS = [*range(1, 10), 16, 31, 64, 65]
@@ -21,8 +21,10 @@ class Tile(int):
 def plain(monkeypatch):
     """The kernel's functions as Python runs them, on numbers."""
     plain = SimpleNamespace(where=lambda on, a, b: a if on else b, minimum=min, maximum=max, int64=int, static_range=range)
-    found = SimpleNamespace(**{name: getattr(turns, name).fn for name in ("query_runs", "nth_tile", "rank_of", "count_of", "tile_at")})
-    for name, value in (("gl", plain), ("count_of", found.count_of), ("tile_at", found.tile_at)):
+    found = SimpleNamespace(
+        **{name: getattr(turns, name).fn for name in ("query_runs", "nth_tile", "dq_rank", "count_query_tiles", "tile_at")}
+    )
+    for name, value in (("gl", plain), ("count_query_tiles", found.count_query_tiles), ("tile_at", found.tile_at)):
         monkeypatch.setattr(turns, name, value)
     return found
 
@@ -41,7 +43,7 @@ def test_all_are_visited_once_and_nothing_waits_in_a_circle(tiles, overhang, pla
         walks = []
         for tile in range(tiles):
             runs = plain.query_runs(None, None, (0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
-            assert plain.count_of(runs) == count
+            assert plain.count_query_tiles(runs) == count
             assert all(n >= 0 for n in runs[2::2])
             found = walk(runs)
             walks.append([visited for visited, _ in found])
@@ -51,7 +53,7 @@ def test_all_are_visited_once_and_nothing_waits_in_a_circle(tiles, overhang, pla
             assert all(masked == (over or q_len < (visited + 1) * C.TILE_Q) for visited, masked in found)
         order = {}
         for visited in range(count):
-            ranks = [plain.rank_of(None, None, 0, tile, visited, q_len, kv_len, C) for tile in range(tiles)]
+            ranks = [plain.dq_rank(None, None, 0, tile, visited, q_len, kv_len, C) for tile in range(tiles)]
             order[visited] = sorted(range(tiles), key=lambda tile, ranks=ranks: ranks[tile])
             assert sorted(ranks) == list(range(tiles))
             assert order[visited] == sorted(range(tiles), key=lambda tile, visited=visited: (walks[tile].index(visited), tile))

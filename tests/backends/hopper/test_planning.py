@@ -13,13 +13,13 @@ from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.backward_schedules import FUSED, few_schedule, few_shares, fused_schedule
-from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of
-from foci.backends.hopper.rates import MEASURED, rates_of
+from foci.backends.hopper.kernel_rates import MEASURED, estimate_rates
+from foci.backends.hopper.problem_class import WORDS_AT_MOST, score_kind
 from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.triton import BACKEND as TRITON
-from foci.binding import bind
 from foci.planner import choose
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target, bucket
+from foci.trace_functions import bind
 
 TABLE = torch.zeros(64, 64)
 H200 = Target("cuda", 90, frozenset({"triton", f"triton-{VERSIONS[0]}"}))
@@ -131,8 +131,8 @@ def test_explain_says_where_gradients_of_scores_are_kept(given, kept):
 # SDPA-10
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_head_dims_are_padded_to_what_products_take(dim):
-    width = schedules.width_of(dim)
-    pieces = schedules.pieces_of(width)
+    width = schedules.padded_width(dim)
+    pieces = schedules.width_pieces(width)
     assert width >= dim
     assert sum(pieces) == width
     assert len(pieces) <= 2
@@ -174,7 +174,7 @@ def test_wide_keys_with_narrow_values_and_a_score_without_a_mask_take_task_after
 def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_program():
     lengths = torch.tensor([5, 0])
     asked = problem(mask=foci.Mask(lambda b, h, q, k: k < lengths[b]), head_dim=192, value_dim=128)
-    assert kind_of(asked) == "full"
+    assert score_kind(asked) == "full"
     assert forward_schedule(asked) is schedules.C2
 
 
@@ -183,8 +183,8 @@ def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained):
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
-    assert kind_of(asked) == kind
-    rates, measured = rates_of(asked), MEASURED.get((width, kind), MEASURED[128, kind])
+    assert score_kind(asked) == kind
+    rates, measured = estimate_rates(asked), MEASURED.get((width, kind), MEASURED[128, kind])
     own = measured.backward.fused if (width, kind) in FUSED else measured.backward.apart
     assert (rates.forward, rates.backward.triton) == (measured.forward, measured.backward.triton)
     # a single kernel's sums of dq take a little over many keys
@@ -202,7 +202,7 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
 def test_dropouts_backward_is_the_single_kernels(kind, width):
     asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
-    assert rates_of(asked).backward.is_ahead
+    assert estimate_rates(asked).backward.is_ahead
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     assert training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
 
@@ -211,7 +211,7 @@ def test_dropouts_backward_is_the_single_kernels(kind, width):
 def test_dropouts_backward_is_tritons_where_several_kernels_take_it(kind, width):
     asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
-    assert not rates_of(asked).backward.is_ahead
+    assert not estimate_rates(asked).backward.is_ahead
     assert BACKEND.note(asked, H200).endswith("so taken from triton")
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     assert not training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
@@ -343,7 +343,7 @@ def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim
     table = torch.zeros(1, 1, 1, dtype=torch.bool).expand(heads, length, length)
     of_pairs = foci.Mask(lambda b, h, q, k: table[h, q, k] & (b >= 0))
     asked = problem(mask=of_pairs, batch=batch, q_heads=heads, kv_heads=heads, q_len=length, kv_len=length, head_dim=dim, value_dim=dim)
-    assert kind_of(asked) == "mask"
+    assert score_kind(asked) == "mask"
     found = forward_schedule(asked)
     tiles = -(-length // found.tile_q) * -(-length // found.tile_kv)
     # four words for each query of a tile, of each batch entry and head
@@ -399,7 +399,7 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expec
     assert (programs, halved) == expected
     # tickets are counted from zero, where there are any to be taken
     schedule = forward_schedule(asked)
-    assert launches.names == (["clear_turns"] if programs < tasks and not schedule.strided else [])
+    assert launches.names == (["zero_counters"] if programs < tasks and not schedule.strided else [])
     assert (tickets is None) == (not schedule.persistent or schedule.strided)
 
 
@@ -509,7 +509,7 @@ def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few)
     assert (few_schedule(asked) is not None) == is_few
     assert ("each program taking all queries of a head" in BACKEND.note(asked, H200)) == is_few
     if is_few:
-        assert rates_of(asked).backward.is_ahead
+        assert estimate_rates(asked).backward.is_ahead
         assert choose(asked, H200).plan.backend == "hopper"
 
 
@@ -582,15 +582,15 @@ def test_dropout_of_few_queries_is_the_other_kernels():
 )
 def test_few_keys_do_not_make_up_for_what_sums_of_dq_cost(kind, length, is_own):
     asked = problem(**KINDS[kind], **NARROW, **TRAINED, batch=16, q_len=length, kv_len=length)
-    assert rates_of(asked).backward.is_ahead == is_own
+    assert estimate_rates(asked).backward.is_ahead == is_own
     # the forward is this backend's all the same
     assert choose(asked, H200).plan.backend == "hopper"
 
 
 def test_long_tiles_of_keys_are_too_few_to_fill_a_device():
     few, many = (problem(**TRAINED, batch=batch, q_len=512, kv_len=512) for batch in (1, 8))
-    assert not rates_of(few).backward.is_ahead
-    assert rates_of(many).backward.is_ahead
+    assert not estimate_rates(few).backward.is_ahead
+    assert estimate_rates(many).backward.is_ahead
 
 
 @pytest.mark.parametrize(
@@ -611,13 +611,13 @@ def test_kernels_are_of_the_lengths_and_heads_they_are_given(first, then):
 
 
 def test_kernels_of_the_backward_are_left_unread_without_gradients():
-    pytest.importorskip("foci.backends.hopper.interface", reason="needs a Triton with Gluon")
+    pytest.importorskip("foci.backends.hopper.gluon_compat", reason="needs a Triton with Gluon")
     code = """
 import sys
 import test_planning as planning
 
 def read():
-    return [name for name in sys.modules if name.startswith("foci.backends.hopper.backward_") and not name.endswith("_schedules")]
+    return [name for name in sys.modules if name.startswith("foci.backends.hopper.bwd_")]
 
 planning.BACKEND.compile(planning.Plan("hopper", planning.problem(), planning.H200))
 assert read() == [], read()

@@ -5,8 +5,8 @@ import torch
 from catching import DEVICE, launched_with, needs_gpu_or_interpreter
 
 import foci
-from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
+from foci.trace_functions import bind
 
 pytestmark = needs_gpu_or_interpreter
 OWNERS = (torch.arange(1000, device=DEVICE) % 7 == 0).cumsum(0) // 40
@@ -36,7 +36,7 @@ def launched(mask, rows=1000, dim=128, kv_heads=2):
 
 
 def walk(args, row, first, count):
-    """Tiles of queries that a tile of keys visits, as `backward_turns.query_runs` says: (tile, whether it is taken as whole)."""
+    """Tiles of queries that a tile of keys visits, as `dq_semaphore.query_runs` says: (tile, whether it is taken as whole)."""
     table, c = args["table"], args["c"]
     counts = table.counts[row].tolist()
     if c.MODE.value == "ranges":

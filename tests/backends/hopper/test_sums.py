@@ -9,8 +9,8 @@ import torch
 from catching import DEVICE, gradients_with, launched_with, needs_gpu_or_interpreter
 
 from foci.backends.hopper import backward_schedules
-from foci.binding import bind
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results
+from foci.trace_functions import bind
 
 pytestmark = needs_gpu_or_interpreter
 LENGTHS, SPANS = [70, 0, 200, 1, 129], [90, 3, 200, 40, 131]

@@ -10,8 +10,8 @@ import torch
 import foci
 from foci import masks
 from foci.backends.contract import Plan
-from foci.binding import bind
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
+from foci.trace_functions import bind
 
 kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
 pytestmark = pytest.mark.skipif(

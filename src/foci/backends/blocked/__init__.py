@@ -15,7 +15,7 @@ from foci.backends.blocked.differentiable import differentiable
 from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
-from foci.backends.paging import Gathered, jagged_plan
+from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import shapeless_weights
 from foci.ir.expr import const
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target

@@ -30,7 +30,7 @@ _derivative = functools.lru_cache(maxsize=1024)(score_derivative)
 def backward(operands: Operands, problem: Problem, results: Results, cotangents: Cotangents) -> Gradients:
     """Gradients of what the problem asks for, in O(Sq + Skv) memory beside them. Sums are in the accumulation type."""
     query, key, value = operands.query, operands.key, operands.value
-    call = _Call(
+    call = _BackwardCall(
         problem=problem,
         operands=operands,
         results=results,
@@ -53,7 +53,7 @@ def backward(operands: Operands, problem: Problem, results: Results, cotangents:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _BackwardCall:
     """A backward call and its results in the making."""
 
     problem: Problem
@@ -76,7 +76,7 @@ class _Call:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _QueryTile:
     """What a tile's queries bring, each [pairs, groups * rows, width]; `delta` is the sum over keys of w * d."""
 
     query: Tensor
@@ -88,7 +88,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class _Columns:
+class _KeyChunk:
     """What a chunk's keys bring, [pairs, Skv, width], and the sums of their gradients."""
 
     key: Tensor
@@ -98,10 +98,10 @@ class _Columns:
     strange: bool
 
 
-def _backward_chunk(call: _Call, scores: Scores, chunk: Chunk) -> None:
+def _backward_chunk(call: _BackwardCall, scores: Scores, chunk: Chunk) -> None:
     operands = call.operands
     keys, values = scores.key_rows(operands.key, chunk), scores.key_rows(operands.value, chunk)
-    columns = _Columns(
+    columns = _KeyChunk(
         keys,
         values,
         torch.zeros(keys.shape, dtype=keys.dtype, device=keys.device) if call.key is not None else None,
@@ -117,12 +117,12 @@ def _backward_chunk(call: _Call, scores: Scores, chunk: Chunk) -> None:
             part.copy_(total.view(part.shape))
 
 
-def _backward_tile(call: _Call, scores: Scores, columns: _Columns, chunk: Chunk, tile: Tile) -> None:
+def _backward_tile(call: _BackwardCall, scores: Scores, columns: _KeyChunk, chunk: Chunk, tile: Tile) -> None:
     operands, cotangents = call.operands, call.cotangents
     lse = scores.query_rows(call.results.lse[..., None], chunk, tile)
     grad_out = scores.query_rows(cotangents.out, chunk, tile)
     delta = (grad_out * scores.query_rows(call.results.out, chunk, tile)).sum(-1, keepdim=True)
-    rows = _Rows(
+    rows = _QueryTile(
         query=scores.query_rows(operands.query, chunk, tile) * operands.scale,
         grad_out=grad_out,
         lse=lse.masked_fill(lse == -torch.inf, torch.inf),  # a row without keys: exp(score - inf) is 0
@@ -146,16 +146,16 @@ def _backward_tile(call: _Call, scores: Scores, columns: _Columns, chunk: Chunk,
         part.copy_(scores.by_head(query_sum.mul_(operands.scale), chunk, tile))
 
 
-def _weights(scores: Scores, rows: _Rows, columns: _Columns, at: tuple[Chunk, Tile, Run]) -> Tensor:
-    return _weights_of(scores.masked(rows.query, columns.key, at), rows)
+def _weights(scores: Scores, rows: _QueryTile, columns: _KeyChunk, at: tuple[Chunk, Tile, Run]) -> Tensor:
+    return _attention_weights(scores.masked(rows.query, columns.key, at), rows)
 
 
-def _weights_of(score: Tensor, rows: _Rows) -> Tensor:
+def _attention_weights(score: Tensor, rows: _QueryTile) -> Tensor:
     # At scores beyond 1e8 rounding alone could lift a score above lse, and its weight to infinity.
     return score.sub_(rows.lse).clamp_(max=0.0).exp_()
 
 
-def _direct(call: _Call, scores: Scores, weights: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
+def _direct(call: _BackwardCall, scores: Scores, weights: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
     """Gradient that reaches the weights by themselves and by their column sums; broadcasts to the shape of the weights."""
     chunk, tile, run = at
     b, h, kv = slice(*chunk.b), slice(*chunk.heads), slice(scores.sequence.kv[0] + run.start, scores.sequence.kv[0] + run.stop)
@@ -167,7 +167,9 @@ def _direct(call: _Call, scores: Scores, weights: Tensor, at: tuple[Chunk, Tile,
     return total.expand(scores.by_head(weights, chunk, tile).shape).reshape(weights.shape)
 
 
-def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], query_sum: Tensor | None, at: tuple[Chunk, Tile, Run]) -> None:
+def _backward_run(
+    call: _BackwardCall, scores: Scores, both: tuple[_QueryTile, _KeyChunk], query_sum: Tensor | None, at: tuple[Chunk, Tile, Run]
+) -> None:
     rows, columns = both
     run, cotangents = at[2], call.cotangents
     more = _expressions(call, scores)
@@ -177,7 +179,7 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
     if run.masked or not scores.is_identity:
         score, values = scores.functions(scores.by_head(raw, *at[:2]), at, more)
     excluded = score.view(raw.shape) == -torch.inf if rows.strange else None
-    weights = _weights_of(score.view(raw.shape), rows)
+    weights = _attention_weights(score.view(raw.shape), rows)
     if excluded is not None:
         weights.masked_fill_(excluded, 0.0)
     if columns.value_sum is not None:
@@ -210,7 +212,7 @@ def _backward_run(call: _Call, scores: Scores, both: tuple[_Rows, _Columns], que
         columns.key_sum[:, run.start : run.stop].baddbmm_(dscore.mT, finite(rows.query) if rows.strange else rows.query)
 
 
-def _expressions(call: _Call, scores: Scores) -> tuple[Expr, ...]:
+def _expressions(call: _BackwardCall, scores: Scores) -> tuple[Expr, ...]:
     """What a tile evaluates beside score and mask: the derivative by the score, and the factors of captured tensors."""
     if scores.is_identity:
         return ()

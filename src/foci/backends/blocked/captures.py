@@ -46,7 +46,7 @@ class Site:
     @functools.cached_property
     def labels(self) -> tuple[int | None, ...] | None:
         """For each index the label it is, or None for one number; None at all where an index is neither."""
-        labels = tuple(_labels_of(index, self.axes) for index in self.indices)
+        labels = tuple(_axis_labels(index, self.axes) for index in self.indices)
         plain = all(not found or index.op in ("var", "axis") for index, found in zip(self.indices, labels, strict=True))
         single = [found[0] for found in labels if len(found) == 1]
         if not plain or len(set(single)) != len(single):
@@ -68,7 +68,7 @@ def _site(derivative: CaptureDerivative) -> Site:
             rest = apply("mul", rest, part) if rest.op != "const" else part
         else:
             factor = apply("mul", factor, part) if factor.op != "const" else part
-    kept = sorted({label for index in derivative.indices for label in _labels_of(index, derivative.axes)})
+    kept = sorted({label for index in derivative.indices for label in _axis_labels(index, derivative.axes)})
     return Site(derivative.slot, derivative.indices, cast(factor, DType.FLOAT), cast(rest, DType.FLOAT), derivative.axes, tuple(kept))
 
 
@@ -80,7 +80,7 @@ def _factors(expr: Expr) -> Iterator[Expr]:
         yield expr
 
 
-def _labels_of(index: Expr, axes: tuple[tuple[int, Expr], ...]) -> tuple[int, ...]:
+def _axis_labels(index: Expr, axes: tuple[tuple[int, Expr], ...]) -> tuple[int, ...]:
     names = index.variables()
     if "score" in names:
         return (*range(_FIRST_AXIS), *(_FIRST_AXIS + i for i in range(len(axes))))
@@ -126,18 +126,18 @@ class CaptureSums:
         if not site.axes:
             dropped = [dim for dim in range(_FIRST_AXIS) if dim not in site.kept]
             total = product.sum(dropped, keepdim=True) if dropped else product
-            self._scatter(scores, site, total, _Place(at, scores.env(at, raw), {}))
+            self._scatter(scores, site, total, _TileSpans(at, scores.env(at, raw), {}))
             return
         plain = scores.env(at, raw)
         extents = [int(extent) for extent in evaluate(tuple(extent for _, extent in site.axes), plain)]
-        step = max(1, _ELEMENTS // (_size_of(site.rest, product) * math.prod(extents[1:])))
+        step = max(1, _ELEMENTS // (_count_elements(site.rest, product) * math.prod(extents[1:])))
         for first in range(0, extents[0], step):
             spans = {_FIRST_AXIS + i: (0, extent) for i, extent in enumerate(extents)}
             spans[_FIRST_AXIS] = (first, min(extents[0], first + step))
             env = _with_axes(plain, site, spans)
-            self._scatter(scores, site, _contract(site, product, env, spans), _Place(at, env, spans))
+            self._scatter(scores, site, _contract(site, product, env, spans), _TileSpans(at, env, spans))
 
-    def _scatter(self, scores: Scores, site: Site, total: Tensor, place: _Place) -> None:
+    def _scatter(self, scores: Scores, site: Site, total: Tensor, place: _TileSpans) -> None:
         """Adds `total`, which has a dimension for each label, 1 for those that are not kept."""
         target = self.sums[site.slot]
         assert target is not None
@@ -161,7 +161,7 @@ class CaptureSums:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _TileSpans:
     """A tile, what evaluates expressions there, and the spans of axes by label."""
 
     at: tuple[Chunk, Tile, Run]
@@ -177,7 +177,7 @@ class _Place:
         return (chunk.b, chunk.heads, (tile.start, tile.stop), (run.start, run.stop))[label]
 
 
-def _size_of(expr: Expr, tile: Tensor) -> int:
+def _count_elements(expr: Expr, tile: Tensor) -> int:
     """Elements of an expression over a tile, not counting axes."""
     names = expr.variables()
     return math.prod(tile.shape[_LABEL[name]] for name in COORDINATES if name in names or "score" in names)

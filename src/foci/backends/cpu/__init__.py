@@ -15,7 +15,7 @@ from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
 from foci.backends.cpu.price import seconds_per_score
 from foci.backends.cpu.source import backward_source, forward_source
-from foci.backends.paging import Gathered, jagged_plan
+from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.ir.emit import UnsupportedOperation
 from foci.ir.expr import Expr
 from foci.problem import Layout, Problem, Target

@@ -362,13 +362,13 @@ def _compile(source: str, directory: Path, compiler: Toolchain) -> bytes:
             raise CompileError(f"the C++ compiler {compiler.path} did not finish: {error}") from error
         if ran.returncode != 0:
             complaint = ran.stderr.strip()[:4000]
-            cause = f"{_cause_of(complaint)}: the C++ compiler {compiler.path} ({compiler.version}) failed on a generated kernel"
+            cause = f"{_find_cause(complaint)}: the C++ compiler {compiler.path} ({compiler.version}) failed on a generated kernel"
             raise CompileError(f"{cause}\n{complaint}\n\nThe generated source:\n{source}")
         content = library.read_bytes()
     return content + hashlib.sha256(content).digest()
 
 
-def _cause_of(complaint: str) -> str:
+def _find_cause(complaint: str) -> str:
     """The line of a compiler's complaint that says what is wrong."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()] or ["no word of what is wrong"]
     return next((line.partition("error:")[2].strip() for line in lines if "error:" in line), lines[-1])[:200]

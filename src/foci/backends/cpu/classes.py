@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from foci.backends.cpu.codegen import INTERVALS
 from foci.backends.cpu.functor import Functor
-from foci.backends.cpu.spelling import INTERVALS
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, variable
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foci.backends.cpu.spelling import COLUMN, ROW, SPAN, VALUES, leaf, scalar_type, vector_type
+from foci.backends.cpu.codegen import COLUMN, ROW, SPAN, VALUES, leaf, scalar_type, vector_type
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
 from foci.ir.ops import apply
@@ -93,7 +93,7 @@ def _key_divisor(index: Expr) -> int:
     return divisor if isinstance(divisor, int) and divisor > 0 and divisor % _WIDEST == 0 else 0
 
 
-def span_of(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
+def find_span(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
     """The span that these indices read, if exactly one of them follows the keys."""
     if any(index.free for index in indices):
         return None
@@ -167,7 +167,7 @@ class Functor:
                 return leaf(COLUMN, number, e.dtype)
             if e.op == "load":
                 assert isinstance(e.value, int)
-                span = span_of(e.value, e.args, e.dtype)
+                span = find_span(e.value, e.args, e.dtype)
                 if span is not None:
                     return self.row_span(e, span)
         return node(e.op, tuple(place(arg) for arg in e.args), e.dtype, e.value)
@@ -254,7 +254,7 @@ def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
     for e in expr.walk():
         if e.op == "load":
             assert isinstance(e.value, int)
-            span = span_of(e.value, e.args, e.dtype)
+            span = find_span(e.value, e.args, e.dtype)
             if span is not None:
                 replaced[e] = leaf(SPAN, len(spans), e.dtype)
                 spans.append(span)

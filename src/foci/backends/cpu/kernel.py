@@ -14,7 +14,7 @@ from torch import Tensor
 from foci import dropout
 from foci.backends.contract import Plan
 from foci.backends.cpu import build
-from foci.backends.cpu.sites import HeadNumbers, partition, sites_of
+from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
@@ -98,7 +98,11 @@ class Arguments:
         """
         o = self.operands
         described = [n for t in (o.query, o.key, o.value, *tensors) for n in _described(t)]
-        pointers = (*(_address_of(kept) for kept in self.kept[:1]), _address_of(gradients), *(_address_of(kept) for kept in self.kept[1:]))
+        pointers = (
+            *(_bytes_address(kept) for kept in self.kept[:1]),
+            _bytes_address(gradients),
+            *(_bytes_address(kept) for kept in self.kept[1:]),
+        )
         keep_scale = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0
         return _LAYOUT.pack(
             *described, *map(_address, rows), *self.sizes, *map(_address, self.offsets), *pointers, _address(o.seed),
@@ -106,7 +110,7 @@ class Arguments:
         )  # fmt: skip
 
 
-def _address_of(content: bytes) -> int:
+def _bytes_address(content: bytes) -> int:
     """Address of the bytes, valid while the object lives."""
     return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
 
@@ -157,7 +161,7 @@ class CpuKernel:
             if tensor is not None and arguments.has_gaps(of_keys=of_keys):
                 tensor.zero_()
         splits = self._splits(arguments)
-        sites = sites_of(problem.variant.score, problem.capture_grads)
+        sites = find_sites(problem.variant.score, problem.capture_grads)
         numbers = HeadNumbers(operands.query.shape[1], operands.ints)
         sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits), numbers)
         rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))

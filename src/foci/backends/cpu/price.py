@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from foci.backends.contract import CaptureFacts
+from foci.backends.cpu.codegen import is_vector
 from foci.backends.cpu.functor import Functor
-from foci.backends.cpu.spelling import is_vector
 from foci.ir.derivative import capture_derivatives
 from foci.ir.expr import DType, Expr, variable
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foci.backends.cpu.functor import Functor, Span, span_of
-from foci.backends.cpu.spelling import VALUES, is_vector
+from foci.backends.cpu.codegen import VALUES, is_vector
+from foci.backends.cpu.functor import Functor, Span, find_span
 from foci.backends.row_gradients import summed_derivatives
 from foci.ir.derivative import CaptureDerivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, variable
 from foci.ir.ops import cast
 
-__all__ = ["HeadNumbers", "Partition", "add_sites", "partition", "sites_of"]
+__all__ = ["HeadNumbers", "Partition", "add_sites", "find_sites", "partition"]
 
 _ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, Run* runs"
 _SMALL = 1 << 22  # bytes of gradients, all copies together, that are not worth a thought
@@ -30,7 +30,7 @@ _BUDGET = 1 << 28  # bytes beyond which groups are joined all the same
 
 
 @functools.lru_cache(maxsize=1024)
-def sites_of(score: Expr, wanted: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
+def find_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
     return tuple(site for site in summed_derivatives(score) if wanted[site.slot])
 
@@ -40,7 +40,7 @@ def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:
     lines: list[str] = ["const vi keys = iota() + kv;"]
     flush: list[str] = []
     for n, site in enumerate(sites):
-        span = None if site.axes else span_of(site.slot, site.indices, DType.FLOAT)
+        span = None if site.axes else find_span(site.slot, site.indices, DType.FLOAT)
         span = None if span is not None and span.divisor else span
         if site.axes:
             lines += _looped(functor, n, site)

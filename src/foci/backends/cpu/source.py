@@ -10,7 +10,7 @@ import torch
 
 from foci.backends.cpu.classes import add_classes, added_loads
 from foci.backends.cpu.functor import ELEMENT_TYPES, Functor
-from foci.backends.cpu.sites import add_sites, sites_of
+from foci.backends.cpu.sites import add_sites, find_sites
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import DType, Expr, const, load, variable
 from foci.ir.ops import apply
@@ -84,7 +84,7 @@ def backward_source(problem: Problem) -> str:
 def _backward_source(problem: Problem) -> str:
     parts = Parts(problem)
     functor = Functor(parts.captures)
-    sites = sites_of(parts.score, problem.capture_grads)
+    sites = find_sites(parts.score, problem.capture_grads)
     slope = score_derivative(parts.score)
     element = "const Call& call, const Row& row, const Col& col"
     functor.function(

@@ -11,13 +11,13 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, widths_of
-from foci.backends.hopper.costs import backward_cost, forward_cost, split_cost, takes_split
-from foci.backends.hopper.rates import Pair, rates_of
-from foci.backends.hopper.schedules import alternatives_of, forward_schedule, in_words, width_of
+from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, padded_widths
+from foci.backends.hopper.kernel_rates import Pair, estimate_rates
+from foci.backends.hopper.perf_model import backward_cost, forward_cost, split_cost, takes_split
+from foci.backends.hopper.schedules import alternative_schedules, describe_width, forward_schedule, padded_width
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
-from foci.backends.triton.schedules import padded
+from foci.backends.triton.schedules import padded_dim
 from foci.compat.triton import TESTED
 from foci.problem import Layout, Problem, Target
 
@@ -72,9 +72,9 @@ class HopperBackend:
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Which kernels, and why."""
-        schedule, rates = forward_schedule(problem), rates_of(problem)
-        widths = width_of(problem.head_dim), width_of(problem.value_dim)
-        others = " or ".join(one.name for one in alternatives_of(problem) if one.name != schedule.name)
+        schedule, rates = forward_schedule(problem), estimate_rates(problem)
+        widths = padded_width(problem.head_dim), padded_width(problem.value_dim)
+        others = " or ".join(one.name for one in alternative_schedules(problem) if one.name != schedule.name)
         unless = f", unless {others} needs less time for the rounds of tasks that the lengths at hand make" if others else ""
         how = f"{schedule.name}, {schedule.why}{unless}{_taken(problem, widths)}"
         said = f"{self_check.note_of(target)}{how}; forward {_compared('measured', rates.forward)}"
@@ -83,7 +83,7 @@ class HopperBackend:
         if takes_split(problem, target):
             said = f"{self_check.note_of(target)}few queries: keys split over programs, the forward taken from triton"
         is_own = rates.backward.is_ahead
-        widths = widths_of(problem) if is_own else (padded(problem.head_dim), padded(problem.value_dim))
+        widths = padded_widths(problem) if is_own else (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
         kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
         few = ", each program taking all queries of a head" if is_own and few_schedule(problem) else ""
@@ -120,7 +120,7 @@ class HopperBackend:
 
 def _taken(problem: Problem, widths: tuple[int, int]) -> str:
     dims = ("D", problem.head_dim, widths[0]), ("Dv", problem.value_dim, widths[1])
-    return "".join(f", {words}" for words in (in_words(*one) for one in dims) if words)
+    return "".join(f", {words}" for words in (describe_width(*one) for one in dims) if words)
 
 
 def _compared(how: str, pair: Pair) -> str:

@@ -17,13 +17,6 @@ from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
-from foci.backends.hopper.arguments import Config, Marked
-from foci.backends.hopper.backward_few import Shares, attention_few_gradients
-from foci.backends.hopper.backward_fused import attention_gradients
-from foci.backends.hopper.backward_kept import Chunk, attention_kept_gradient
-from foci.backends.hopper.backward_keys import attention_key_gradient
-from foci.backends.hopper.backward_queries import attention_query_gradient
-from foci.backends.hopper.backward_ranks import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.backward_schedules import (
     ADDED,
     ADDING,
@@ -44,40 +37,47 @@ from foci.backends.hopper.backward_schedules import (
     kept_heads,
     kept_schedule,
     kept_shape,
-    placed,
-    widths_of,
+    padded_widths,
+    place_schedule,
 )
-from foci.backends.hopper.backward_split import attention_split_gradient
-from foci.backends.hopper.backward_sums import add_shares, begin_gradients, finish_query_gradient
-from foci.backends.hopper.backward_turns import SHARE_LINE, Order, slot_numbers
+from foci.backends.hopper.bwd_dk_dv import attention_key_gradient
+from foci.backends.hopper.bwd_dk_dv_wide import attention_split_gradient
+from foci.backends.hopper.bwd_dq import attention_query_gradient
+from foci.backends.hopper.bwd_dq_dk_dv import attention_gradients
+from foci.backends.hopper.bwd_dq_from_ds import HeadChunk, attention_kept_gradient
+from foci.backends.hopper.bwd_preprocess import begin_gradients, finish_query_gradient, reduce_dq_partials
+from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
+from foci.backends.hopper.config import Config, MaskedTable
 from foci.backends.hopper.descriptors import describe, takes_descriptor
-from foci.backends.hopper.functions import Functions, functions_of
-from foci.backends.hopper.gaps import clear_turns
-from foci.backends.hopper.interface import TensorDescriptor, gl
-from foci.backends.hopper.kinds import WORDS_AT_MOST
-from foci.backends.hopper.layouts import shared
-from foci.backends.hopper.reduction import HAS_ADD
-from foci.backends.hopper.schedules import processors_of
-from foci.backends.hopper.words import pack_queries
+from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
+from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size
+from foci.backends.hopper.functions import KernelFunctions, build_functions
+from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
+from foci.backends.hopper.layouts import smem_layout
+from foci.backends.hopper.mask_bits import pack_queries
+from foci.backends.hopper.problem_class import WORDS_AT_MOST
+from foci.backends.hopper.schedules import count_sms
+from foci.backends.hopper.tma_reduce import HAS_ADD
+from foci.backends.hopper.zero_fill import zero_counters
 from foci.backends.triton import kernel as host
-from foci.backends.triton.arguments import encode
-from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.capture_gradients import capture_gradients, learned_with_queries
+from foci.backends.triton.allocate import gradient_tensors, row_tensors
+from foci.backends.triton.captured_grad import bias_of_query_tiles, capture_gradients
 from foci.backends.triton.compiling import after_launches
-from foci.backends.triton.counts import at_most
-from foci.backends.triton.functions import is_half, lies_of
-from foci.backends.triton.recording import Recorder
+from foci.backends.triton.functions import capture_layouts, is_half
+from foci.backends.triton.kernel_args import encode
+from foci.backends.triton.mask_intervals import find_bounds
+from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.sparsity import Sequences, Visits
-from foci.backends.triton.tensors import gradient_tensors, row_tensors
+from foci.backends.triton.symbolic_tokens import at_most
+from foci.backends.triton.tile_tables import Sequences, TileTable
 from foci.ir.expr import const
 from foci.problem import Operands
 
 __all__ = ["HopperGradients"]
 
 
-_ranks: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
-_words: Final[weakref.WeakKeyDictionary[Visits, Tensor]] = weakref.WeakKeyDictionary()
+_ranks: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
+_words: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to."""
 _LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -135,10 +135,10 @@ class HopperGradients(host.TritonKernel):
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = is_prefix(self.problem)
-        self.is_bounded_by_key = formula.block_size is None and bounds_of(mask, "q_idx") is not None
+        self.is_bounded_by_key = formula.block_size is None and find_bounds(mask, "q_idx") is not None
         self.few = few_schedule(self.problem)
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
-        self.widths = widths_of(self.problem)
+        self.widths = padded_widths(self.problem)
         self.kept = kept_schedule(self.problem)
         self.splits = max(self.widths) > 128 and self.widths not in WHOLE
         self._tasks = host.TritonKernel(_without_mask(plan))
@@ -147,7 +147,7 @@ class HopperGradients(host.TritonKernel):
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel()) or (self.learns and learned_with_queries(self, operands)):
+        if not (query.numel() and key.numel() and value.numel()) or (self.learns and bias_of_query_tiles(self, operands)):
             return super()._backward(operands, given, sequences, recorder, flow)
         if p.formula.dropout and (self.fused is None or not all(self.wanted)):
             # the other kernels here know no dropout
@@ -231,7 +231,7 @@ class HopperGradients(host.TritonKernel):
         if programs > 1:
             shape = (batch * heads * programs, 128, self.widths[0])
             sums = call.recorder.empty(shape, (shape[1] * shape[2], shape[2], 1), torch.float32, streams.query)
-            shares = Shares(sums, encode(programs), encode(tiles))
+            shares = SplitKVPartials(sums, encode(programs), encode(tiles))
         call.recorder.launch(
             attention_few_gradients, (batch * heads * programs,),
             *(of(t, 64) for t in streams[:4]), *rows, of(dq, 64) if shares is None else None, of(dk, 64), of(dv, 64), shares, size,
@@ -239,7 +239,7 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
         if shares is not None:
             call.recorder.launch(
-                add_shares, (batch * heads, -(-call.rows * self.widths[0] // ADDED)),
+                reduce_dq_partials, (batch * heads, -(-call.rows * self.widths[0] // ADDED)),
                 shares.sums, dq, call.strides.dq, size, shares.count, call.operands.scale, config, call.unit, ADDED, 8,
                 num_warps=4, maxnreg=ADDING,
             )  # fmt: skip
@@ -264,17 +264,17 @@ class HopperGradients(host.TritonKernel):
         by_key = self._split if self.splits else self._keys
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
-            by_key(call, streams, grads, found, kept, Chunk(encode(first), encode(count), tiles))
+            by_key(call, streams, grads, found, kept, HeadChunk(encode(first), encode(count), tiles))
             call.recorder.launch(
                 attention_kept_gradient, (count * group * tasks,),
                 _map(kept, cut.tile_kv, 64), of(streams.key, cut.tile_kv), of(dq, 64),
-                self.size(call, heads, tasks), Chunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
+                self.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
                 config, num_warps=4,
             )  # fmt: skip
 
     def _keys(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: Visits, kept: Tensor | None = None,
-        chunk: Chunk | None = None,
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable, kept: Tensor | None = None,
+        chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
         """dk and dv, of all heads or of a chunk, whose gradients of scores are then left in `kept`."""
         cut, operands, of = KEYS[max(self.widths)], call.operands, streams.of
@@ -292,8 +292,8 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
 
     def _split(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: Visits, kept: Tensor | None = None,
-        chunk: Chunk | None = None,
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable, kept: Tensor | None = None,
+        chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
         """The same of wide heads."""
         operands, of = call.operands, streams.of
@@ -313,13 +313,13 @@ class HopperGradients(host.TritonKernel):
         operands, (batch, heads) = call.operands, query.shape[:2]
         if schedule.goes_round:
             programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
-            schedule = placed(schedule, programs, processors_of(query.device))
+            schedule = place_schedule(schedule, programs, count_sms(query.device))
         by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
         # a sequence begins anew in a tile
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
         turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
-        rows = slot_numbers.fn(schedule.cut.tile_q, self.widths[0]) // SHARE_LINE.value
+        rows = slot_size.fn(schedule.cut.tile_q, self.widths[0]) // SHARE_LINE.value
         added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
         return _Sums(schedule, slots, count, turns, added)
 
@@ -338,11 +338,11 @@ class HopperGradients(host.TritonKernel):
         has_words, is_line = words is not None, functions.line is not None
         config = self._cut_config(call, cut, found.mode, schedule, has_words=has_words, is_line=is_line)
         recorder.launch(
-            attention_gradients, (at_most(batch * kv_heads * by_key.tasks, processors_of(streams.query.device)),),
+            attention_gradients, (at_most(batch * kv_heads * by_key.tasks, count_sms(streams.query.device)),),
             of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
             *streams.rows_of(cut.tile_q), _slots(added, total),
             *(None if t is None else of(t, 64) for t in grads[1:]),
-            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, Marked(*found.table, words),
+            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*found.table, words),
             operands.scale, call.numbers, call.environment, config,
             functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
@@ -354,7 +354,7 @@ class HopperGradients(host.TritonKernel):
             operands.scale, config, call.unit, columns, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
 
-    def _ranked(self, call: host.Pass, found: Visits, cut: Cut, tasks: int) -> Tensor | None:
+    def _ranked(self, call: host.Pass, found: TileTable, cut: Cut, tasks: int) -> Tensor | None:
         """Ranks of the tiles of keys of a table, which are found once; packed, in each pass, as lengths change."""
         counts, lists = found.table.counts, found.table.lists
         if counts is None:
@@ -370,7 +370,7 @@ class HopperGradients(host.TritonKernel):
             ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
             recorder = Recorder((), None)  # by itself: a pass reads what it made
             if lists is not None:
-                recorder.launch(clear_turns, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
+                recorder.launch(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
             config = self._cut_config(call, cut, found.mode)
             recorder.launch(mark_tiles, (rows,), ranks, found.table, config, 128, num_warps=1)
             recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, found.table, encode(tasks), 128, num_warps=4)
@@ -378,7 +378,7 @@ class HopperGradients(host.TritonKernel):
         call.recorder.keep((ranks,))
         return ranks
 
-    def _query_words(self, call: host.Pass, found: Visits, cut: Cut, by_key: Visits) -> Tensor | None:
+    def _query_words(self, call: host.Pass, found: TileTable, cut: Cut, by_key: TileTable) -> Tensor | None:
         """Words of a table's partial tiles, which are found once; None where ends of runs say what is kept, or the mask itself."""
         counts, dtype = found.table.counts, torch.int16 if cut.tile_q == 64 else torch.int32
         if counts is None or self.is_bounded_by_key:
@@ -398,12 +398,12 @@ class HopperGradients(host.TritonKernel):
         call.recorder.keep((words,))
         return words
 
-    def _found(self, call: host.Pass, cut: Cut, side: str) -> Visits:
+    def _found(self, call: host.Pass, cut: Cut, side: str) -> TileTable:
         """As the Triton backend finds them: masks of any kind by classes of tiles."""
         return host.TritonKernel.visits(self, call, cut.tiles, side)
 
-    def _functions(self, operands: Operands, resident: str) -> Functions:
-        return functions_of(self.variant, lies_of(operands.captures), half=is_half(self.problem.dtype), resident=resident)
+    def _functions(self, operands: Operands, resident: str) -> KernelFunctions:
+        return build_functions(self.variant, capture_layouts(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
     def _cut_config(
         self, call: host.Pass, cut: Cut, mode: str, whole: Fused | None = None, *, has_words: bool = False, is_line: bool = False
@@ -433,7 +433,7 @@ def _without_mask(plan: Plan) -> Plan:
 
 def _map(kept: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of tiles of gradients of scores."""
-    return TensorDescriptor(kept, list(kept.shape), list(kept.stride()), [1, 1, rows, columns], shared.fn(rows, columns, 4))
+    return TensorDescriptor(kept, list(kept.shape), list(kept.stride()), [1, 1, rows, columns], smem_layout.fn(rows, columns, 4))
 
 
 def _slots(added: Tensor, total: int) -> TensorDescriptor:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.kinds import kind_of
-from foci.backends.hopper.schedules import PROCESSORS, width_of
-from foci.backends.triton.bounds import bounds_of
+from foci.backends.hopper.problem_class import score_kind
+from foci.backends.hopper.schedules import DEFAULT_SMS, padded_width
+from foci.backends.triton.mask_intervals import find_bounds
 from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.schedules import padded, tile_bytes
+from foci.backends.triton.schedules import padded_dim, tile_bytes
 from foci.problem import Layout, Problem
 
 __all__ = [
@@ -34,8 +34,8 @@ __all__ = [
     "kept_heads",
     "kept_schedule",
     "kept_shape",
-    "placed",
-    "widths_of",
+    "padded_widths",
+    "place_schedule",
 ]
 
 
@@ -58,8 +58,8 @@ class Fused:
     """How one kernel computes all gradients.
 
     `together`: query heads whose tiles of keys come together, so that their sums stay in the cache. `sums`: float32 sums of dq, to which
-    tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `arguments.Config`.
-    `goes_round`: whether, where all programs run at once (`placed`), tiles of keys begin apart and add to one sum (`backward_turns`).
+    tiles of keys add in turn: with more of them fewer wait for each other, and more is read and written. `defers`: see `config.Config`.
+    `goes_round`: whether, where all programs run at once (`place_schedule`), key tiles begin apart and add to one sum (`dq_semaphore`).
     """
 
     cut: Cut
@@ -87,7 +87,7 @@ KEYS: Final = {
 WHOLE: Final = frozenset({(192, 128)})
 """Padded head dims over 128 of which a warpgroup sums dk and dv of 64 keys: measured to be faster than to split them."""
 KEPT: Final = {**dict.fromkeys((160, 192), Cut(128, 64, 4)), 256: Cut(128, 64, 3)}
-"""How dq's product of gradients of scores that are kept is cut up, see `backward_kept`, by the wider of the padded head dims."""
+"""How dq's product of gradients of scores that are kept is cut up, see `bwd_dq_from_ds`, by the wider of the padded head dims."""
 KEPT_AT_MOST: Final = 528 << 20
 """Bytes of gradients of scores that are kept at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 KEPT_PROGRAMS: Final = 256
@@ -117,10 +117,10 @@ FUSED: Final[dict[tuple[int, str], tuple[Cut, bool]]] = {
     (128, "added"): (_WIDE, True),
     (128, "score"): (_WIDE, True),
 }
-"""As measured on an H200 (`foci.backends.hopper.rates`)."""
-_SUMS_BYTES: Final = PROCESSORS << 17
+"""As measured on an H200 (`foci.backends.hopper.kernel_rates`)."""
+_SUMS_BYTES: Final = DEFAULT_SMS << 17
 """Of the sums of heads that come together: what the second cache holds beside all that streams by, and twice as much at a pinch."""
-_TOGETHER: Final = {64: PROCESSORS, 128: 48}
+_TOGETHER: Final = {64: DEFAULT_SMS, 128: 48}
 """Most heads that come together, by padded head dim: with as many as there are multiprocessors none waits for another."""
 _FEW_HEADS: Final = 16
 """Up to how many heads in all, batch entries included, there are too few for tiles of one to begin after each other."""
@@ -138,17 +138,17 @@ once, and that few heads have programs for every multiprocessor."""
 FINISHED: Final = 32
 """Columns of 64 rows that a program of `finish_query_gradient` writes, likewise; fewer where a head dim has no whole number of them."""
 ADDED: Final = 1024
-"""Numbers of dq that a program of `add_shares` writes, of eight shares at a time."""
+"""Numbers of dq that a program of `reduce_dq_shares` writes, of eight shares at a time."""
 ADDING: Final = 128
 """Most registers of a thread of it."""
 REGISTERS: Final = 64
 """Most of a thread of the kernels before and after: told none, the assembler makes do with so few that loads wait for each other."""
 
 
-def widths_of(problem: Problem) -> tuple[int, int]:
+def padded_widths(problem: Problem) -> tuple[int, int]:
     """What head dims are padded to: narrow ones to the same where a kernel may then take the problem whole."""
-    widths = width_of(problem.head_dim), width_of(problem.value_dim)
-    is_alike = padded(widths[0]) == padded(widths[1]) <= 128
+    widths = padded_width(problem.head_dim), padded_width(problem.value_dim)
+    is_alike = padded_dim(widths[0]) == padded_dim(widths[1]) <= 128
     return (max(widths), max(widths)) if is_alike else widths
 
 
@@ -161,7 +161,7 @@ def few_schedule(problem: Problem) -> Cut | None:
     is_small = problem.q_len <= 128 and problem.q_heads == problem.kv_heads
     if not is_small or not all((problem.query_grad, problem.key_grad, problem.value_grad)):
         return None
-    widths = widths_of(problem)
+    widths = padded_widths(problem)
     found, heads = FEW_QUERIES.get(widths[0]), problem.batch * problem.q_heads
     if found is None or widths[0] != widths[1]:
         return None
@@ -175,7 +175,7 @@ def few_shares(heads: int, keys: int, tile: int) -> tuple[int, int]:
     `heads`: all batch entries together. `tile`: keys of one.
     """
     tiles = -(-keys // tile)
-    share = -(-tiles // max(1, min(PROCESSORS // heads, keys // KEYS_OF_A_SHARE)))
+    share = -(-tiles // max(1, min(DEFAULT_SMS // heads, keys // KEYS_OF_A_SHARE)))
     return share, -(-tiles // share)
 
 
@@ -184,11 +184,11 @@ def kept_schedule(problem: Problem) -> Cut | None:
     formula, wanted = problem.formula, (problem.query_grad, problem.key_grad, problem.value_grad)
     if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or not all(wanted):
         return None
-    return KEPT.get(max(widths_of(problem)))
+    return KEPT.get(max(padded_widths(problem)))
 
 
 def kept_shape(q_len: int, kv_len: int, *, is_causal: bool) -> tuple[int, int]:
-    """(rows, columns) of a head's gradients of scores as they are kept: of keys and queries, see `backward_kept`."""
+    """(rows, columns) of a head's gradients of scores as they are kept: of keys and queries, see `bwd_dq_from_ds`."""
     queries, keys = -(-q_len // 128), -(-kv_len // 128)
     return 128 * (min(keys, queries // 2 + 1) if is_causal else keys), 128 * queries
 
@@ -214,11 +214,11 @@ def is_prefix(problem: Problem) -> bool:
 
 def fused_schedule(problem: Problem) -> Fused | None:
     """How one kernel takes a problem, or None where several do."""
-    formula, variant, kind = problem.formula, problem.variant, kind_of(problem)
-    if formula.block_size is not None or padded(problem.value_dim) != padded(problem.head_dim):
+    formula, variant, kind = problem.formula, problem.variant, score_kind(problem)
+    if formula.block_size is not None or padded_dim(problem.value_dim) != padded_dim(problem.head_dim):
         return None
-    width = max(64, padded(problem.head_dim))
-    if formula.layout is not Layout.DENSE and not is_prefix(problem) and bounds_of(variant.mask, "q_idx") is None:
+    width = max(64, padded_dim(problem.head_dim))
+    if formula.layout is not Layout.DENSE and not is_prefix(problem) and find_bounds(variant.mask, "q_idx") is None:
         return None
     found, group = FUSED.get((width, kind)), problem.q_heads // problem.kv_heads
     if kind == "score" and formula.dropout:
@@ -232,7 +232,7 @@ def fused_schedule(problem: Problem) -> Fused | None:
     return Fused(cut, together, sums, defers and (width == 128 or problem.kv_len > _SOON), _is_round(problem, width, tiles))
 
 
-def placed(schedule: Fused, programs: int, processors: int) -> Fused:
+def place_schedule(schedule: Fused, programs: int, processors: int) -> Fused:
     """The schedule for so many tiles of keys: these go round only where all can run at once, a program on a multiprocessor."""
     if not schedule.goes_round:
         return schedule
@@ -277,5 +277,5 @@ def _side_by_side(problem: Problem, tiles: int) -> int:
     `tiles` of queries, among which they spread. One where these are as many as tiles of keys."""
     if not _is_unmasked(problem) or problem.kv_len <= 128 * tiles:
         return 1
-    at_once = 2 * PROCESSORS // (problem.batch * problem.q_heads * tiles)
+    at_once = 2 * DEFAULT_SMS // (problem.batch * problem.q_heads * tiles)
     return min(_MOST_SUMS, 1 << max(at_once, 1).bit_length() - 1)

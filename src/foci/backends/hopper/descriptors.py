@@ -1,7 +1,7 @@
 """Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows.
 
-Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.streams.packed_dims`. `tiles.copy_pieces_in` and
-`tiles.copy_pieces_out` make the coordinates for both.
+Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.streams.packed_dims`. `smem.load_pieces` and
+`smem.store_pieces` make the coordinates for both.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.backends.hopper.interface import TensorDescriptor
-from foci.backends.hopper.layouts import shared, unit
-from foci.backends.triton.schedules import padded
-from foci.backends.triton.streams import packed_dims
+from foci.backends.hopper.gluon_compat import TensorDescriptor
+from foci.backends.hopper.layouts import smem_layout, tma_columns
+from foci.backends.triton.schedules import padded_dim
+from foci.backends.triton.tensor_descriptors import packed_dims
 
 __all__ = ["describe", "takes_descriptor"]
 
@@ -33,7 +33,7 @@ def describe(tensor: Tensor, rows: int, width: int = 0, *, ragged: bool) -> Tens
     """A descriptor of tiles [rows, width] of a [B, H, S, D] tensor, or of packed sequences [1, H, T, D] when `ragged`.
 
     `width`: of the tile, at least D; by default D padded to a power of two."""
-    columns = unit.fn(width or padded(tensor.shape[-1]))
+    columns = tma_columns.fn(width or padded_dim(tensor.shape[-1]))
     return TensorDescriptor(tensor, *_geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, rows, columns, ragged))
 
 
@@ -43,5 +43,5 @@ def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
     step = 16 // dtype.itemsize
     b, h, s = (stride if n > 1 else step for stride, n in zip(strides[:-1], shape[:-1], strict=True))
     if ragged:
-        return *packed_dims(shape[1], shape[3], (h, s)), [1, 1, 1, rows, width], shared.fn(rows, width, 5)
-    return list(shape), [b, h, s, 1], [1, 1, rows, width], shared.fn(rows, width, 4)
+        return *packed_dims(shape[1], shape[3], (h, s)), [1, 1, 1, rows, width], smem_layout.fn(rows, width, 5)
+    return list(shape), [b, h, s, 1], [1, 1, rows, width], smem_layout.fn(rows, width, 4)

@@ -2,7 +2,7 @@
 """Forward: a producer warp copies tiles, consumer warpgroups of 64 rows each multiply them and keep an online softmax.
 
 Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3" (2024). Each stage of keys and of values has one barrier for
-"filled" and one for "free" (`foci.backends.hopper.signals`).
+"filled" and one for "free" (`foci.backends.hopper.barriers`).
 
 Overlapped consumers multiply scores of a tile while they finish the one before (C2, two of them, 240 registers a thread);
 the others do one thing after the other and leave the overlap to a third warpgroup (N3, 160 registers a thread), to another program on the
@@ -10,12 +10,20 @@ multiprocessor (N2, two of them, 104 registers a thread), or, where tasks are sh
 
 A program has one task, a tile of queries of a head. Persistent programs take one after another, the next that none has taken
 or every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys,
-while consumers finish the one before; its producer posts where it is (`foci.backends.hopper.posts`).
+while consumers finish the one before; its producer posts where it is (`foci.backends.hopper.task_queue`).
 """
 
-from foci.backends.hopper.dropping import dropped, drops_of, odds_of
-from foci.backends.hopper.following import nothing, reference_of, rescales
-from foci.backends.hopper.interface import (
+from foci.backends.hopper.barriers import (
+    drain_barriers,
+    launch_dependents,
+    release_query_tile,
+    release_stage,
+    wait_kernel_before,
+    wait_query_tile,
+    wait_stage,
+)
+from foci.backends.hopper.dropout import apply_dropout, drop_bits, load_dropout_params
+from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
@@ -25,41 +33,61 @@ from foci.backends.hopper.interface import (
     tma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.layouts import operand, pieces, product, unit
-from foci.backends.hopper.masking import BOTH, LOWER, ROWS, SOME, UPPER, WHOLE, along_line, marks_of, scores_of
-from foci.backends.hopper.posts import POSTS, answer, ask, post, post_end, posted_head, posts_of, reset, take, task_of
-from foci.backends.hopper.products import begin_scores, begin_sums, finish_sums, no_sums
-from foci.backends.hopper.signals import (
-    await_free,
-    await_free_queries,
-    await_kernel_before,
-    await_last,
-    free,
-    free_queries,
-    let_kernel_behind_begin,
+from foci.backends.hopper.layouts import mma_layout, operand_layout, pieces, tma_columns
+from foci.backends.hopper.masking import BOTH, LOWER, ROWS, SOME, UPPER, WHOLE, affine_terms, load_tile_bits, tile_scores
+from foci.backends.hopper.mma import begin_pv, begin_scores, wait_accumulators, zero_accumulators
+from foci.backends.hopper.online_softmax import init_row_state, rescales_acc, row_max_of_state
+from foci.backends.hopper.smem import (
+    allocate_tiles,
+    first_key,
+    load_pieces,
+    make_barriers,
+    sequence_span,
+    step_to_tile,
+    store_pieces,
+    tile_pieces,
 )
-from foci.backends.hopper.softmax import by_rows, by_thread, packed, rescaled, rounded_here, unpacked, weights_of
-from foci.backends.hopper.tasks import find_task, plan
-from foci.backends.hopper.tiles import barriers, begin_of, buffers_of, copy_pieces_in, copy_pieces_out, nth, span_of, step
-from foci.backends.triton.tiles import LN2, LOG2E, number
+from foci.backends.hopper.softmax import (
+    by_thread,
+    pack_weights,
+    rescale_acc,
+    round_weights_in_place,
+    scale_rows,
+    softmax_tile,
+    unpack_weights,
+)
+from foci.backends.hopper.task_queue import (
+    POSTS,
+    allocate_slots,
+    broadcast_ticket,
+    decode_ticket,
+    fetch_ticket,
+    pop_task,
+    push_end,
+    push_task,
+    pushed_head,
+    reset_counter,
+)
+from foci.backends.hopper.tile_scheduler import find_task, plan_tiles
+from foci.backends.triton.tiles import LN2, LOG2E, decode
 
 
 @gluon.jit
-def multiply_keys(q, keys, stage, tile, at, env, c, score: gl.constexpr):
+def begin_qk(q, keys, stage, tile, at, env, c, score: gl.constexpr):
     """Begins q . k of a stage, on top of what a line adds."""
     if c.LINE:
-        raw = along_line(tile, at, env, c, score)
+        raw = affine_terms(tile, at, env, c, score)
     else:
-        raw = gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV))
-    return begin_scores(q, nth(keys, stage), raw, c.LINE)
+        raw = gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV))
+    return begin_scores(q, tile_pieces(keys, stage), raw, c.LINE)
 
 
 @gluon.jit
-def held(tile, c):
+def queries_in_registers(tile, c):
     """The pieces of a tile of queries, in registers as a product takes them: shared memory is then read for keys alone."""
     parts = ()
     for i in gl.static_range(len(tile)):
-        parts = parts + (tile[i].load(operand(c.TILE_KV)),)
+        parts = parts + (tile[i].load(operand_layout(c.TILE_KV)),)
     # copies that come over what was read
     fence_async_shared()
     return parts
@@ -69,18 +97,18 @@ def held(tile, c):
 def writes_over(width, out_width, is_persistent):
     """Whether a consumer writes its rows of the result where its queries were: wide heads leave no room, and a single task needs none."""
     fits = pieces(width)[: len(pieces(out_width))] == pieces(out_width)
-    return fits and min(64, unit(width)) == min(64, unit(out_width)) and (width > 128 or not is_persistent)
+    return fits and min(64, tma_columns(width)) == min(64, tma_columns(out_width)) and (width > 128 or not is_persistent)
 
 
 @gluon.jit
 def release_queries(q_free, me, now, c):
     """After the last product with them, those of the next task may come, unless the result is to be there first, or registers held them."""
     if c.PERSISTENT and not c.HELD and not writes_over(c.D_PAD, c.DV_PAD, True):
-        free_queries(q_free, me, now, c)
+        release_query_tile(q_free, me, now, c)
 
 
 @gluon.jit
-def fold_in_turn(
+def accumulate_in_turn(
     me, acc, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -90,28 +118,28 @@ def fold_in_turn(
     for i in range(low, high):
         stage = (base + i) % c.STAGES
         phase = ((base + i) // c.STAGES) & 1
-        tile = step(table, run, i, c)
-        marks = marks_of(table, run, i, at, c, MASKED)
+        tile = step_to_tile(table, run, i, c)
+        marks = load_tile_bits(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), phase)
-        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
-        drops = drops_of(tile, at, odds, c)
+        raw = begin_qk(q, keys, stage, tile, at, env, c, score)
+        drops = drop_bits(tile, at, odds, c)
         raw = warpgroup_mma_wait(0, deps=[raw])
-        free(k_free, stage, c, 0)
+        release_stage(k_free, stage, c, 0)
         release_queries(q_free, me, i == end - 1, c)
-        x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
-        p, acc, alpha, kept, total = weights_of(x, acc, kept, total, at[7], c)
-        if not rescales(acc, c.TILE_KV):
-            acc = rescaled(acc, alpha)
+        x = tile_scores(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
+        p, acc, alpha, kept, total = softmax_tile(x, acc, kept, total, at[7], c)
+        if not rescales_acc(acc, c.TILE_KV):
+            acc = rescale_acc(acc, alpha)
         # before the wait: between exponentials
-        p = rounded_here(dropped(p, drops, c), keys[0].dtype, c)
+        p = round_weights_in_place(apply_dropout(p, drops, c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), phase)
-        acc = finish_sums(begin_sums(p, nth(values, stage), acc))
-        free(v_free, stage, c, 1)
+        acc = wait_accumulators(begin_pv(p, tile_pieces(values, stage), acc))
+        release_stage(v_free, stage, c, 1)
     return acc, kept, total
 
 
 @gluon.jit
-def fold_overlapped(
+def accumulate_overlapped(
     me, acc, p, kept, total, q, q_free, bars, at, cuts, low, high, run, table, odds, env, c,
     score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -124,102 +152,102 @@ def fold_overlapped(
     for i in range(low, high):
         stage = (base + i) % c.STAGES
         before = (base + i - 1) % c.STAGES
-        tile = step(table, run, i, c)
-        marks = marks_of(table, run, i, at, c, MASKED)
+        tile = step_to_tile(table, run, i, c)
+        marks = load_tile_bits(table, run, i, at, c, MASKED)
         mbarrier.wait(k_full.index(stage), ((base + i) // c.STAGES) & 1)
-        raw = multiply_keys(q, keys, stage, tile, at, env, c, score)
-        acc = begin_sums(unpacked(p, keys[0].dtype), nth(values, before), acc)
-        drops = drops_of(tile, at, odds, c)
+        raw = begin_qk(q, keys, stage, tile, at, env, c, score)
+        acc = begin_pv(unpack_weights(p, keys[0].dtype), tile_pieces(values, before), acc)
+        drops = drop_bits(tile, at, odds, c)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
-        free(k_free, stage, c, 0)
+        release_stage(k_free, stage, c, 0)
         release_queries(q_free, me, i == end - 1, c)
-        x = scores_of(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
-        weights, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
-        weights = dropped(weights, drops, c)
+        x = tile_scores(raw, tile, marks, (i < first) | (i >= second), at, env, c, score, mask, MASKED)
+        weights, none, alpha, kept, total = softmax_tile(x, (), kept, total, at[7], c)
+        weights = apply_dropout(weights, drops, c)
         if c.EARLY:
-            weights = packed(weights, keys[0].dtype, c, PURE=False)
+            weights = pack_weights(weights, keys[0].dtype, c, PURE=False)
         # the branches of this wait keep the exponentials before that for the product: else ptxas moves them behind it
         mbarrier.wait(v_full.index(stage), ((base + i) // c.STAGES) & 1)
-        acc = finish_sums(acc)
-        free(v_free, before, c, 1)
-        acc = rescaled(acc, alpha)
+        acc = wait_accumulators(acc)
+        release_stage(v_free, before, c, 1)
+        acc = rescale_acc(acc, alpha)
         if c.EARLY:
             p = weights
         else:
-            p = packed(weights, keys[0].dtype, c)
+            p = pack_weights(weights, keys[0].dtype, c)
     return acc, p, kept, total
 
 
 @gluon.jit
-def pass_over(bars, low, high, c):
+def skip_tiles(bars, low, high, c):
     """Lets tiles go by that no row of this consumer attends to."""
     keys, values, k_full, k_free, v_full, v_free, base = bars
     for i in range(low, high):
         stage = (base + i) % c.STAGES
         phase = ((base + i) // c.STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        free(k_free, stage, c, 0)
+        release_stage(k_free, stage, c, 0)
         mbarrier.wait(v_full.index(stage), phase)
-        free(v_free, stage, c, 1)
+        release_stage(v_free, stage, c, 1)
 
 
 @gluon.jit
-def fold(me, acc, kept, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
+def accumulate_tiles(me, acc, kept, total, q, q_free, bars, at, cuts, run, table, odds, env, c, score: gl.constexpr, mask: gl.constexpr):
     """Folds a consumer's tiles: partial ones up to `first`, full ones up to `second`, partial ones again; others pass."""
     start, first, second, end, count, narrow = cuts
-    pass_over(bars, 0, start, c)
+    skip_tiles(bars, 0, start, c)
     if not c.OVERLAPPED:
         if c.JOINED:
-            acc, kept, total = fold_in_turn(
+            acc, kept, total = accumulate_in_turn(
                 me, acc, kept, total, q, q_free, bars, at, cuts, start, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
-            acc, kept, total = fold_in_turn(
+            acc, kept, total = accumulate_in_turn(
                 me, acc, kept, total, q, q_free, bars, at, cuts, start, first, run, table, odds, env, c, score, mask, UPPER
             )
-            acc, kept, total = fold_in_turn(
+            acc, kept, total = accumulate_in_turn(
                 me, acc, kept, total, q, q_free, bars, at, cuts, first, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
-                acc, kept, total = fold_in_turn(
+                acc, kept, total = accumulate_in_turn(
                     me, acc, kept, total, q, q_free, bars, at, cuts, second, end, run, table, odds, env, c, score, mask, LOWER
                 )
     elif end > start:
         keys, values, k_full, k_free, v_full, v_free, base = bars
-        tile = step(table, run, start, c)
-        marks = marks_of(table, run, start, at, c, BOTH)
+        tile = step_to_tile(table, run, start, c)
+        marks = load_tile_bits(table, run, start, at, c, BOTH)
         stage = (base + start) % c.STAGES
         mbarrier.wait(k_full.index(stage), ((base + start) // c.STAGES) & 1)
-        raw = warpgroup_mma_wait(0, deps=[multiply_keys(q, keys, stage, tile, at, env, c, score)])
-        free(k_free, stage, c, 0)
+        raw = warpgroup_mma_wait(0, deps=[begin_qk(q, keys, stage, tile, at, env, c, score)])
+        release_stage(k_free, stage, c, 0)
         release_queries(q_free, me, start == end - 1, c)
         # a full tile may be treated as a partial one
-        x = scores_of(raw, tile, marks, True, at, env, c, score, mask, BOTH)
-        p, none, alpha, kept, total = weights_of(x, (), kept, total, at[7], c)
-        p = packed(dropped(p, drops_of(tile, at, odds, c), c), keys[0].dtype, c)
+        x = tile_scores(raw, tile, marks, True, at, env, c, score, mask, BOTH)
+        p, none, alpha, kept, total = softmax_tile(x, (), kept, total, at[7], c)
+        p = pack_weights(apply_dropout(p, drop_bits(tile, at, odds, c), c), keys[0].dtype, c)
         mbarrier.wait(v_full.index(stage), ((base + start) // c.STAGES) & 1)
         next = start + 1
         if c.JOINED:
-            acc, p, kept, total = fold_overlapped(
+            acc, p, kept, total = accumulate_overlapped(
                 me, acc, p, kept, total, q, q_free, bars, at, cuts, next, end, run, table, odds, env, c, score, mask, SOME
             )
         else:
-            acc, p, kept, total = fold_overlapped(
+            acc, p, kept, total = accumulate_overlapped(
                 me, acc, p, kept, total, q, q_free, bars, at, cuts, next, first, run, table, odds, env, c, score, mask, UPPER
             )
             low = gl.maximum(first, next)
-            acc, p, kept, total = fold_overlapped(
+            acc, p, kept, total = accumulate_overlapped(
                 me, acc, p, kept, total, q, q_free, bars, at, cuts, low, second, run, table, odds, env, c, score, mask, WHOLE
             )
             if c.LOW:
                 low = gl.maximum(second, next)
-                acc, p, kept, total = fold_overlapped(
+                acc, p, kept, total = accumulate_overlapped(
                     me, acc, p, kept, total, q, q_free, bars, at, cuts, low, end, run, table, odds, env, c, score, mask, LOWER
                 )
         stage = (base + end - 1) % c.STAGES
-        acc = finish_sums(begin_sums(unpacked(p, keys[0].dtype), nth(values, stage), acc))
-        free(v_free, stage, c, 1)
-    pass_over(bars, end, count, c)
+        acc = wait_accumulators(begin_pv(unpack_weights(p, keys[0].dtype), tile_pieces(values, stage), acc))
+        release_stage(v_free, stage, c, 1)
+    skip_tiles(bars, end, count, c)
     return acc, kept, total
 
 
@@ -230,32 +258,32 @@ def consume(
 ):  # fmt: skip
     """One consumer: 64 rows of the program's tile, `away` beyond all rows where another program has them."""
     b, memory_b, h, task, block = place[:5]
-    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
+    q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
     first = block * c.TILE_Q + me * ROWS + away
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, product(c.TILE_KV)))
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, mma_layout(c.TILE_KV)))
     q_idx = gl.minimum(rows, q_len - 1)[:, None]
     aux = pre(b, h, q_idx, q_len, kv_len, numbers.scale, env)
     factor = gl.to_tensor(LOG2E * (numbers.scale if c.PLAIN else aux[0]))
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     low, high = gl.max(low, 1), gl.max(high, 1)
     at = (b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, cuts[5])
-    acc = no_sums(ROWS, c.DV_PAD)
-    total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
-    kept = nothing(c.TILE_KV)
+    acc = zero_accumulators(ROWS, c.DV_PAD)
+    total = by_thread(gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV)))
+    kept = init_row_state(c.TILE_KV)
     # without keys no queries come
     if cuts[4] > 0:
         mbarrier.wait(q_full.index(me), turn & 1)
-    rows_of_q = nth(q_tiles, me)
+    rows_of_q = tile_pieces(q_tiles, me)
     if c.HELD:
-        rows_of_q = held(rows_of_q, c)
+        rows_of_q = queries_in_registers(rows_of_q, c)
         if c.PERSISTENT:
-            free_queries(q_free, me, cuts[4] > 0, c)
-    odds = odds_of(numbers, c)
-    acc, kept, total = fold(me, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
+            release_query_tile(q_free, me, cuts[4] > 0, c)
+    odds = load_dropout_params(numbers, c)
+    acc, kept, total = accumulate_tiles(me, acc, kept, total, rows_of_q, q_free, bars, at, cuts, run, table, odds, env, c, score, mask)
     release_queries(q_free, me, (cuts[4] > 0) & (cuts[3] <= cuts[0]), c)
-    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, product(c.TILE_KV)))
-    head = (memory_b * number(size.heads) + h).to(gl.int64) * number(size.rows) + q_start
-    natural = reference_of(kept, c.TILE_KV) * (factor * LN2)
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma_layout(c.TILE_KV)))
+    head = (memory_b * decode(size.heads) + h).to(gl.int64) * decode(size.rows) + q_start
+    natural = row_max_of_state(kept, c.TILE_KV) * (factor * LN2)
     gl.store(lse + head + rows, gl.where(total == 0.0, float("-inf"), natural + gl.log(total)), mask=rows < q_len)
     if row_max is not None:
         gl.store(row_max + head + rows, gl.where(total == 0.0, float("-inf"), natural), mask=rows < q_len)
@@ -267,46 +295,46 @@ def consume(
         # until the rows of the task before have left
         tma.store_wait(0)
         thread_barrier()
-    copy_pieces_out(out, memory_b, h, first, q_start, q_len, nth(out_buffers, me), by_rows(acc, weight), c.JAGGED)
+    store_pieces(out, memory_b, h, first, q_start, q_len, tile_pieces(out_buffers, me), scale_rows(acc, weight), c.JAGGED)
     if OVER or not c.PERSISTENT:
         tma.store_wait(0)
     if OVER and c.PERSISTENT:  # noqa: SIM102  the same
         if cuts[4] > 0:
             thread_barrier()
-            free_queries(q_free, me, True, c)
+            release_query_tile(q_free, me, True, c)
 
 
 @gluon.jit
-def bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
+def load_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c):
     """The rows of all consumers."""
     b, memory_b, h, task, tile = place[:5]
     first = tile * c.TILE_Q
     for n in gl.static_range(c.CONSUMERS):
-        await_free_queries(q_free, n, turn, c)
+        wait_query_tile(q_free, n, turn, c)
         mbarrier.expect(q_full.index(n), ROWS * c.D_PAD * 2)
-        copy_pieces_in(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), nth(q_tiles, n), c.JAGGED)
+        load_pieces(q, memory_b, h, first + n * ROWS, q_start, q_len, q_full.index(n), tile_pieces(q_tiles, n), c.JAGGED)
 
 
 @gluon.jit
 def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c):
     """The producer: keys and values tile by tile, and the queries with the first of them."""
     b, memory_b, h, task, tile = place[:5]
-    q_start, q_len, kv_start, kv_len = span_of(place, spans, size, c)
+    q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
     keys, values, k_full, k_free, v_full, v_free, base = bars
-    kv_h = h // number(size.group)
+    kv_h = h // decode(size.group)
     for i in range(run[2] + run[6]):
-        here = begin_of(step(table, run, i, c), c)
+        here = first_key(step_to_tile(table, run, i, c), c)
         stage = (base + i) % c.STAGES
-        await_free(k_free, base + i, c, 0)
+        wait_stage(k_free, base + i, c, 0)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        copy_pieces_in(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), nth(keys, stage), c.JAGGED)
+        load_pieces(k, memory_b, kv_h, here, kv_start, kv_len, k_full.index(stage), tile_pieces(keys, stage), c.JAGGED)
         if i == 0:
-            bring_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c)
-        await_free(v_free, base + i, c, 1)
+            load_queries(turn, q, q_tiles, q_full, q_free, place, q_start, q_len, c)
+        wait_stage(v_free, base + i, c, 1)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        copy_pieces_in(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), nth(values, stage), c.JAGGED)
+        load_pieces(v, memory_b, kv_h, here, kv_start, kv_len, v_full.index(stage), tile_pieces(values, stage), c.JAGGED)
     if not c.PERSISTENT:
-        await_last(k_free, v_free, q_free, run[2] + run[6], 0, c)
+        drain_barriers(k_free, v_free, q_free, run[2] + run[6], 0, c)
 
 
 @gluon.jit
@@ -320,20 +348,20 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
     turn = 0
     base = 0
     n = 0
-    tickets = number(size.batch) * number(size.heads) * number(size.tasks) + number(table.halved)
-    await_kernel_before()
-    let_kernel_behind_begin()
+    tickets = decode(size.batch) * decode(size.heads) * decode(size.tasks) + decode(table.halved)
+    wait_kernel_before()
+    launch_dependents()
     while ticket < tickets:
-        task, half = task_of(ticket, tickets, table)
+        task, half = decode_ticket(ticket, tickets, table)
         place = find_task(task, size, spans, table, c)
         asked = ticket * 0
         if table.tickets is not None:  # noqa: SIM102  known when the kernel is compiled
             if tickets > programs:
-                asked = ask(table.tickets, c.JAGGED)
+                asked = fetch_ticket(table.tickets, c.JAGGED)
         if place[0] >= 0:
-            run, cuts = plan(place, spans, size, table, env, c, bounds, 1)
+            run, cuts = plan_tiles(place, spans, size, table, env, c, bounds, 1)
             mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
-            post(posts, n, place, run, cuts, half, size, table, c)
+            push_task(posts, n, place, run, cuts, half, size, table, c)
             mbarrier.arrive(post_full.index(n % POSTS), count=1)
             bars = (keys, values, k_full, k_free, v_full, v_free, base)
             produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)
@@ -349,17 +377,17 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
             else:
                 ticket += programs
         elif tickets > programs:
-            ticket = programs + answer(asked)
+            ticket = programs + broadcast_ticket(asked)
             if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
                 # each program asks once in vain
                 if ticket == programs + tickets - 1:
-                    reset(table.tickets, c)
+                    reset_counter(table.tickets, c)
         else:
             ticket = tickets
     mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
-    post_end(posts, n)
+    push_end(posts, n)
     mbarrier.arrive(post_full.index(n % POSTS), count=1)
-    await_last(k_free, v_free, q_free, base, turn, c)
+    drain_barriers(k_free, v_free, q_free, base, turn, c)
 
 
 @gluon.jit
@@ -374,8 +402,8 @@ def consume_all(
     base = 0
     n = 0
     mbarrier.wait(post_full.index(0), 0)
-    while posted_head(posts, n) >= 0:
-        place, run, cuts, away = take(me, posts, n, c)
+    while pushed_head(posts, n) >= 0:
+        place, run, cuts, away = pop_task(me, posts, n, c)
         mbarrier.arrive(post_free.index(n % POSTS), count=1)
         bars = (keys, values, k_full, k_free, v_full, v_free, base)
         consume(
@@ -399,30 +427,30 @@ def attention_forward(
         place = find_task(gl.program_id(0), size, spans, table, c)
         if place[0] < 0:
             return
-        run, cuts = plan(place, spans, size, table, env, c, bounds, 4)
-    q_tiles = buffers_of(q.dtype, c.CONSUMERS, ROWS, c.D_PAD)
-    keys = buffers_of(k.dtype, c.STAGES, c.TILE_KV, c.D_PAD)
-    values = buffers_of(v.dtype, c.STAGES, c.TILE_KV, c.DV_PAD)
+        run, cuts = plan_tiles(place, spans, size, table, env, c, bounds, 4)
+    q_tiles = allocate_tiles(q.dtype, c.CONSUMERS, ROWS, c.D_PAD)
+    keys = allocate_tiles(k.dtype, c.STAGES, c.TILE_KV, c.D_PAD)
+    values = allocate_tiles(v.dtype, c.STAGES, c.TILE_KV, c.DV_PAD)
     outs = q_tiles
     if not writes_over(c.D_PAD, c.DV_PAD, c.PERSISTENT):
-        outs = buffers_of(q.dtype, c.CONSUMERS, ROWS, c.DV_PAD)
-    q_full = barriers(c.CONSUMERS, 1)
+        outs = allocate_tiles(q.dtype, c.CONSUMERS, ROWS, c.DV_PAD)
+    q_full = make_barriers(c.CONSUMERS, 1)
     q_free = q_full
     if not c.NUMBERED:
-        q_free = barriers(c.CONSUMERS, 1)
-    k_full = barriers(c.STAGES, 1)
+        q_free = make_barriers(c.CONSUMERS, 1)
+    k_full = make_barriers(c.STAGES, 1)
     k_free = k_full
     if not c.NUMBERED:
-        k_free = barriers(c.STAGES, c.CONSUMERS)
-    v_full = barriers(c.STAGES, 1)
+        k_free = make_barriers(c.STAGES, c.CONSUMERS)
+    v_full = make_barriers(c.STAGES, 1)
     v_free = v_full
     if not c.NUMBERED:
-        v_free = barriers(c.STAGES, c.CONSUMERS)
+        v_free = make_barriers(c.STAGES, c.CONSUMERS)
     rings = (keys, values, k_full, k_free, v_full, v_free)
     bars = (keys, values, k_full, k_free, v_full, v_free, 0)
     posted = ()
     if c.PERSISTENT:
-        posted = (posts_of(), barriers(POSTS, 1), barriers(POSTS, c.CONSUMERS))
+        posted = (allocate_slots(), make_barriers(POSTS, 1), make_barriers(POSTS, c.CONSUMERS))
     fence_async_shared()
     if c.PERSISTENT:
         specialize(

@@ -5,8 +5,9 @@
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
     line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
-    a line (`foci.backends.triton.lines`); where queries stream, (score - scale * raw in base 2, what it rises by from query to query)
-    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.bounds`)
+    a line (`foci.backends.triton.affine_scores`); where queries stream, (score - scale * raw in base 2, what it rises by from query
+    to query)
+    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.mask_intervals`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
 keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
@@ -22,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.exponents import ONE, exponent_of, factored, gathered, slope_of
-from foci.backends.triton.functions import float_early, jit_function
-from foci.backends.triton.lines import line_of
-from foci.backends.triton.spelling import Lie, spelling_for
+from foci.backends.triton.affine_scores import affine_in_keys
+from foci.backends.triton.codegen import TensorLayout, triton_codegen
+from foci.backends.triton.exp2_rewrite import ONE, gather_factors, log2_weight, scaled_derivative, split_factor
+from foci.backends.triton.functions import cast_coordinates_early, jit_function
+from foci.backends.triton.mask_intervals import find_bounds
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable
@@ -34,7 +35,7 @@ from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 from foci.variant import Variant
 
-__all__ = ["Functions", "functions_of"]
+__all__ = ["KernelFunctions", "build_functions"]
 
 _TAIL: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
 _SCORE: Final = variable("score")
@@ -44,7 +45,7 @@ _SMALLEST: Final = 1e-6
 
 
 @dataclass(frozen=True)
-class Functions:
+class KernelFunctions:
     """Jit functions, each to be passed as a `constexpr` argument of its own; `outer` is the factor in aux[0], `source` what they
     were made of. `line` is None where scores are none."""
 
@@ -72,7 +73,9 @@ def _value(e: Expr, scale: float, floats: Sequence[float]) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, resident: str, divided: bool = False) -> Functions:
+def build_functions(
+    variant: Variant, lies: tuple[TensorLayout, ...], *, half: bool, resident: str, divided: bool = False
+) -> KernelFunctions:
     """The functions of a variant. One object for each, so that Triton compiles kernels once.
 
     Args:
@@ -83,14 +86,19 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
         divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
     """
     scaled = apply("mul", _SCORE, _SCALE)
-    score = gathered(substitute(float_early(variant.score), {_SCORE: scaled}))
+    score = gather_factors(substitute(cast_coordinates_early(variant.score), {_SCORE: scaled}))
     inner, outer = _divide(score) if divided else (score, ONE)
-    exponent, slope = exponent_of(float_early(variant.score), half=half), slope_of(float_early(score_derivative(variant.score)), half=half)
-    line: tuple[Expr, ...] = (line_of(inner) or ()) if divided else ()
+    exponent, slope = (
+        log2_weight(cast_coordinates_early(variant.score), half=half),
+        scaled_derivative(cast_coordinates_early(score_derivative(variant.score)), half=half),
+    )
+    line: tuple[Expr, ...] = (affine_in_keys(inner) or ()) if divided else ()
     if resident == "kv_idx":
-        line = tuple(gathered(apply("mul", part, _LOG2E)) for part in line_of(float_early(variant.score), "q_idx") or ())
+        line = tuple(
+            gather_factors(apply("mul", part, _LOG2E)) for part in affine_in_keys(cast_coordinates_early(variant.score), "q_idx") or ()
+        )
     roots, kept = _hoist((inner, exponent, slope, variant.mask, *line), resident)
-    spelling = spelling_for(lies, half=half)
+    spelling = triton_codegen(lies, half=half)
     emitted = emit((outer, *kept), spelling)
     before = (f"    {resident} = at", *_indent(emitted.lines))
     results = ", ".join(emitted.results)
@@ -100,24 +108,24 @@ def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool, residen
         parts["line"] = ("", roots[4:])
     for name, (first, exprs) in parts.items():
         sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
-    found = bounds_of(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
+    found = find_bounds(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
     exprs = (const(0), const(0)) if found is None else (found.low, found.high)
     emitted = emit(exprs, spelling)
     ends = ", ".join(f"{resident} * 0 + {result}" for result in emitted.results)
     sources["bounds"] = _function("bounds", f"b, h, {resident}, q_len, kv_len, env", (*_indent(emitted.lines), f"    return {ends}"))
     made = {name: jit_function(name, source) for name, source in sources.items()}
-    return Functions(**{"line": None, **made}, outer=outer, source="\n\n".join(sources.values()))
+    return KernelFunctions(**{"line": None, **made}, outer=outer, source="\n\n".join(sources.values()))
 
 
 def _divide(score: Expr) -> tuple[Expr, Expr]:
     """(the score by its factor, the factor): a run-time number of a product, or the scale of score + fixed * something."""
-    inner, factor = factored(score)
+    inner, factor = split_factor(score)
     if factor is not ONE and all(e is _SCALE or e.op in ("param", "const", "mul") for e in factor.walk()):
         return inner, factor
     if score.op == "add":
         for scaled, other in (score.args, score.args[::-1]):
-            part, fixed = factored(other)
-            if factored(scaled) == (_SCORE, _SCALE) and fixed is not ONE:
+            part, fixed = split_factor(other)
+            if split_factor(scaled) == (_SCORE, _SCALE) and fixed is not ONE:
                 return apply("add", _SCORE, apply("mul", part, apply("div", fixed, _SCALE))), _SCALE
     return score, ONE
 

@@ -13,31 +13,31 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Plan
-from foci.backends.hopper.arguments import Config, Marked
+from foci.backends.hopper.config import Config, MaskedTable
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
-from foci.backends.hopper.functions import functions_of
-from foci.backends.hopper.gaps import clear_turns, fill_between
-from foci.backends.hopper.kinds import WORDS_AT_MOST
-from foci.backends.hopper.schedules import Schedule, forward_schedule, processors_of, sizes_of, width_of
-from foci.backends.hopper.words import cover_keys, mark_keys, order_tasks, pack_masks
+from foci.backends.hopper.functions import build_functions
+from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, pack_masks
+from foci.backends.hopper.problem_class import WORDS_AT_MOST
+from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, forward_schedule, padded_width
+from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.triton import kernel as host
-from foci.backends.triton.arguments import encode
-from foci.backends.triton.bounds import bounds_of
+from foci.backends.triton.allocate import result_tensors
 from foci.backends.triton.compiling import after_launches
-from foci.backends.triton.counts import at_most
-from foci.backends.triton.functions import lies_of
-from foci.backends.triton.recording import Recorder
+from foci.backends.triton.functions import capture_layouts
+from foci.backends.triton.kernel_args import encode
+from foci.backends.triton.mask_intervals import find_bounds
+from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.sparsity import Sequences, Visits
-from foci.backends.triton.tensors import result_tensors
+from foci.backends.triton.symbolic_tokens import at_most
+from foci.backends.triton.tile_tables import Sequences, TileTable
 from foci.ir.expr import const
 from foci.problem import Operands, Results
 
 __all__ = ["HopperKernel"]
 
 
-class Partial(NamedTuple):
+class MaskBits(NamedTuple):
     """What is found once of the lists of a mask. Words and their limits: see `pack_masks`. Where tiles are moved to the keys that are
     attended to, lists and counts of these, and the order of tasks, longest last (`cover_keys`)."""
 
@@ -50,7 +50,7 @@ class Partial(NamedTuple):
 
 _Ways: TypeAlias = tuple[bool, bool]
 """Whether tiles are moved to the keys that are attended to, and whether tasks are ordered."""
-_partial: Final[weakref.WeakKeyDictionary[Visits, dict[_Ways, Partial]]] = weakref.WeakKeyDictionary()
+_partial: Final[weakref.WeakKeyDictionary[TileTable, dict[_Ways, MaskBits]]] = weakref.WeakKeyDictionary()
 """Kept as long as the visits are that they belong to, which calls with dropout and without share."""
 
 FEW: Final = 1 << 13
@@ -63,7 +63,7 @@ class HopperKernel(host.TritonKernel):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         formula = self.problem.formula
-        bounds = bounds_of(self.variant.mask)
+        bounds = find_bounds(self.variant.mask)
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True)
@@ -76,25 +76,25 @@ class HopperKernel(host.TritonKernel):
         out, lse, row_max = result_tensors(recorder, operands, self.problem)
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
-        schedule = forward_schedule(self.problem, sizes_of(operands))
+        schedule = forward_schedule(self.problem, dense_sizes(operands))
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.late)
         visits = self._visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)
-        lies = lies_of(operands.captures)
-        functions = functions_of(self.variant, lies, half=True, resident="q_idx", divided=True)
+        lies = capture_layouts(operands.captures)
+        functions = build_functions(self.variant, lies, half=True, resident="q_idx", divided=True)
         if not functions.takes(operands.scale, operands.floats):
-            functions = functions_of(self.variant, lies, half=True, resident="q_idx")
+            functions = build_functions(self.variant, lies, half=True, resident="q_idx")
         is_line = functions.line is not None
         partial, count = self._partial(call, schedule, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
         table = visits.table
         if partial.starts is not None:
             table = table._replace(counts=partial.counts, lists=partial.starts)
         sources = (
-            describe(t, n, width_of(t.shape[-1]), ragged=is_jagged)
+            describe(t, n, padded_width(t.shape[-1]), ragged=is_jagged)
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
         programs, tickets, halved = self._programs(count, schedule, operands, visits, recorder)
-        marked = Marked(*table, partial.words, partial.limits, tickets, encode(halved), partial.order, self._late(schedule, operands))
+        marked = MaskedTable(*table, partial.words, partial.limits, tickets, encode(halved), partial.order, self._late(schedule, operands))
         recorder.launch(
             attention_forward, (programs,),
             *sources, lse, row_max, size, visits.spans, marked, call.numbers._replace(scale=operands.scale), call.environment,
@@ -104,11 +104,11 @@ class HopperKernel(host.TritonKernel):
         )  # fmt: skip
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
-            recorder.launch(fill_between, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
+            recorder.launch(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
         return Results(out, lse, row_max)
 
     def _programs(
-        self, tasks: int, schedule: Schedule, operands: Operands, visits: Visits, recorder: Recorder
+        self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, recorder: Recorder
     ) -> tuple[int, Tensor | None, int]:
         """(programs for so many tasks, what persistent ones count them by, how many of the last tasks are for two programs each).
         Packed, that is in the table of tasks.
@@ -117,16 +117,16 @@ class HopperKernel(host.TritonKernel):
         """
         if not schedule.persistent:
             return tasks, None, 0
-        programs = at_most(tasks, schedule.programs * processors_of(operands.query.device))
+        programs = at_most(tasks, schedule.programs * count_sms(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.strided else visits.spans.tasks, 0
         tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
         if tickets is not None and programs < tasks:
-            recorder.launch(clear_turns, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
+            recorder.launch(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
         last = tasks % programs if self.is_even else 0
         return programs, tickets, last if 2 * last <= programs else 0
 
-    def _visits(self, call: host.Pass, tiles: Tiles) -> Visits:
+    def _visits(self, call: host.Pass, tiles: Tiles) -> TileTable:
         """Which tiles of keys each task visits; by a mask's bounds it finds them by arithmetic."""
         if not self.is_bounded:
             return self.visits(call, tiles, "queries")
@@ -138,11 +138,11 @@ class HopperKernel(host.TritonKernel):
             return None
         return encode(int(0 < operands.query.shape[2] % schedule.tile_q < operands.query.shape[2]))
 
-    def _partial(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: Visits) -> Partial:
+    def _partial(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: TileTable) -> MaskBits:
         """What is kept of lists, found once: not where the pass is to be known for other sequences."""
         lists = visits.table.lists
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
-            return Partial()
+            return MaskBits()
         query, formula = call.operands.query, self.problem.formula
         is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > FEW
         # with blocks and dropout tiles are where the caller's classes, and random numbers, are
@@ -157,7 +157,7 @@ class HopperKernel(host.TritonKernel):
         call.recorder.keep(found)
         return found
 
-    def _marked(self, call: host.Pass, ways: _Ways, tiles: Tiles, visits: Visits, lists: Tensor) -> Partial:
+    def _marked(self, call: host.Pass, ways: _Ways, tiles: Tiles, visits: TileTable, lists: Tensor) -> MaskBits:
         """Words of the partial tiles, and in a long forward where tiles are best to begin, and the order of tasks."""
         query, table, (moves, ordered) = call.operands.query, visits.table, ways
         heads = 1 if table.h_stride == encode(0) else query.shape[1]
@@ -165,7 +165,7 @@ class HopperKernel(host.TritonKernel):
         places = (visits.spans, call.environment, encode(heads), self.config(call, tiles, visits))
         rows, width = lists.shape
         alone = Recorder((), None)  # by itself: a pass reads what it made
-        new = Partial(
+        new = MaskBits(
             torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
             torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
         )
@@ -186,13 +186,13 @@ class HopperKernel(host.TritonKernel):
         )  # fmt: skip
         return new
 
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, partial: Partial, is_line: bool) -> Config:
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, partial: MaskBits, is_line: bool) -> Config:
         """What a launch is compiled for."""
         p = self.problem
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
-                p.head_dim, width_of(p.head_dim), p.value_dim, width_of(p.value_dim), mode, is_jagged, is_plain,
+                p.head_dim, padded_width(p.head_dim), p.value_dim, padded_width(p.value_dim), mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
                 partial.words is not None, schedule.persistent,
             ),
@@ -202,7 +202,7 @@ class HopperKernel(host.TritonKernel):
         )  # fmt: skip
 
 
-def _keep(visits: Visits, ways: _Ways, found: Partial) -> None:
+def _keep(visits: TileTable, ways: _Ways, found: MaskBits) -> None:
     _partial.setdefault(visits, {})[ways] = found
 
 

@@ -8,13 +8,13 @@ Tensors in registers and tiles have sides of powers of two. A width that is none
 pieces: products over the width sum over them, products that have it as columns are as many products.
 """
 
-from foci.backends.hopper.interface import gl, gluon
-from foci.backends.hopper.schedules import pieces_of
+from foci.backends.hopper.gluon_compat import gl, gluon
+from foci.backends.hopper.schedules import width_pieces
 
-__all__ = ["operand", "piece", "pieces", "product", "shared", "unit"]
+__all__ = ["mma_layout", "operand_layout", "piece", "pieces", "smem_layout", "tma_columns"]
 
 
-pieces = gluon.constexpr_function(pieces_of)
+pieces = gluon.constexpr_function(width_pieces)
 
 
 @gluon.constexpr_function
@@ -24,24 +24,24 @@ def piece(width, i):
 
 
 @gluon.constexpr_function
-def unit(width):
+def tma_columns(width):
     """Columns that one copy brings, by the one descriptor that a tensor has: those of the narrowest piece."""
     return width & -width
 
 
 @gluon.constexpr_function
-def shared(rows, width, rank=2):
+def smem_layout(rows, width, rank=2):
     """Of a [rows, width] tile of 16-bit numbers, with leading dimensions of 1 up to `rank`."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=rank)
 
 
 @gluon.constexpr_function
-def product(columns):
+def mma_layout(columns):
     """Of a [64 n, columns] product, n a warpgroup's turns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
-def operand(columns):
+def operand_layout(columns):
     """Of the left factor of a product when it stays in registers, made from a product of so many columns."""
-    return gl.DotOperandLayout(operand_index=0, parent=product(columns), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=mma_layout(columns), k_width=2)

@@ -1,18 +1,29 @@
 # mypy: ignore-errors
 """Scores of a tile, -inf where masked.
 
-By a row's first and last key, or by the words of a partial tile (`foci.backends.hopper.words`), columns are constants to a
+By a row's first and last key, or by the words of a partial tile (`foci.backends.hopper.mask_bits`), columns are constants to a
 thread: a score costs a comparison and a choice. Masks that have neither are computed.
 """
 
-from foci.backends.hopper.interface import gl, gluon, thread_barrier
-from foci.backends.hopper.layouts import product
-from foci.backends.hopper.tiles import begin_of
-from foci.backends.triton.tiles import FORCED, number
+from foci.backends.hopper.gluon_compat import gl, gluon, thread_barrier
+from foci.backends.hopper.layouts import mma_layout
+from foci.backends.hopper.smem import first_key
+from foci.backends.triton.tiles import FORCED, decode
 
 __all__ = [
-    "BOTH", "LOWER", "ROWS", "SOME", "UPPER", "WHOLE",
-    "along_line", "kept", "leaned", "marked", "marks_of", "scores_of", "words_at",
+    "BOTH",
+    "LOWER",
+    "ROWS",
+    "SOME",
+    "UPPER",
+    "WHOLE",
+    "add_affine_columns",
+    "affine_terms",
+    "keep_columns",
+    "keep_marked",
+    "load_mask_bits",
+    "load_tile_bits",
+    "tile_scores",
 ]  # fmt: skip
 
 ROWS = gl.constexpr(64)
@@ -44,7 +55,7 @@ def by_rows(limit, y):
 
 
 @gluon.jit
-def up_to_last(x, limit):
+def mask_after_last(x, limit):
     """-inf behind the last key of a row, `limit` from the tile's first."""
     y, column, lane = by_column(x)
     y = gl.where(column <= by_rows(limit, y) - lane, y, float("-inf"))
@@ -52,7 +63,7 @@ def up_to_last(x, limit):
 
 
 @gluon.jit
-def from_first(x, limit):
+def mask_before_first(x, limit):
     """-inf before the first key of a row."""
     y, column, lane = by_column(x)
     y = gl.where(column >= by_rows(limit, y) - lane, y, float("-inf"))
@@ -60,7 +71,7 @@ def from_first(x, limit):
 
 
 @gluon.jit
-def kept(x, first, last):
+def keep_columns(x, first, last):
     """0 before the first and behind the last column of a row."""
     y, column, lane = by_column(x)
     y = gl.where((column >= by_rows(first, y) - lane) & (column <= by_rows(last, y) - lane), y, 0.0)
@@ -68,7 +79,7 @@ def kept(x, first, last):
 
 
 @gluon.jit
-def marked(x, words, OTHER: gl.constexpr):
+def keep_marked(x, words, OTHER: gl.constexpr):
     """OTHER where the words have no bit."""
     y, column, lane = by_column(x)
     bit = column // 8 * 2 + column % 2
@@ -77,29 +88,29 @@ def marked(x, words, OTHER: gl.constexpr):
 
 
 @gluon.jit
-def words_at(words, some, COLUMNS: gl.constexpr):
+def load_mask_bits(words, some, COLUMNS: gl.constexpr):
     """Words [rows, 4] of a tile, which lie one after the other; all bits where it has none."""
-    LAYOUT: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.float32, product(COLUMNS)).reshape([ROWS, COLUMNS // 8, 4, 2]).type.layout
+    LAYOUT: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS)).reshape([ROWS, COLUMNS // 8, 4, 2]).type.layout
     WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     place = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
     return gl.load(words + place, mask=place < gl.where(some, ROWS * 4, 0), other=-1)
 
 
 @gluon.jit
-def along_line(tile, at, env, c, line: gl.constexpr):
+def affine_terms(tile, at, env, c, line: gl.constexpr):
     """What a score adds to a tile of products: a number for each lane of a row, and a slope times columns that are constants."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
-    y, column, lane = by_column(gl.zeros([ROWS, c.TILE_KV], gl.float32, product(c.TILE_KV)))
+    y, column, lane = by_column(gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV)))
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
     rows = gl.convert_layout(gl.max(q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
-    columns = begin_of(tile, c) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    columns = first_key(tile, c) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
     lead, rise = line(b, h, rows, columns, q_len, kv_len, env, aux)
     y = gl.expand_dims(gl.expand_dims(lead, 1), 3) + column.to(gl.float32) * rise
-    return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), product(c.TILE_KV), assert_trivial=True)
+    return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), mma_layout(c.TILE_KV), assert_trivial=True)
 
 
 @gluon.jit
-def leaned(row, rise):
+def add_affine_columns(row, rise):
     """A number for each column of a tile, less `rise` for each column before it: columns are constants to a thread."""
     y = row.reshape([row.shape[0] // 8, 4, 2])
     LAYOUT: gl.constexpr = y.type.layout
@@ -112,13 +123,13 @@ def leaned(row, rise):
 
 
 @gluon.jit
-def marks_of(table, run, i, at, c, MASKED: gl.constexpr):
+def load_tile_bits(table, run, i, at, c, MASKED: gl.constexpr):
     """Words [rows, 4] of the i-th tile that a program visits, where it has some; asked for while its product is not yet there."""
     if c.WORDS and MASKED:
         row, full_first, full, part_first, before, gap, part = run
-        first = (row * number(table.width) + part_first + i) * (c.TILE_Q * 4) + at[5] % c.TILE_Q * 4
+        first = (row * decode(table.width) + part_first + i) * (c.TILE_Q * 4) + at[5] % c.TILE_Q * 4
         # a full tile, which has none, is attended to
-        return words_at(table.words + first, i < part, c.TILE_KV)
+        return load_mask_bits(table.words + first, i < part, c.TILE_KV)
     else:
         return i
 
@@ -163,7 +174,7 @@ def _operands(n, others):
 
 
 @gluon.jit
-def masked_if(partial, x, here, marks, at, c):
+def mask_scores(partial, x, here, marks, at, c):
     """Scores of a tile, which is partial or not, by its words or by its rows' first and last keys."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     y, column, lane = by_column(x)
@@ -185,7 +196,7 @@ def masked_if(partial, x, here, marks, at, c):
 
 
 @gluon.jit
-def evaluated(x, tile, kv_idx, column, at, env, c, mask: gl.constexpr):
+def evaluate_mask(x, tile, kv_idx, column, at, env, c, mask: gl.constexpr):
     """Scores, -inf where the mask itself says so."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
@@ -195,34 +206,34 @@ def evaluated(x, tile, kv_idx, column, at, env, c, mask: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(raw, tile, marks, partial, at, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
+def tile_scores(raw, tile, marks, partial, at, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile of products, -inf where masked, without a factor that `at` holds: the scale if they are plain."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = at
     x = raw
-    here = begin_of(tile, c)
-    column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, product(c.TILE_KV))))[None, :]
+    here = first_key(tile, c)
+    column = (here + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, mma_layout(c.TILE_KV))))[None, :]
     kv_idx = column
     if MASKED:
         kv_idx = gl.minimum(column, kv_len - 1)
     if not c.PLAIN and not c.LINE:
         x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
     if MASKED == SOME and (c.MODE == "bounds" or c.WORDS):
-        x = masked_if(partial, x, here, marks, at, c)
+        x = mask_scores(partial, x, here, marks, at, c)
     elif MASKED and c.MODE == "bounds":
         if c.LOW and MASKED != UPPER:
-            x = from_first(x, low - here)
+            x = mask_before_first(x, low - here)
         if MASKED != LOWER:
-            x = up_to_last(x, high - here)
+            x = mask_after_last(x, high - here)
         elif narrow > 0:
             thread_barrier()
-            x = up_to_last(x, high - here)
+            x = mask_after_last(x, high - here)
     elif MASKED and c.WORDS:
-        x = marked(x, marks, float("-inf"))
+        x = keep_marked(x, marks, float("-inf"))
     elif MASKED == SOME:
         if partial:
             # the barrier keeps the branch: else both results are computed, and one chosen
             thread_barrier()
-            x = evaluated(x, tile, kv_idx, column, at, env, c, mask)
+            x = evaluate_mask(x, tile, kv_idx, column, at, env, c, mask)
     elif MASKED:
-        x = evaluated(x, tile, kv_idx, column, at, env, c, mask)
+        x = evaluate_mask(x, tile, kv_idx, column, at, env, c, mask)
     return x

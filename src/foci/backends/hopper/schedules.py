@@ -9,9 +9,9 @@ from typing import Final, TypeAlias
 import torch
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.kinds import WORDS_AT_MOST, kind_of, word_bytes
-from foci.backends.triton.bounds import bounds_of
-from foci.backends.triton.schedules import MULTIPROCESSORS, padded, tile_bytes
+from foci.backends.hopper.problem_class import WORDS_AT_MOST, score_kind, word_bytes
+from foci.backends.triton.mask_intervals import find_bounds
+from foci.backends.triton.schedules import MULTIPROCESSORS, padded_dim, tile_bytes
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Problem
 
@@ -19,6 +19,7 @@ __all__ = [
     "ALIKE",
     "BRIEF",
     "C2",
+    "DEFAULT_SMS",
     "FINE",
     "HELD",
     "LISTED",
@@ -26,7 +27,6 @@ __all__ = [
     "N3",
     "PAIR",
     "PIECED",
-    "PROCESSORS",
     "QUEUED",
     "RANKED",
     "RUNS",
@@ -39,13 +39,13 @@ __all__ = [
     "WIDER",
     "Schedule",
     "Sizes",
-    "alternatives_of",
+    "alternative_schedules",
+    "count_sms",
+    "dense_sizes",
+    "describe_width",
     "forward_schedule",
-    "in_words",
-    "pieces_of",
-    "processors_of",
-    "sizes_of",
-    "width_of",
+    "padded_width",
+    "width_pieces",
 ]
 
 
@@ -91,7 +91,7 @@ class Schedule:
         return None if self.programs == 1 else 65536 // (self.programs * 128 * (self.consumers + 1)) // 8 * 8
 
 
-PROCESSORS: Final = MULTIPROCESSORS[90]
+DEFAULT_SMS: Final = MULTIPROCESSORS[90]
 _NEXT: Final = ", each program taking task after task"
 C2: Final = Schedule("C2", 2, True, 128, 2, "two warpgroups that overlap products and softmax, with registers for masks")
 STEADY: Final = replace(C2, why=C2.why + _NEXT, persistent=True)
@@ -113,10 +113,10 @@ TWIN: Final = replace(
 )  # fmt: skip
 MIXED: Final = replace(TWIN, strided=False, together=16)
 # tasks that differ by a mask: of as many heads in turn as programs run, so that the tasks of a round are of one length
-QUEUED: Final = replace(TWIN, strided=False, late=False, together=2 * PROCESSORS)
+QUEUED: Final = replace(TWIN, strided=False, late=False, together=2 * DEFAULT_SMS)
 SLOPE: Final = replace(QUEUED, strided=True, turning=True)
-TURNED: Final = replace(PAIR, strided=True, turning=True, together=PROCESSORS)
-RANKED: Final = replace(QUEUED, together=PROCESSORS, ordered=True)
+TURNED: Final = replace(PAIR, strided=True, turning=True, together=DEFAULT_SMS)
+RANKED: Final = replace(QUEUED, together=DEFAULT_SMS, ordered=True)
 WIDE: Final = Schedule(
     "C2", 2, True, 64, 2, "two warpgroups that overlap products and softmax, 64 keys at a time for wide heads", numbered=True
 )
@@ -194,25 +194,25 @@ PIECES: Final = (80, 96, 160, 192)
 """Head dims that are the sum of two powers of two, and taken as such."""
 
 
-def width_of(dim: int) -> int:
+def padded_width(dim: int) -> int:
     """What the forward pads a head dim to."""
-    return min([padded(dim), *(width for width in PIECES if width >= dim)])
+    return min([padded_dim(dim), *(width for width in PIECES if width >= dim)])
 
 
-def pieces_of(width: int) -> tuple[int, ...]:
+def width_pieces(width: int) -> tuple[int, ...]:
     """The powers of two whose sum a width is, from the largest."""
     return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
 
 
 @functools.lru_cache(maxsize=64)
-def processors_of(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     """Multiprocessors of a device; as an H200 has them where none is asked."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else DEFAULT_SMS
 
 
-def in_words(name: str, dim: int, width: int) -> str:
+def describe_width(name: str, dim: int, width: int) -> str:
     """What a head dim is padded to and taken as; nothing where that is a power of two as it is."""
-    pieces = " + ".join(map(str, pieces_of(width)))
+    pieces = " + ".join(map(str, width_pieces(width)))
     if dim == width:
         return f"{name} = {dim} as {pieces}" if pieces != str(dim) else ""
     return f"{name} = {dim} padded to {width}" + (f" = {pieces}" if pieces != str(width) else "")
@@ -222,7 +222,7 @@ def _steady(problem: Problem, *, is_full: bool) -> Schedule:
     """Of heads whose keys are wider than 128 and whose values are not, which leave registers. A persistent program's result lies where
     its queries did, for want of room, and those of the next task come once it has left: so no task may be without keys."""
     has_keys = problem.formula.layout is Layout.DENSE and (is_full or is_causal(problem.variant))
-    return STEADY if has_keys and kind_of(problem) in ("full", "causal", "score") else C2
+    return STEADY if has_keys and score_kind(problem) in ("full", "causal", "score") else C2
 
 
 def _asked(problem: Problem) -> str:
@@ -230,7 +230,7 @@ def _asked(problem: Problem) -> str:
     ("causal"), those from one to another ("window"), or any ("list"). With one it is "score" where keys are up to one at most, or "pair"
     if memory is read for each pair of positions, and "score of a run" under other masks, whatever is read."""
     variant = problem.variant
-    bounds = bounds_of(variant.mask)
+    bounds = find_bounds(variant.mask)
     is_run = bounds is None or bounds.is_low
     if variant.score.op != "var":
         return "score of a run" if is_run else "pair" if tile_bytes(variant) else "score"
@@ -241,18 +241,18 @@ def _asked(problem: Problem) -> str:
 
 def _family(width: int) -> str:
     """Of the wider head dim, padded, up to 128."""
-    return "slim" if width <= 32 else "narrow" if width <= 64 else "whole" if len(pieces_of(width)) == 1 else "pieces"
+    return "slim" if width <= 32 else "narrow" if width <= 64 else "whole" if len(width_pieces(width)) == 1 else "pieces"
 
 
 def _microseconds(schedule: Schedule, pace: Pace, heads: int, rows: int, keys: int) -> tuple[float, int]:
     """(of so many heads, all batch entries together; rounds). A head's last tile of queries may be shorter, by whole warpgroups; all rounds
     but one are as long as tiles are on average, one as the longest."""
     tiles, rows = -(-rows // schedule.tile_q), -(-rows // 64) * 64
-    programs = schedule.programs * PROCESSORS
+    programs = schedule.programs * DEFAULT_SMS
     rounds = -(-heads * tiles // programs)
     last = heads * tiles - (rounds - 1) * programs
     mean, longest = (pace.start + pace.key * keys * of / schedule.tile_q for of in (rows / tiles, min(rows, schedule.tile_q)))
-    return (rounds - 1) * mean + longest * (pace.alone if last <= PROCESSORS else 1.0), rounds
+    return (rounds - 1) * mean + longest * (pace.alone if last <= DEFAULT_SMS else 1.0), rounds
 
 
 @functools.lru_cache(maxsize=4096)
@@ -267,14 +267,14 @@ def _soonest(family: str, heads: int, rows: int, keys: int) -> Schedule:
     return min(found, key=lambda one: one[0])[1]
 
 
-def sizes_of(operands: Operands) -> Sizes | None:
+def dense_sizes(operands: Operands) -> Sizes | None:
     """Of dense operands, as `forward_schedule` takes them."""
     return None if operands.cu_q is not None else (operands.query.shape[0], operands.query.shape[2], operands.key.shape[2])
 
 
-def alternatives_of(problem: Problem) -> tuple[Schedule, ...]:
+def alternative_schedules(problem: Problem) -> tuple[Schedule, ...]:
     """Schedules between which the lengths at hand decide: of dense problems without a mask or a score. None where they do not."""
-    formula, width = problem.formula, max(width_of(problem.head_dim), width_of(problem.value_dim))
+    formula, width = problem.formula, max(padded_width(problem.head_dim), padded_width(problem.value_dim))
     is_open = formula.block_size is None and not formula.dropout and formula.layout is Layout.DENSE and width <= 128
     return tuple(_PACES[_family(width)]) if is_open and _asked(problem) == "full" else ()
 
@@ -283,9 +283,9 @@ def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
     """Of the tables above, by padded head dims, what is asked, and keys; the last step where words of a mask have no room in tiles of fewer
     keys, of which each takes as many words. Dense and without a mask: what takes least time for `sizes`, (B, Sq, Skv), or where these are
     not known for the powers of two that a problem has."""
-    formula, (width, value_width) = problem.formula, (width_of(problem.head_dim), width_of(problem.value_dim))
+    formula, (width, value_width) = problem.formula, (padded_width(problem.head_dim), padded_width(problem.value_dim))
     family = _family(max(width, value_width))
-    if alternatives_of(problem):
+    if alternative_schedules(problem):
         batch, rows, keys = sizes or (problem.batch, problem.q_len, problem.kv_len)
         return _soonest(family, batch * problem.q_heads, rows, keys)
     if width > 192 or value_width > 128:

@@ -4,11 +4,20 @@
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
-from foci.backends.hopper.following import by_lanes, eight_of, followed, weighed
-from foci.backends.hopper.interface import gl, gluon
+from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS, by_column
+from foci.backends.hopper.online_softmax import broadcast_lanes, eight_columns, exp2_scores, update_row_max
 
-__all__ = ["by_rows", "by_thread", "packed", "rescaled", "rounded", "rounded_here", "unpacked", "weights_of"]
+__all__ = [
+    "by_thread",
+    "pack_weights",
+    "rescale_acc",
+    "round_weights",
+    "round_weights_in_place",
+    "scale_rows",
+    "softmax_tile",
+    "unpack_weights",
+]
 
 
 @gluon.jit
@@ -16,39 +25,39 @@ def by_thread(p):
     """Sums over the columns that one thread holds, so that threads meet once, at the end: one after the other, as exponentials come.
     Triton 3.8 and later add in pairs, for which more of them wait in registers."""
     y, column, lane = by_column(p)
-    total = eight_of(y, 0)
+    total = eight_columns(y, 0)
     for i in gl.static_range(1, p.shape[1] // 8):
-        total = total + eight_of(y, i)
+        total = total + eight_columns(y, i)
     return total.reshape([ROWS, 8])
 
 
 @gluon.jit
-def weights_of(x, acc, kept, total, factor, c):
+def softmax_tile(x, acc, kept, total, factor, c):
     """(weights of a tile, sums rescaled or not, the factor of those that are not, what is kept, new totals of each thread's columns):
-    see `foci.backends.hopper.following`."""
-    acc, alpha, kept, total = followed(x, acc, kept, total, factor, c.EXACT)
-    p = weighed(x, kept)
+    see `foci.backends.hopper.online_softmax`."""
+    acc, alpha, kept, total = update_row_max(x, acc, kept, total, factor, c.EXACT)
+    p = exp2_scores(x, kept)
     return p, acc, alpha, kept, total + by_thread(p)
 
 
 @gluon.jit
-def rounded(p, dtype: gl.constexpr, c):
+def round_weights(p, dtype: gl.constexpr, c):
     """Weights as a product takes them."""
     if c.DROPOUT:
         # rounded two by two: else what is dropped is chosen among rounded weights, one by one
-        return unpacked(packed(p, dtype, c), dtype)
+        return unpack_weights(pack_weights(p, dtype, c), dtype)
     else:
         return p.to(dtype)
 
 
 @gluon.jit
-def rounded_here(p, dtype: gl.constexpr, c):
+def round_weights_in_place(p, dtype: gl.constexpr, c):
     """The same, between the exponentials before it: a cast may become instructions behind the next wait (from Triton 3.8 on it does)."""
-    return unpacked(packed(p, dtype, c, PURE=False), dtype)
+    return unpack_weights(pack_weights(p, dtype, c, PURE=False), dtype)
 
 
 @gluon.jit
-def packed(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
+def pack_weights(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
     """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves.
 
     With dropout a weight with a minus is dropped. What is not PURE stays where it stands among waits.
@@ -59,8 +68,8 @@ def packed(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
 
 
 @gluon.jit
-def unpacked(words, dtype: gl.constexpr):
-    """What `packed` took."""
+def unpack_weights(words, dtype: gl.constexpr):
+    """What `pack_weights` took."""
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
     return gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
 
@@ -84,12 +93,12 @@ def _rescaled_seldom(x, alpha):
     N: gl.constexpr = min(x.shape[1] // 2, 64)
     TEXT: gl.constexpr = _if_any(N)
     LAYOUT: gl.constexpr = y.type.layout
-    y = gl.inline_asm_elementwise(TEXT, _operands(N), [y, by_lanes(alpha, LAYOUT)], dtype=gl.float32, is_pure=True, pack=N)
+    y = gl.inline_asm_elementwise(TEXT, _operands(N), [y, broadcast_lanes(alpha, LAYOUT)], dtype=gl.float32, is_pure=True, pack=N)
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def rescaled(acc, alpha):
+def rescale_acc(acc, alpha):
     """The pieces of the result, each row times what its lanes hold; a warp whose numbers are all 1 passes over it."""
     scaled = ()
     for i in gl.static_range(len(acc)):
@@ -98,7 +107,7 @@ def rescaled(acc, alpha):
 
 
 @gluon.jit
-def by_rows(acc, weight):
+def scale_rows(acc, weight):
     """The pieces of the result, each row times its number."""
     scaled = ()
     for i in gl.static_range(len(acc)):

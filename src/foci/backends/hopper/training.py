@@ -8,12 +8,12 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.backward import HopperGradients
-from foci.backends.hopper.costs import takes_split
 from foci.backends.hopper.kernel import HopperKernel
-from foci.backends.hopper.rates import rates_of
+from foci.backends.hopper.kernel_rates import estimate_rates
+from foci.backends.hopper.perf_model import takes_split
 from foci.backends.triton.kernel import TritonKernel
-from foci.backends.triton.recording import Recorder
-from foci.backends.triton.sparsity import Sequences
+from foci.backends.triton.recorder import Recorder
+from foci.backends.triton.tile_tables import Sequences
 from foci.problem import Operands, Results
 
 __all__ = ["TrainingKernel"]
@@ -29,7 +29,7 @@ class TrainingKernel(HopperKernel, HopperGradients):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.takes_own = rates_of(self.problem).backward.is_ahead
+        self.takes_own = estimate_rates(self.problem).backward.is_ahead
         self.takes_split = takes_split(self.problem, plan.target)
 
     @property

@@ -15,7 +15,16 @@ from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import busy_part, padded, schedule_for, scratch_of, split_kind, split_part, takes_splits, vector_bytes
+from foci.backends.triton.schedules import (
+    busy_fraction,
+    padded_dim,
+    schedule_for,
+    scratch_bytes,
+    split_efficiency,
+    split_kind,
+    takes_splits,
+    vector_bytes,
+)
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -65,7 +74,7 @@ class TritonBackend:
 
     def _reject_size(self, problem: Problem, target: Target) -> str | None:
         """Whether every kernel has a schedule that fits the device's shared memory."""
-        dims = (padded(problem.head_dim), padded(problem.value_dim))
+        dims = (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         kinds = ["forward", "forward_sparse", "forward_listed", "decode", "split"]
         if problem.needs_backward:
             kinds += [
@@ -79,7 +88,7 @@ class TritonBackend:
         outputs = problem.formula.outputs
         if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
             kinds.append("captures")
-        scratch, vectors = scratch_of(problem), vector_bytes(problem.variant)
+        scratch, vectors = scratch_bytes(problem), vector_bytes(problem.variant)
         for kind in kinds:
             if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch, vectors=vectors) is None:
                 size = f"D = {problem.head_dim}, Dv = {problem.value_dim}"
@@ -99,7 +108,7 @@ class TritonBackend:
         forward = forward_cost(problem, target)
         if not problem.needs_backward:
             return forward
-        return forward + _BACKWARD + 2.5 * (forward - _FORWARD) / busy_part(problem, target.arch)
+        return forward + _BACKWARD + 2.5 * (forward - _FORWARD) / busy_fraction(problem, target.arch)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
@@ -119,7 +128,7 @@ class TritonBackend:
         """Those in Triton, wherever it runs; nothing checks them, so a release that foci was not tested with has none."""
         if _reject_target(target) is not None or self_check.is_needed(target):
             return None
-        from foci.backends.triton.rowwise import ROW_KERNELS
+        from foci.backends.triton.layernorm import ROW_KERNELS
 
         return ROW_KERNELS
 
@@ -141,7 +150,7 @@ def forward_cost(problem: Problem, target: Target) -> float:
     """What a forward costs on a GPU."""
     rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
     if splits_keys(problem, target):
-        rate *= split_part(problem, target.arch)
+        rate *= split_efficiency(problem, target.arch)
     return _FORWARD + problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
 
 

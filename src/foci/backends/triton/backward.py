@@ -8,30 +8,30 @@ With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delt
 import triton
 import triton.language as tl
 
-from foci.backends.triton.flow import with_flow
+from foci.backends.triton.dweights import with_flow
 from foci.backends.triton.tiles import (
     FORCED,
     LOG2E,
-    along,
+    affine_columns,
+    affine_line,
     clear_gaps,
+    decode,
     find_for_gradient,
     keep_tile,
-    line_from,
+    load_streamed_tile,
     load_tile,
-    number,
+    nth_visited,
     product,
     rows_pointer,
     sequence_at,
-    start_of,
-    stream_tile,
     tile_offsets,
-    visited,
-    visits,
+    tile_runs,
+    tile_start,
 )
 
 
 @triton.jit
-def rows_of(o, do, lse, dlse, lse2, delta, at, inside):
+def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
     """(lse in base 2, delta) of a tile of rows, which are kept in `lse2` and `delta`; +inf for rows without keys, so that their
     weights come out 0."""
     # on its way before the tile is waited for
@@ -50,23 +50,23 @@ def rows_of(o, do, lse, dlse, lse2, delta, at, inside):
 
 @triton.jit
 def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
-    """`rows_of` alone, for a backward pass without dq."""
-    tiles = tl.cdiv(number(size.rows), c.TILE_Q)
+    """`prepare_row_stats` alone, for a backward pass without dq."""
+    tiles = tl.cdiv(decode(size.rows), c.TILE_Q)
     bh = tl.program_id(0) // tiles
     first = (tl.program_id(0) - bh * tiles) * c.TILE_Q
-    b = bh // number(size.heads)
-    h = bh - b * number(size.heads)
-    limit = number(size.rows) - first
+    b = bh // decode(size.heads)
+    h = bh - b * decode(size.heads)
+    limit = decode(size.rows) - first
     offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
     o = load_tile(rows_pointer(out, strides.out, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
     do = load_tile(rows_pointer(dout, strides.dout, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    at = bh.to(tl.int64) * number(size.rows) + first + tl.arange(0, c.TILE_Q)
-    rows_of(o, do, lse, dlse, lse2, delta, at, tl.arange(0, c.TILE_Q) < limit)
+    at = bh.to(tl.int64) * decode(size.rows) + first + tl.arange(0, c.TILE_Q)
+    prepare_row_stats(o, do, lse, dlse, lse2, delta, at, tl.arange(0, c.TILE_Q) < limit)
 
 
 @triton.jit
-def weights_of(
+def recompute_weights(
     qk,
     lse2,
     where,
@@ -120,26 +120,24 @@ def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
 
 
 @triton.jit
-def fold_query_gradient(
-    dq, queries, k, v, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
-):
+def accumulate_dq(dq, queries, k, v, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """Adds the tiles of keys `run` to the gradient of a tile of `queries`: these, their gradients of out, logsumexp in base 2 and delta.
     `given`: strides, table, numbers, environment."""
     q, do, lse2, delta = queries
     strides, table, numbers, env = given
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, line = at
     row, first, before, gap, low, high = run
-    tile = visited(table, row, low, first, before, gap, c)
+    tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = start_of(tile, c, c.TILE_KV)
+        here = tile_start(tile, c, c.TILE_KV)
         current = tile
-        tile = visited(table, row, i + 1, first, before, gap, c)
-        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = product(q, keys, here - q_first, line, c)
-        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
         where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
-        p, slope = weights_of(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
+        p, slope = recompute_weights(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
         if c.DROPOUT:
             dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
         dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
@@ -175,9 +173,9 @@ def attention_query_gradient(
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
-            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.D, c.D_PAD)
+            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, decode(size.rows), c, 16, c.D, c.D_PAD)
         return
-    kv_h = h // number(size.group)
+    kv_h = h // decode(size.group)
     first = tile * c.TILE_Q
     limit = q_len - first
     q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
@@ -187,34 +185,34 @@ def attention_query_gradient(
     do_offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
     douts = load_tile(rows_pointer(do, strides.dout, memory_b, h, q_start + first, c), do_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     rows = first + tl.arange(0, c.TILE_Q)
-    head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
+    head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
     out_offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
     outs = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    row_lse, row_delta = rows_of(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
+    row_lse, row_delta = prepare_row_stats(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     from_first = (0.0, 0.0)
     if c.LINE:
-        start, rise, across = line_from(b, h, first, q_len, kv_len, numbers, env, both)
+        start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, both)
         from_first = (start, rise)
         row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (across * LOG2E)
     at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, first, from_first)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
-    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
+    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
     own = (queries, douts, row_lse, row_delta)
     given = (strides, table, numbers, env)
-    acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, False, False)
+    acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, False, False)
     whole = part
     if not EDGE:
-        last = visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+        last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
+        whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, MASKED, EDGE)
+    acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, MASKED, EDGE)
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        acc = fold_query_gradient(acc, own, k, v, at, run, given, c, both, mask, True, True)
+        acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, True, True)
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
     store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
@@ -223,7 +221,7 @@ def attention_query_gradient(
 
 
 @triton.jit
-def row_numbers(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
+def load_row_stats(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
     """(logsumexp in base 2, delta) of a tile of rows; +inf and 0 beyond the last. Those of row 0 are at `at`."""
     if c.TILE_Q <= 64:
         # fewer rows than threads: read as one tile each number is fetched once, apart every thread fetches all it needs. Programs of
@@ -279,7 +277,7 @@ def key_product(queries, k, rise, c):
 
 
 @triton.jit
-def turned(x, c):
+def transpose_scores(x, c):
     """A tile of scores as rows of queries, or turned, as rows of keys: see `Config.TURNED`."""
     if c.TURNED:
         return x
@@ -288,7 +286,7 @@ def turned(x, c):
 
 
 @triton.jit
-def fold_key_gradient(
+def accumulate_dk_dv(
     sums, keys, stream, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
@@ -303,27 +301,27 @@ def fold_key_gradient(
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
     kv_idx = tl.expand_dims(kv_first + tl.arange(0, c.TILE_KV), KEY_AXIS)
-    tile = visited(table, row, low, first, before, gap, c)
+    tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = start_of(tile, c, c.TILE_Q)
+        here = tile_start(tile, c, c.TILE_Q)
         current = tile
-        tile = visited(table, row, i + 1, first, before, gap, c)
-        queries = stream_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
         qk = key_product(queries, k, line[1], c)
         if c.NEGATIVE:
             qk = -qk
         rows = here + tl.arange(0, c.TILE_Q)
-        row_lse, row_delta = row_numbers(lse2, delta, head, rows, q_len, c, EDGE)
+        row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
         if c.LINE:
             start, rise, across = line
-            row_lse -= along(start + (here - kv_first).to(tl.float32) * across, across, c.TILE_Q)
+            row_lse -= affine_columns(start + (here - kv_first).to(tl.float32) * across, across, c.TILE_Q)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
         # keys beyond the last have rows of dk and dv of their own, which nobody keeps
-        p, slope = weights_of(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
-        douts = stream_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
+        p, slope = recompute_weights(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
+        douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
             # a minus tells what is dropped until both uses are done: a tile of bits kept besides would spill
-            keep = turned(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
+            keep = transpose_scores(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
             p = tl.where(keep, p, -p)
         if VALUE:
             dropped = p
@@ -351,7 +349,7 @@ def attention_key_gradient(
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
-            columns = number(size.columns)
+            columns = decode(size.columns)
             if dk is not None:
                 clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.D, c.D_PAD)
             if dv is not None:
@@ -378,10 +376,10 @@ def attention_key_gradient(
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     own = (keys, values)
     given = (strides, table, numbers, env)
-    for shared in range(0, number(size.group)):
-        h = kv_h * number(size.group) + shared
-        head = (memory_b * number(size.heads) * number(size.group) + h).to(tl.int64) * number(size.rows) + q_start
-        line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, q_len, c, c.TILE_Q)
+    for shared in range(0, decode(size.group)):
+        h = kv_h * decode(size.group) + shared
+        head = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
+        line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
         if first + c.TILE_KV > kv_len:
             # keys that are not there must not be looked up: every tile is an edge
             part_first = part_first if c.MODE == "ranges" else full_first
@@ -395,22 +393,22 @@ def attention_key_gradient(
             line_of_head = (start * LOG2E + tl.zeros([4], tl.float32), rise / numbers.scale, across * LOG2E)
         at = (b, h, memory_b, head, first, q_start, q_len, kv_len, line_of_head)
         run = (line, full_first, full, full * 0, full * 0, full)
-        dk_acc, dv_acc = fold_key_gradient(
+        dk_acc, dv_acc = accumulate_dk_dv(
             (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, False, False, KEY, VALUE
         )
         whole = part
         if not EDGE:
-            last = visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-            whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
+            last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
+            whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
             if first + c.TILE_KV > kv_len:
                 whole = whole * 0
         run = (line, part_first, before, gap, whole * 0, whole)
-        dk_acc, dv_acc = fold_key_gradient(
+        dk_acc, dv_acc = accumulate_dk_dv(
             (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, MASKED, EDGE, KEY, VALUE
         )
         if not EDGE:
             run = (line, part_first, before, gap, whole, part)
-            dk_acc, dv_acc = fold_key_gradient(
+            dk_acc, dv_acc = accumulate_dk_dv(
                 (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, True, True, KEY, VALUE
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]

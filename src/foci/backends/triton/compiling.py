@@ -1,6 +1,6 @@
 """New kernels compiled side by side.
 
-What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `side_by_side` launches
+What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `compile_in_parallel` launches
 wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
 Beside each compiles the C code that hands it its arguments, which follows from their types alone. Triton's front end, which is Python and
 keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order. Kernels that a later
@@ -25,12 +25,12 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from foci.backends.compile_priority import is_waited_for, submit_elsewhere
 from foci.backends.contract import Unbuildable
-from foci.backends.hurry import is_waited_for, submit_elsewhere
-from foci.backends.triton.elsewhere import compile_packed, is_sendable, pack
+from foci.backends.triton.compile_subprocess import compile_packed, is_sendable, pack
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, async_compile_mode, release
 
-__all__ = ["Waiting", "after_launches", "compile_and_launch", "is_new", "launch_ahead", "launch_waiting", "side_by_side", "waiting"]
+__all__ = ["Waiting", "after_launches", "compile_and_launch", "compile_in_parallel", "is_new", "launch_ahead", "launch_waiting", "waiting"]
 
 
 class Waiting(NamedTuple):
@@ -103,7 +103,7 @@ def after_launches(action: Callable[[], None]) -> None:
 
 
 def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Has a kernel compiled that a later pass will launch, within `side_by_side`; without it nothing happens."""
+    """Has a kernel compiled that a later pass will launch, within `compile_in_parallel`; without it nothing happens."""
     queue = _queue.get()
     if queue is not None:
         queue.append(Waiting(function, args, options, _nothing, is_ahead=True))
@@ -119,7 +119,7 @@ def is_new() -> bool:
 
 
 @contextmanager
-def side_by_side() -> Iterator[None]:
+def compile_in_parallel() -> Iterator[None]:
     """Launches by a recorder wait for the end of the block. Nothing in it may look at what they make."""
     if _queue.get() is not None:
         yield
@@ -142,7 +142,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
     for kind in _met & new.keys():
         del new[kind]
     if new:
-        with _brisk():
+        with _short_gil_interval():
             _compile(list(new.values()))
         if len(_met) > _MOST_MET:
             _met.clear()
@@ -158,7 +158,7 @@ def _compile(new: Sequence[Waiting]) -> None:
         return  # each compiles when it is launched
     pool = ThreadPoolExecutor(2 * len(new))
     beside = _Beside(pool)
-    mode = _SideBySide(beside)
+    mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
     try:
         # a pass ends with what takes longest
@@ -178,31 +178,31 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 
 @contextmanager
-def _brisk() -> Iterator[None]:
+def _short_gil_interval() -> Iterator[None]:
     """Python's lock goes round faster: a kernel's compiler asks for it a hundred times, for moments, and each time would wait for 5 ms
     where another kernel is read. Where nobody waits for the kernels, whatever else runs keeps the lock as long as it always does."""
     if not is_waited_for():
         yield
         return
-    with _turns:
-        _brisk_ones.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_brisk_ones[0], 2e-4))
+    with _interval_lock:
+        _saved_intervals.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_saved_intervals[0], 2e-4))
     try:
         yield
     finally:
-        with _turns:
-            before = _brisk_ones[0]
-            _brisk_ones.pop()
-            if not _brisk_ones:
+        with _interval_lock:
+            before = _saved_intervals[0]
+            _saved_intervals.pop()
+            if not _saved_intervals:
                 sys.setswitchinterval(before)
 
 
-_turns: Final = threading.Lock()
-_brisk_ones: Final[list[float]] = []
+_interval_lock: Final = threading.Lock()
+_saved_intervals: Final[list[float]] = []
 """What the interval was: first, before any."""
 
 
-class _SideBySide:
+class _ParallelCompileMode:
     """Stands in for Triton's AsyncCompileMode, which waits for all that it is given: takes up what was begun ahead, and leaves what it
     begins ahead to the pass that launches it."""
 
@@ -248,7 +248,7 @@ class _Beside(Executor):
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         is_read = threading.Event()
-        made_of = _made_of(compile_it)
+        made_of = _compile_inputs(compile_it)
         src = made_of.get("src")
         sent = _sent(made_of)
         if src is not None:
@@ -281,7 +281,7 @@ def _in_turn(make_ir: Callable[..., Any], is_read: threading.Event, *args: Any, 
             is_read.set()
 
 
-def _made_of(compile_it: Callable[..., Any]) -> dict[str, Any]:
+def _compile_inputs(compile_it: Callable[..., Any]) -> dict[str, Any]:
     """What Triton will compile, `src`, and with what, by Triton's names; without those that a release hides."""
     names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from foci.backends.triton.forward import scores_of
+from foci.backends.triton.forward import tile_scores
 from foci.backends.triton.tiles import (
     LN2,
     LOG2E,
+    decode,
     keep_tile,
+    load_streamed_tile,
     load_tile,
-    number,
+    nth_visited,
     rows_pointer,
-    start_of,
-    stream_tile,
     tile_offsets,
-    visited,
-    visits,
+    tile_runs,
+    tile_start,
 )
 
 
@@ -40,11 +40,11 @@ class Pages(NamedTuple):
 def key_tile(source, strides, pages, b, h, first, length, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`, which without EDGE none is."""
     if pages is None:
-        return stream_tile(source, strides, b, h, b * 0, first, length, c, EDGE, c.TILE_KV, DIM, COLS)
+        return load_streamed_tile(source, strides, b, h, b * 0, first, length, c, EDGE, c.TILE_KV, DIM, COLS)
     else:
-        row = pages.table + b.to(tl.int64) * number(pages.stride)
+        row = pages.table + b.to(tl.int64) * decode(pages.stride)
         if pages.SIZE % c.TILE_KV == 0:
-            page = tl.load(row + (first // pages.SIZE) * number(pages.step)).to(tl.int32)
+            page = tl.load(row + (first // pages.SIZE) * decode(pages.step)).to(tl.int32)
             return page_tile(source, strides, page, h, first % pages.SIZE, length - first, c, DIM, COLS)
         else:
             return scattered_tile(source, strides, row, h, first, length, pages, c, DIM, COLS)
@@ -65,16 +65,16 @@ def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS
 def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.constexpr, COLS: tl.constexpr):
     """A tile of several pages, or of a page and a piece: each row is looked up. `row` points to the page table's row."""
     n = first + tl.arange(0, c.TILE_KV)
-    page = tl.load(row + (n // pages.SIZE) * number(pages.step), mask=n < length, other=0)
-    at = page.to(tl.int64) * (number(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (number(strides.s) * c.UNIT)
+    page = tl.load(row + (n // pages.SIZE) * decode(pages.step), mask=n < length, other=0)
+    at = page.to(tl.int64) * (decode(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (decode(strides.s) * c.UNIT)
     d = tl.arange(0, COLS)[None, :]
-    step = 1 if c.UNIT == 8 else number(strides.d)
-    pointer = source + h.to(tl.int64) * (number(strides.h) * c.UNIT) + at[:, None] + d * step
+    step = 1 if c.UNIT == 8 else decode(strides.d)
+    pointer = source + h.to(tl.int64) * (decode(strides.h) * c.UNIT) + at[:, None] + d * step
     return tl.load(pointer, mask=(n < length)[:, None] & (d < DIM), other=0.0)
 
 
 @triton.jit
-def fold_split(
+def accumulate_split(
     state, queries, k, v, pages, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
     """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total and maximum. `given`: strides,
@@ -83,15 +83,15 @@ def fold_split(
     strides, table, numbers, env = given
     b, h, kv_h, q_idx, q_len, kv_len, factor = at
     row, first, before, gap, low, high = run
-    tile = visited(table, row, low, first, before, gap, c)
+    tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=c.STAGES):
         current = tile
-        here = start_of(tile, c, c.TILE_KV)
-        tile = visited(table, row, i + 1, first, before, gap, c)
+        here = tile_start(tile, c, c.TILE_KV)
+        tile = nth_visited(table, row, i + 1, first, before, gap, c)
         keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, EDGE, c.D, c.D_PAD)
         qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
+        x = tile_scores(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2((x - shift[:, None]) * factor)
@@ -128,30 +128,30 @@ def attention_decode(
     """Unnormalised results of a tile of rows of one group of heads over one split of the keys; `pages` says where they lie, if not in one
     piece. APART: tiles of keys that are attended to as a whole come in a loop of their own, which asks no mask.
 
-    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `scores_of` gives them) and partial_total:
+    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `tile_scores` gives them) and partial_total:
     float32 [B, Hkv, splits, size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the
     same keys, run together.
     """
     pid = tl.program_id(0)
-    part_of = pid // number(size.tasks)
-    split = part_of % number(splits)
-    bh = part_of // number(splits)
-    kv_heads = number(size.heads) // number(size.group)
+    part_of = pid // decode(size.tasks)
+    split = part_of % decode(splits)
+    bh = part_of // decode(splits)
+    kv_heads = decode(size.heads) // decode(size.group)
     b = bh // kv_heads
     kv_h = bh - b * kv_heads
-    q_len = number(size.rows)
-    kv_len = number(size.columns)
+    q_len = decode(size.rows)
+    kv_len = decode(size.columns)
     if pages is not None:
         kv_len = tl.minimum(tl.load(pages.lengths + b), kv_len).to(tl.int32)
     lane = tl.arange(0, c.TILE_Q)
-    r = pid % number(size.tasks) * c.TILE_Q + lane
-    used = r < number(size.group) * q_len
+    r = pid % decode(size.tasks) * c.TILE_Q + lane
+    used = r < decode(size.group) * q_len
     inside = tl.where(used, r, 0)
-    h = (kv_h * number(size.group) + inside // q_len)[:, None]
+    h = (kv_h * decode(size.group) + inside // q_len)[:, None]
     q_idx = (inside % q_len)[:, None]
     d = tl.arange(0, c.D_PAD)[None, :]
-    at = h.to(tl.int64) * (number(strides.q.h) * c.UNIT) + q_idx.to(tl.int64) * (number(strides.q.s) * c.UNIT)
-    step = 1 if c.UNIT == 8 else number(strides.q.d)
+    at = h.to(tl.int64) * (decode(strides.q.h) * c.UNIT) + q_idx.to(tl.int64) * (decode(strides.q.s) * c.UNIT)
+    step = 1 if c.UNIT == 8 else decode(strides.q.d)
     pointer = rows_pointer(q, strides.q, b, b * 0, b * 0, c)
     queries = tl.load(pointer + at + d * step, mask=used[:, None] & (d < c.D), other=0.0)
     if c.NEGATIVE:
@@ -160,9 +160,9 @@ def attention_decode(
     if c.PLAIN:
         factor = numbers.scale * LOG2E
     # one table for all queries of the group
-    line, full_first, full, part_first, before, gap, part = visits(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
+    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
     count = full + part
-    share = tl.cdiv(count, number(splits))
+    share = tl.cdiv(count, decode(splits))
     low = tl.minimum(split * share, count)
     high = tl.minimum(low + share, count)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
@@ -174,12 +174,12 @@ def attention_decode(
     MASKED: tl.constexpr = c.MODE != "all"
     if APART:
         run = (line, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
-        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, False, False)
+        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, False, False)
         run = (line, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
-        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
+        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
     else:
         run = (line, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
-        state = fold_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
+        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
     acc, total, most = state
     out = pid.to(tl.int64) * c.TILE_Q
     tl.store(partial + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
@@ -193,15 +193,15 @@ def combine_splits(
 ):
     """Puts COLUMNS columns of the splits of one row together, in order."""
     pid = tl.program_id(0)
-    q_len = number(size.rows)
-    heads = number(size.heads)
+    q_len = decode(size.rows)
+    heads = decode(size.heads)
     query = pid % q_len
     bh = pid // q_len
     h = bh % heads
     b = bh // heads
-    kv_h = h // number(size.group)
-    row = (h % number(size.group)) * q_len + query
-    base = ((b * (heads // number(size.group)) + kv_h) * number(splits)).to(tl.int64)
+    kv_h = h // decode(size.group)
+    row = (h % decode(size.group)) * q_len + query
+    base = ((b * (heads // decode(size.group)) + kv_h) * decode(splits)).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     factor = LOG2E
     if c.PLAIN:
@@ -209,17 +209,17 @@ def combine_splits(
     acc = tl.zeros([COLUMNS], tl.float32)
     total = 0.0
     most = float("-inf")
-    for start in range(0, number(splits), CHUNK):
+    for start in range(0, decode(splits), CHUNK):
         s = start + tl.arange(0, CHUNK)
-        here = (base + s) * (number(size.tasks) * c.TILE_Q) + row
-        m = tl.load(partial_max + here, mask=s < number(splits), other=float("-inf"))
-        t = tl.load(partial_total + here, mask=s < number(splits), other=0.0)
+        here = (base + s) * (decode(size.tasks) * c.TILE_Q) + row
+        m = tl.load(partial_max + here, mask=s < decode(splits), other=float("-inf"))
+        t = tl.load(partial_total + here, mask=s < decode(splits), other=0.0)
         higher = tl.maximum(most, tl.max(m, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         # differences first: the product of a large score is rounded
         alpha = tl.exp2((most - shift) * factor)
         weight = tl.exp2((m - shift) * factor)
-        rows = tl.load(partial + here[:, None] * c.DV_PAD + d[None, :], mask=(s < number(splits))[:, None], other=0.0)
+        rows = tl.load(partial + here[:, None] * c.DV_PAD + d[None, :], mask=(s < decode(splits))[:, None], other=0.0)
         acc = acc * alpha + tl.sum(rows * weight[:, None], 0)
         total = total * alpha + tl.sum(t * weight, 0)
         most = higher
@@ -227,7 +227,7 @@ def combine_splits(
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
     pointer = rows_pointer(out, strides.out, b, h, query, c)
-    step = 1 if c.UNIT == 8 else number(strides.out.d)
+    step = 1 if c.UNIT == 8 else decode(strides.out.d)
     tl.store(pointer + d * step, (acc * weight).to(out.dtype.element_ty), mask=d < c.DV)
     if tl.program_id(1) != 0:
         return

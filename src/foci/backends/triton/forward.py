@@ -12,21 +12,21 @@ from foci.backends.triton.tiles import (
     FORCED,
     LN2,
     LOG2E,
+    affine_line,
     clear_gaps,
+    decode,
     fill_gaps,
-    find,
+    find_task,
     keep_tile,
-    line_from,
+    load_streamed_tile,
     load_tile,
-    number,
+    nth_visited,
     product,
     rows_pointer,
     sequence_at,
-    start_of,
-    stream_tile,
     tile_offsets,
-    visited,
-    visits,
+    tile_runs,
+    tile_start,
 )
 
 HUGE = tl.constexpr(float(1 << 30))
@@ -35,7 +35,7 @@ the factor's place, whose products are exact. Keys whose scores differ at all ar
 
 
 @triton.jit
-def scores_of(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+def tile_scores(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
     b, h, q_idx, kv_idx, q_len, kv_len, tile = where
     x = qk
@@ -58,24 +58,24 @@ def scores_of(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.constexp
 
 
 @triton.jit
-def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+def accumulate_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total, maximum, and the maximum in
     base 2, which accumulator and total are relative to. `given`: strides, table, numbers, environment."""
     acc, total, most, base = state
     strides, table, numbers, env = given
     b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, line = at
     row, first, before, gap, low, high = run
-    tile = visited(table, row, low, first, before, gap, c)
+    tile = nth_visited(table, row, low, first, before, gap, c)
     # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
     STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
     for i in tl.range(low, high, num_stages=STAGES):
         current = tile
-        here = start_of(tile, c, c.TILE_KV)
-        tile = visited(table, row, i + 1, first, before, gap, c)
-        keys = stream_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        here = tile_start(tile, c, c.TILE_KV)
+        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
         qk = product(q, keys, here - q_first, line, c)
         kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
-        x = scores_of(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
+        x = tile_scores(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
         higher = tl.maximum(most, tl.max(x, 1))
         steep = tl.where(tl.abs(higher) * factor < HUGE, factor, round_factor)
         relative = higher * steep
@@ -86,7 +86,7 @@ def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.
         if c.DROPOUT:
             p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
         acc = acc * alpha[:, None]
-        values = stream_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
         most = higher
         base = relative
@@ -96,17 +96,17 @@ def fold_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.
 @triton.jit
 def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr):
     """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`."""
-    b, memory_b, h, task, tile = find(size, spans, c, True)
+    b, memory_b, h, task, tile = find_task(size, spans, c, True)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
-            clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, number(size.rows), c, 16, c.DV, c.DV_PAD)
-            head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows)
-            fill_gaps(lse + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
+            clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, decode(size.rows), c, 16, c.DV, c.DV_PAD)
+            head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows)
+            fill_gaps(lse + head, spans.q_start, spans.q_length, spans, decode(size.rows), float("-inf"), 128)
             if row_max is not None:
-                fill_gaps(row_max + head, spans.q_start, spans.q_length, spans, number(size.rows), float("-inf"), 128)
+                fill_gaps(row_max + head, spans.q_start, spans.q_length, spans, decode(size.rows), float("-inf"), 128)
         return
-    kv_h = h // number(size.group)
+    kv_h = h // decode(size.group)
     first = tile * c.TILE_Q
     offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
     queries = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), offsets, q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
@@ -123,7 +123,7 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     leaning = tl.zeros([c.TILE_Q], tl.float32)
     if c.LINE:
         # from its first query's line: what a row has more is the same for all keys, so that weights do not know it
-        start, rise, across = line_from(b, h, first, q_len, kv_len, numbers, env, score)
+        start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, score)
         from_first = (start, rise)
         leaning = tl.arange(0, c.TILE_Q).to(tl.float32) * across
     at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, first, from_first)
@@ -132,20 +132,20 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
     state = (acc, total, most, most)
     given = (strides, table, numbers, env)
-    line, full_first, full, part_first, before, gap, part = visits(table, b, h, task, kv_len, c, c.TILE_KV)
+    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = (line, full_first, full, full * 0, full * 0, full)
-    state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, False, False)
+    state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, False, False)
     whole = part
     if not EDGE:
-        last = visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & (start_of(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+        last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
+        whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = (line, part_first, before, gap, whole * 0, whole)
-    state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, MASKED, EDGE)
+    state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, MASKED, EDGE)
     if not EDGE:
         run = (line, part_first, before, gap, whole, part)
-        state = fold_tiles(state, queries, k, v, at, run, given, c, score, mask, True, True)
+        state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, True, True)
     store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c)
 
 
@@ -162,7 +162,7 @@ def store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_sta
     pointer = rows_pointer(out, strides.out, memory_b, h, q_start + tl.min(rows, 0), c)
     offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
-    head = (memory_b * number(size.heads) + h).to(tl.int64) * number(size.rows) + q_start
+    head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
     natural = tl.where(tl.abs(most) * factor < HUGE, base * LN2, most * (factor * LN2))
     if c.LINE:
         natural += leaning

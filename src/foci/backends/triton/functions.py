@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.triton import mathematics
-from foci.backends.triton.arguments import is_countable_by_eights
-from foci.backends.triton.bounds import within
-from foci.backends.triton.exponents import ARGUMENTS, exponent_of, slope_of
-from foci.backends.triton.lines import plane_of
-from foci.backends.triton.spelling import Lie, spelling_for
+from foci.backends.triton import math
+from foci.backends.triton.affine_scores import affine_in_both
+from foci.backends.triton.codegen import TensorLayout, triton_codegen
+from foci.backends.triton.exp2_rewrite import ARGUMENTS, log2_weight, scaled_derivative
+from foci.backends.triton.kernel_args import is_countable_by_eights
+from foci.backends.triton.mask_intervals import as_comparisons
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr
@@ -27,7 +27,16 @@ from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
 from foci.variant import Variant
 
-__all__ = ["GENERATED", "Functions", "environment_numbers", "float_early", "functions_of", "is_half", "jit_function", "lies_of"]
+__all__ = [
+    "GENERATED",
+    "KernelFunctions",
+    "build_functions",
+    "capture_layouts",
+    "cast_coordinates_early",
+    "environment_numbers",
+    "is_half",
+    "jit_function",
+]
 
 GENERATED: Final = "foci.generated"
 """The module that functions made of text say they are of."""
@@ -36,13 +45,13 @@ _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "a
 
 
 @dataclass(frozen=True)
-class Functions:
+class KernelFunctions:
     """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `mask(b, ...)`, and `both(raw, scale, lse2, b, ...)`, which gives the
-    exponent of a weight in base 2 and the slope of the score function (`foci.backends.triton.exponents`): jit functions of tiles
+    exponent of a weight in base 2 and the slope of the score function (`foci.backends.triton.exp2_rewrite`): jit functions of tiles
     that broadcast together. `line(b, ...)` gives what a score adds to the scaled product, what that rises by from key to key, and from
-    query to query; None where it is no line (`foci.backends.triton.lines`), or where half precision's rounding is not enough.
+    query to query; None where it is no line (`foci.backends.triton.affine_scores`), or where half precision's rounding is not enough.
     `by_query` and `by_key` are the mask as bounds of a query's keys and of a key's queries, where it has such
-    (`foci.backends.triton.bounds`); the first then holds for no key beyond the last, the second is only asked about queries before
+    (`foci.backends.triton.mask_intervals`); the first then holds for no key beyond the last, the second is only asked about queries before
     it. `source` is what they were made of."""
 
     score: Any
@@ -54,7 +63,7 @@ class Functions:
     source: str
 
 
-def lies_of(captures: Sequence[Tensor]) -> tuple[Lie, ...]:
+def capture_layouts(captures: Sequence[Tensor]) -> tuple[TensorLayout, ...]:
     """How captured tensors lie in memory, as far as it changes the code."""
     lies = []
     first = 0
@@ -62,30 +71,30 @@ def lies_of(captures: Sequence[Tensor]) -> tuple[Lie, ...]:
         contiguous = t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
         steps = [stride for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
         aligned = contiguous and all(stride % 8 == 0 for stride in steps) and is_countable_by_eights(steps)
-        lies.append(Lie(t.dim(), contiguous, aligned, first))
+        lies.append(TensorLayout(t.dim(), contiguous, aligned, first))
         first += t.dim()
     return tuple(lies)
 
 
 @functools.lru_cache(maxsize=1024)
-def functions_of(variant: Variant, lies: tuple[Lie, ...], *, half: bool) -> Functions:
+def build_functions(variant: Variant, lies: tuple[TensorLayout, ...], *, half: bool) -> KernelFunctions:
     """The jit functions of a variant. One object for each variant, so that Triton compiles kernels once."""
-    spelling = spelling_for(lies, half=half)
-    score = float_early(variant.score)
-    slope = float_early(score_derivative(variant.score))
+    spelling = triton_codegen(lies, half=half)
+    score = cast_coordinates_early(variant.score)
+    slope = cast_coordinates_early(score_derivative(variant.score))
     parts: dict[str, tuple[str, tuple[Expr, ...]]] = {
         "score": (f"score, {_ARGUMENTS}", (score,)),
-        "both": (f"{ARGUMENTS}, {_ARGUMENTS}", (exponent_of(score, half=half), slope_of(slope, half=half))),
+        "both": (f"{ARGUMENTS}, {_ARGUMENTS}", (log2_weight(score, half=half), scaled_derivative(slope, half=half))),
         "mask": (_ARGUMENTS, (variant.mask,)),
-        "by_query": (_ARGUMENTS, (within(variant.mask, "kv_idx") or variant.mask,)),
-        "by_key": (_ARGUMENTS, (within(variant.mask, "q_idx", is_inside=True) or variant.mask,)),
+        "by_query": (_ARGUMENTS, (as_comparisons(variant.mask, "kv_idx") or variant.mask,)),
+        "by_key": (_ARGUMENTS, (as_comparisons(variant.mask, "q_idx", is_inside=True) or variant.mask,)),
     }
-    line = plane_of(score) if half else None
+    line = affine_in_both(score) if half else None
     if line is not None:
         parts["line"] = (_ARGUMENTS, line)
     sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
     made = {name: jit_function(name, source) for name, source in sources.items()}
-    return Functions(**{"line": None, **made}, source="\n\n".join(sources.values()))
+    return KernelFunctions(**{"line": None, **made}, source="\n\n".join(sources.values()))
 
 
 def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -> str:
@@ -103,12 +112,12 @@ def jit_function(name: str, source: str) -> Any:
     """A jit function of source text, registered where `inspect` finds it."""
     filename = f"<foci triton {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(mathematics, n) for n in _NAMES}
+    space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(math, n) for n in _NAMES}
     exec(compile(source, filename, "exec"), space)
     return triton.jit(space[name])
 
 
-def float_early(expr: Expr) -> Expr:
+def cast_coordinates_early(expr: Expr) -> Expr:
     """Moves casts to FLOAT onto coordinates, which are exact there: a tile then subtracts floats that were converted row
     by row and column by column, not one by one."""
 
@@ -128,8 +137,8 @@ def float_early(expr: Expr) -> Expr:
     return rewrite(expr, rule)
 
 
-def environment_numbers(captures: Sequence[Tensor], lies: tuple[Lie, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes, strides) of captured tensors, flat; strides in the units their `Lie` says."""
+def environment_numbers(captures: Sequence[Tensor], lies: tuple[TensorLayout, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes, strides) of captured tensors, flat; strides in the units their `TensorLayout` says."""
     sizes = tuple(n for t in captures for n in t.shape)
     strides = tuple(
         (0 if n == 1 else stride) // (8 if lie.aligned else 1)

@@ -16,26 +16,26 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Plan
 from foci.backends.row_gradients import add_row_gradients
-from foci.backends.triton.arguments import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
-from foci.backends.triton.auxiliary import Flow, flow_of, weighed, with_flowing_rows
+from foci.backends.triton.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
+from foci.backends.triton.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
-from foci.backends.triton.bounds import within
-from foci.backends.triton.capture_gradients import bias_gradient, capture_gradients, learned_with_queries
-from foci.backends.triton.compiling import side_by_side
-from foci.backends.triton.convexity import begins_late, is_convex
-from foci.backends.triton.counts import tokens_of
+from foci.backends.triton.captured_grad import bias_gradient, bias_of_query_tiles, capture_gradients
+from foci.backends.triton.compiling import compile_in_parallel
 from foci.backends.triton.decode import Pages, attention_decode, combine_splits
-from foci.backends.triton.foresight import foresee
 from foci.backends.triton.forward import attention_forward
-from foci.backends.triton.functions import Functions, environment_numbers, functions_of, is_half, lies_of
-from foci.backends.triton.known import KnownPasses, find_pass, keep_pass, source_of_places
-from foci.backends.triton.recording import Recorder
+from foci.backends.triton.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
+from foci.backends.triton.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.triton.launch_cache import KnownPasses, find_pass, keep_pass, source_of_places
+from foci.backends.triton.mask_convexity import begins_late, is_convex
+from foci.backends.triton.mask_intervals import as_comparisons
+from foci.backends.triton.precompile_backward import foresee
+from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import (
     Schedule,
-    padded,
-    reads_of,
+    find_pair_reads,
+    padded_dim,
     schedule_for,
-    scratch_of,
+    scratch_bytes,
     shared_bytes,
     split_kind,
     splits_for,
@@ -43,11 +43,11 @@ from foci.backends.triton.schedules import (
     tile_bytes,
     vector_bytes,
 )
-from foci.backends.triton.sparsity import ALL, DENSE, Sequences, Visits, sequences_of, visits_of
-from foci.backends.triton.streams import laid_out, layout_of, streamed
-from foci.backends.triton.surroundings import stream_of
-from foci.backends.triton.tensors import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
-from foci.backends.triton.tuning import fitted
+from foci.backends.triton.stream_state import current_stream
+from foci.backends.triton.symbolic_tokens import count_tokens
+from foci.backends.triton.tensor_descriptors import describe_layout, stream_operand, without_overlap
+from foci.backends.triton.tile_tables import ALL, DENSE, Sequences, TileTable, build_visits, operand_sequences
+from foci.backends.triton.tuning import fit_schedule
 from foci.compat.cuda import current_device
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative
@@ -75,7 +75,7 @@ class Pass:
 
     operands: Operands
     recorder: Recorder
-    functions: Functions
+    functions: KernelFunctions
     environment: Environment
     numbers: Numbers
     sequences: Sequences
@@ -101,17 +101,17 @@ class TritonKernel(KnownPasses):
         self.plan = plan
         self.problem = plan.problem
         self.variant = plan.problem.variant
-        self.dims = (padded(self.problem.head_dim), padded(self.problem.value_dim))
+        self.dims = (padded_dim(self.problem.head_dim), padded_dim(self.problem.value_dim))
         self.tile_bytes = tile_bytes(self.variant)
         self.reads_tiles = self.tile_bytes > 0
-        self.read = {"scratch": scratch_of(self.problem), "vectors": vector_bytes(self.variant)}
+        self.read = {"scratch": scratch_bytes(self.problem), "vectors": vector_bytes(self.variant)}
         formula = self.problem.formula
         self.is_dense = self.variant.mask.op == "const" and formula.block_size is None and formula.layout is Layout.DENSE
         self.takes_splits = takes_splits(formula)
-        self.is_by_bounds = formula.block_size is None and within(self.variant.mask, "kv_idx") is not None
+        self.is_by_bounds = formula.block_size is None and as_comparisons(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
         # a mask that is read takes little room beside what is streamed: two programs share a multiprocessor; beside a bias they do not fit
-        is_whole = self.is_dense or bool(reads_of(self.variant.score))
+        is_whole = self.is_dense or bool(find_pair_reads(self.variant.score))
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
         # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
         is_sloped = score_derivative(self.variant.score).op != "const"
@@ -133,7 +133,7 @@ class TritonKernel(KnownPasses):
         if found is None:
             found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, **self.read)
             assert found is not None, "a plan is made only where a schedule exists"
-            found = fitted(found, self.problem.formula.block_size)
+            found = fit_schedule(found, self.problem.formula.block_size)
             self.schedules[kind] = found
         return found
 
@@ -143,17 +143,17 @@ class TritonKernel(KnownPasses):
             with torch.cuda.device(operands.query.device):
                 return self.forward(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-        sequences, asked = sequences_of(operands), self.problem.formula.outputs
+        sequences, asked = operand_sequences(operands), self.problem.formula.outputs
         if asked.column_sums or asked.weights:
-            return weighed(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
+            return add_aux_outputs(self, operands, sequences, self._forward(operands, sequences, Recorder(inputs, None)))
         key = self.pass_key(operands, inputs[:3], inputs[3:])
-        tokens = tokens_of(operands)
+        tokens = count_tokens(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
             self.know(operands, sequences, found)
             return Results(*found.run(inputs)[: self.results])
-        recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        with side_by_side():
+        recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
+        with compile_in_parallel():
             results = self._forward(operands, sequences, recorder)
             foresee(self, operands, sequences, results)
         if key is not None and (template := recorder.template()) is not None:
@@ -181,7 +181,7 @@ class TritonKernel(KnownPasses):
             schedule = self.schedule(self.forward_kind)
             visits = self.visits(call, schedule, "queries")
             config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds, line=call.line)
-            stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
+            stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
             recorder.launch(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
@@ -203,7 +203,7 @@ class TritonKernel(KnownPasses):
         schedule = self.rows_schedule(kind, query, key)
         visits = self.group_visits(call, schedule)
         config = self.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
+        stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
         taken = shared_bytes(kind, schedule, self.dims, self.problem.dtype.itemsize, **self.read)
         tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
         # large tiles take up to all registers that a thread may have
@@ -214,14 +214,14 @@ class TritonKernel(KnownPasses):
     def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
         """That of a kernel whose tiles hold rows of a group of heads: those of a decode all of them."""
         found = self.schedule(kind)
-        return found if kind == "split" else replace(found, tile_q=padded(query.shape[1] // key.shape[1] * query.shape[2]))
+        return found if kind == "split" else replace(found, tile_q=padded_dim(query.shape[1] // key.shape[1] * query.shape[2]))
 
-    def group_visits(self, call: Pass, schedule: Schedule) -> Visits:
+    def group_visits(self, call: Pass, schedule: Schedule) -> TileTable:
         """The tiles of keys that any query of a group of heads attends to, whatever the tiles of rows."""
-        return self.visits(call, replace(schedule, tile_q=padded(call.operands.query.shape[2])), "queries")
+        return self.visits(call, replace(schedule, tile_q=padded_dim(call.operands.query.shape[2])), "queries")
 
     def split(
-        self, call: Pass, kind: str, schedule: Schedule, visits: Visits, config: Config, splits: int, streams: tuple[Any, Any],
+        self, call: Pass, kind: str, schedule: Schedule, visits: TileTable, config: Config, splits: int, streams: tuple[Any, Any],
         outputs: tuple[Tensor, Tensor, Tensor | None], pages: Pages | None,
     ) -> None:  # fmt: skip
         """Attends with the keys of a group of heads split over programs; `streams` are what keys and values are read from."""
@@ -250,18 +250,18 @@ class TritonKernel(KnownPasses):
                 return self.backward(operands, results, cotangents)
         if 0 in (operands.query.numel(), operands.key.shape[2], operands.value.numel()):
             return no_gradients(operands, self.problem)
-        sequences = sequences_of(operands)
-        grad_lse, flow = cotangents.lse, flow_of(operands, cotangents, sequences)
+        sequences = operand_sequences(operands)
+        grad_lse, flow = cotangents.lse, weight_cotangents(operands, cotangents, sequences)
         if flow is not None:
-            cotangents = with_flowing_rows(self, operands, sequences, results, cotangents, flow)
+            cotangents = add_weight_cotangents(self, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        given = Given(results.out, results.lse.contiguous(), laid_out(cotangents.out, results.out), dlse)
+        given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
         # what other gradients of captured tensors are made of is looked at between launches
-        learned = learned_with_queries(self, operands) if self.problem.capture_grads.count(True) == 1 else None
+        learned = bias_of_query_tiles(self, operands) if self.problem.capture_grads.count(True) == 1 else None
         is_noted = flow is None and (learned is not None or not self.learns)
         key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
-        tokens = tokens_of(operands)
+        tokens = count_tokens(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None and learned is not None:
             made = found.run(inputs)
@@ -270,8 +270,8 @@ class TritonKernel(KnownPasses):
         if found is not None:
             self.know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
-        recorder = Recorder(inputs, None if key is None else stream_of(operands.query))
-        with nullcontext() if self.learns else side_by_side():
+        recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
+        with nullcontext() if self.learns else compile_in_parallel():
             made, captures = self._backward(operands, given, sequences, recorder, flow)
         if key is not None and (template := recorder.template()) is not None:
             noted = template.as_recorded(tokens)
@@ -287,12 +287,12 @@ class TritonKernel(KnownPasses):
         return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
 
     def _backward(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Flow | None
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: WeightCotangents | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         grads = gradient_tensors(recorder, operands, self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
-        learned = learned_with_queries(self, operands) if self.learns else None
+        learned = bias_of_query_tiles(self, operands) if self.learns else None
         target = None if learned is None else like_tensor(recorder, operands.captures[learned.slot])
         rows = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
@@ -324,7 +324,7 @@ class TritonKernel(KnownPasses):
         schedule, operands = self.schedule(self.query_kind), call.operands
         visits = self.visits(call, schedule, "queries")
         config = self.config(call, schedule, visits, is_bounded=self.is_by_bounds, line=call.line)
-        stream = functools.partial(streamed, config, schedule.tile_kv, call.columns)
+        stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
         call.recorder.launch(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
@@ -347,7 +347,7 @@ class TritonKernel(KnownPasses):
         schedule, operands = self.schedule(kind), call.operands
         visits = self.visits(call, schedule, "keys")
         config = self.config(call, schedule, visits, line=call.line)
-        stream = functools.partial(streamed, config, schedule.tile_q, call.rows)
+        stream = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
         heads = operands.key.shape[1]
         call.recorder.launch(
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
@@ -359,18 +359,18 @@ class TritonKernel(KnownPasses):
     def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
         """What the kernels of one call share; `extra` are the tensors with strides besides query, key and value."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
-        layouts = {name: layout_of(t) for name, t in tensors.items()}
+        layouts = {name: describe_layout(t) for name, t in tensors.items()}
         unit = 8 if all(layout.is_aligned for layout in layouts.values()) else 1
-        lies = lies_of(operands.captures)
+        lies = capture_layouts(operands.captures)
         sizes, strides = environment_numbers(operands.captures, lies)
         p = operands.dropout_p
         encoded = {name: encode_strides(layout.strides, unit) for name, layout in layouts.items()}
-        tokens = tokens_of(operands)
+        tokens = count_tokens(operands)
         recorder.keep(sequences.tensors, source_of_places)
         return Pass(
             operands=operands,
             recorder=recorder,
-            functions=functions_of(self.variant, lies, half=is_half(self.problem.dtype)),
+            functions=build_functions(self.variant, lies, half=is_half(self.problem.dtype)),
             environment=Environment(
                 tuple(map(encode, operands.ints)),
                 operands.floats,
@@ -389,7 +389,7 @@ class TritonKernel(KnownPasses):
             takes_descriptors=all(layout.takes_descriptor for layout in layouts.values()),
         )
 
-    def config(self, call: Pass, schedule: Schedule, visits: Visits | None, *, is_bounded: bool = False, line: Any = None) -> Config:
+    def config(self, call: Pass, schedule: Schedule, visits: TileTable | None, *, is_bounded: bool = False, line: Any = None) -> Config:
         """The compile-time side of a launch; `is_bounded` says by which function it masks, see `Config.BOUNDED`; `line` whether by one it
         scores."""
         p = self.problem
@@ -404,9 +404,9 @@ class TritonKernel(KnownPasses):
             )
         )  # fmt: skip
 
-    def visits(self, call: Pass, schedule: Schedule, side: str) -> Visits:
+    def visits(self, call: Pass, schedule: Schedule, side: str) -> TileTable:
         """Which tiles each task of a kernel visits."""
-        found = visits_of(self, call, schedule, side)
+        found = build_visits(self, call, schedule, side)
         call.recorder.keep(found.tensors, found.source)
         return found
 

@@ -12,19 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Inputs, Offsets, Plan
-from foci.backends.paging import Gathered, jagged_plan
-from foci.backends.triton.arguments import encode
-from foci.backends.triton.compiling import side_by_side
-from foci.backends.triton.counts import tokens_of
+from foci.backends.paged_gather import Gathered, jagged_plan
+from foci.backends.triton.allocate import result_tensors
+from foci.backends.triton.compiling import compile_in_parallel
 from foci.backends.triton.decode import Pages
 from foci.backends.triton.kernel import TritonKernel, is_elsewhere
-from foci.backends.triton.known import find_pass, keep_pass
-from foci.backends.triton.recording import Recorder
-from foci.backends.triton.schedules import Schedule, padded, shares_tile
-from foci.backends.triton.sparsity import Sequences, sequences_of, visits_of
-from foci.backends.triton.streams import streamed
-from foci.backends.triton.surroundings import stream_of
-from foci.backends.triton.tensors import result_tensors
+from foci.backends.triton.kernel_args import encode
+from foci.backends.triton.launch_cache import find_pass, keep_pass
+from foci.backends.triton.recorder import Recorder
+from foci.backends.triton.schedules import Schedule, padded_dim, shares_tile
+from foci.backends.triton.stream_state import current_stream
+from foci.backends.triton.symbolic_tokens import count_tokens
+from foci.backends.triton.tensor_descriptors import stream_operand
+from foci.backends.triton.tile_tables import Sequences, build_visits, operand_sequences
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 
 __all__ = ["PagedKernel"]
@@ -57,7 +57,7 @@ class PagedKernel:
             return self.gathered.forward(operands)
         kernel, (lengths, table) = self.native, _pages_of(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, lengths, table)
-        whole, tokens = sequences_of(operands), tokens_of(operands)
+        whole, tokens = operand_sequences(operands), count_tokens(operands)
         known = kernel.pass_key(operands, inputs[:3], inputs[3:])
         key = None if known is None else (known, lengths.dtype, table.dtype)
         found = None if key is None else find_pass(key, whole, tokens, operands.captures)
@@ -66,8 +66,8 @@ class PagedKernel:
             if stays:
                 kernel.know(operands, whole, found)
             return Results(*found.run(inputs)[: kernel.results])
-        recorder = _Joined(inputs, None if key is None else stream_of(operands.query))
-        with side_by_side():
+        recorder = _Joined(inputs, None if key is None else current_stream(operands.query))
+        with compile_in_parallel():
             results = self._decode(operands, recorder)
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
@@ -102,9 +102,9 @@ class PagedKernel:
         call = kernel.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
         call = replace(call, columns=operands.max_kv)
         schedule = self._schedule(operands)
-        visits = visits_of(kernel, call, schedule, "queries")
+        visits = build_visits(kernel, call, schedule, "queries")
         config = kernel.config(call, schedule, visits)
-        stream = functools.partial(streamed, config, schedule.tile_kv, key.shape[2])
+        stream = functools.partial(stream_operand, config, schedule.tile_kv, key.shape[2])
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
         splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
         pages = Pages(lengths, table, encode(table.stride(0)), encode(table.stride(1)), tl.constexpr(key.shape[2]))
@@ -118,7 +118,7 @@ class PagedKernel:
         if page >= 32 and page & (page - 1) == 0:
             tile = min(tile, page)
         is_one = page % tile == 0
-        rows = padded(operands.query.shape[1] // operands.key.shape[1] * operands.query.shape[2])
+        rows = padded_dim(operands.query.shape[1] // operands.key.shape[1] * operands.query.shape[2])
         return Schedule(rows, tile, found.warps, found.stages, found.descriptors and is_one)
 
 

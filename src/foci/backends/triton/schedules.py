@@ -20,17 +20,17 @@ __all__ = [
     "LIMITS",
     "SCHEDULES",
     "Schedule",
-    "busy_part",
-    "family_of",
-    "padded",
-    "reads_of",
-    "rows_of",
+    "busy_fraction",
+    "find_pair_reads",
+    "padded_dim",
+    "schedule_family",
     "schedule_for",
-    "scratch_of",
+    "schedule_rows",
+    "scratch_bytes",
     "shared_bytes",
     "shares_tile",
+    "split_efficiency",
     "split_kind",
-    "split_part",
     "splits_for",
     "takes_splits",
     "tile_bytes",
@@ -140,12 +140,12 @@ LIKE: Final = {
 """Kernels that take the rows of another where the table has none of their own."""
 
 
-def family_of(arch: int) -> str:
+def schedule_family(arch: int) -> str:
     """The part of the table that is for an architecture."""
     return "hopper" if 90 <= arch < 100 else "ampere"
 
 
-def padded(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """The power of two, at least 16, that a head dim is padded to."""
     return max(16, 1 << (dim - 1).bit_length())
 
@@ -153,7 +153,7 @@ def padded(dim: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def tile_bytes(variant: Variant) -> int:
     """Bytes that each score reads from captured tensors by (q, kv) at once."""
-    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in reads_of(variant.score) | reads_of(variant.mask))
+    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_reads(variant.score) | find_pair_reads(variant.mask))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,12 +166,12 @@ def vector_bytes(variant: Variant) -> int:
     )
 
 
-def reads_of(expr: Expr) -> set[Expr]:
+def find_pair_reads(expr: Expr) -> set[Expr]:
     """What is read by (q, kv) at once."""
     return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 
-def scratch_of(problem: Problem) -> int:
+def scratch_bytes(problem: Problem) -> int:
     """What `shared_bytes` calls scratch; gradients of returned weights stream by (q, kv) as captured tensors do."""
     return tile_bytes(problem.variant) + 4 * problem.formula.outputs.weights or int(problem.formula.dropout)
 
@@ -209,7 +209,7 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     return schedule.tile_kv * stationary + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
 
 
-def rows_of(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
+def schedule_rows(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
     """The rows of the table for a kernel, best first; none for a width or type that it says nothing of."""
     found = SCHEDULES.get((family, kind, itemsize, width))
     return SCHEDULES.get((family, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
@@ -223,7 +223,7 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     if arch == 0:
         return Schedule(16, 16, 4, 1)
     width = max(64, *dims)
-    rows = rows_of(family_of(arch), kind, itemsize, width)
+    rows = schedule_rows(schedule_family(arch), kind, itemsize, width)
     limit = LIMITS.get(arch, 101376)
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
         if shared_bytes(kind, row, dims, itemsize, scratch=scratch, vectors=vectors) <= limit:
@@ -232,7 +232,7 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     return None
 
 
-def busy_part(problem: Problem, arch: int) -> float:
+def busy_fraction(problem: Problem, arch: int) -> float:
     """Which part of the multiprocessors has work to do in a backward: three of its seven products are the kernel's of dq, a program for 64
     queries, and four the kernel's of dk and dv, a program for 64 keys. All where that was not measured."""
     if arch != 90:
@@ -281,7 +281,7 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
     return "decode" if group * length <= 64 else "split"
 
 
-def split_part(problem: Problem, arch: int) -> float:
+def split_efficiency(problem: Problem, arch: int) -> float:
     """Which part of its usual rate a forward that splits keys reaches: 0.6 of it was measured on an H200 with heads of 128, and that of the
     multiprocessors that as many splits as they have room for keep busy."""
     processors = MULTIPROCESSORS.get(arch, 108)

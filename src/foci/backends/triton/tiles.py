@@ -10,21 +10,21 @@ HEAD_GROUP = tl.constexpr(8)
 GRADIENT_GROUP = tl.constexpr(2)
 FORCED = tl.constexpr(1 << 30)
 FAR = tl.constexpr(1 << 30)
-"""Rows that the descriptor of packed sequences claims to have, see `streams.packed_dims`."""
+"""Rows that the descriptor of packed sequences claims to have, see `tensor_descriptors.packed_dims`."""
 RECORD = tl.constexpr(8)
-"""Numbers of a task of packed sequences, see `visits.assign_tasks`."""
+"""Numbers of a task of packed sequences, see `tile_table_kernels.assign_tasks`."""
 TICKETS = tl.constexpr(2)
 """Which of the first task's numbers counts those that programs have taken besides their first; zero between kernels."""
 
 
 @triton.jit
-def number(x):
-    """Undoes `arguments.encode`."""
+def decode(x):
+    """Undoes `kernel_args.encode`."""
     return x >> 2
 
 
 @triton.jit
-def turn(n, heads, tasks, TOGETHER: tl.constexpr):
+def nth_head_task(n, heads, tasks, TOGETHER: tl.constexpr):
     """(head, task) of the n-th program, of so many heads of so many tasks each: heads in groups of TOGETHER, which share what the cache
     holds, task by task."""
     group = n // (TOGETHER * tasks)
@@ -35,50 +35,50 @@ def turn(n, heads, tasks, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
-    """(batch entry, head, task) of the n-th program, see `turn`; the last tiles, longest under a causal mask, first."""
-    tasks = number(size.tasks)
-    bh, task = turn(n, number(size.batch) * number(size.heads), tasks, TOGETHER)
-    b = bh // number(size.heads)
-    h = bh - b * number(size.heads)
+def nth_place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
+    """(batch entry, head, task) of the n-th program, see `nth_head_task`; the last tiles, longest under a causal mask, first."""
+    tasks = decode(size.tasks)
+    bh, task = nth_head_task(n, decode(size.batch) * decode(size.heads), tasks, TOGETHER)
+    b = bh // decode(size.heads)
+    h = bh - b * decode(size.heads)
     if LONGEST_FIRST:
         task = tasks - 1 - task
     return b, h, task
 
 
 @triton.jit
-def place_packed(n, size, spans, TOGETHER: tl.constexpr):
+def nth_packed_place(n, size, spans, TOGETHER: tl.constexpr):
     """(head, task) of the n-th program of a packed call. All heads go together where that is told, as whole rows of tokens come from
     memory sooner than parts of many; else groups of TOGETHER."""
-    heads = number(size.heads)
-    if number(spans.together) > 0:
+    heads = decode(size.heads)
+    if decode(spans.together) > 0:
         task = n // heads
         h = n - task * heads
     else:
-        b, h, task = place(n, size, False, TOGETHER)
+        b, h, task = nth_place(n, size, False, TOGETHER)
     return h, task
 
 
 @triton.jit
-def find(size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """`find_nth` of this program."""
-    return find_nth(tl.program_id(0), size, spans, c, LONGEST_FIRST)
+def find_task(size, spans, c, LONGEST_FIRST: tl.constexpr):
+    """`find_nth_task` of this program."""
+    return find_nth_task(tl.program_id(0), size, spans, c, LONGEST_FIRST)
 
 
 @triton.jit
 def find_for_gradient(size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """`find` where a program streams twice as much, so that the cache holds fewer heads."""
-    return find_among(tl.program_id(0), size, spans, c, LONGEST_FIRST, GRADIENT_GROUP)
+    """`find_task` where a program streams twice as much, so that the cache holds fewer heads."""
+    return find_task_among(tl.program_id(0), size, spans, c, LONGEST_FIRST, GRADIENT_GROUP)
 
 
 @triton.jit
-def find_nth(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
+def find_nth_task(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
     """(b that functions are told, batch entry in memory, head, task, tile) of the n-th program; b < 0 for the tile-th spare one."""
-    return find_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
+    return find_task_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
 
 
 @triton.jit
-def recorded(spans, b, task, c):
+def read_task_record(spans, b, task, c):
     """(batch entry, tile) of a task: packed, those of its record, b < 0 for a spare one; dense, the entry that is given, and the task."""
     if c.JAGGED:
         return tl.load(spans.tasks + RECORD * task), tl.load(spans.tasks + RECORD * task + 1)
@@ -87,22 +87,22 @@ def recorded(spans, b, task, c):
 
 
 @triton.jit
-def find_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
-    """`find_nth` with so many heads at a time. Tasks of packed sequences are in their order already."""
+def find_task_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
+    """`find_nth_task` with so many heads at a time. Tasks of packed sequences are in their order already."""
     if c.JAGGED:
-        h, task = place_packed(n, size, spans, TOGETHER)
-        b, tile = recorded(spans, h, task, c)
+        h, task = nth_packed_place(n, size, spans, TOGETHER)
+        b, tile = read_task_record(spans, h, task, c)
         return b, h * 0, h, task, tile
     else:
-        b, h, task = place(n, size, LONGEST_FIRST, TOGETHER)
+        b, h, task = nth_place(n, size, LONGEST_FIRST, TOGETHER)
         return b, b, h, task, task
 
 
 @triton.jit
 def rows_pointer(base, strides, b, h, first, c):
     """Pointer to row `first` of head h of batch entry b, in 64 bits."""
-    offset = b.to(tl.int64) * (number(strides.b) * c.UNIT) + h.to(tl.int64) * (number(strides.h) * c.UNIT)
-    return base + (offset + first.to(tl.int64) * (number(strides.s) * c.UNIT))
+    offset = b.to(tl.int64) * (decode(strides.b) * c.UNIT) + h.to(tl.int64) * (decode(strides.h) * c.UNIT)
+    return base + (offset + first.to(tl.int64) * (decode(strides.s) * c.UNIT))
 
 
 @triton.jit
@@ -120,9 +120,9 @@ def row_offsets(rows, strides, c, COLS: tl.constexpr):
         row = row.to(tl.int64)
         col = col.to(tl.int64)
     if c.UNIT == 1:
-        return row * number(strides.s) + col * number(strides.d)
+        return row * decode(strides.s) + col * decode(strides.d)
     else:
-        return row * (number(strides.s) * c.UNIT) + col
+        return row * (decode(strides.s) * c.UNIT) + col
 
 
 @triton.jit
@@ -142,11 +142,11 @@ def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def stream_tile(
+def load_streamed_tile(
     source, strides, b, h, start, first, length, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
 ):
     """Rows first .. first + ROWS of a sequence that begins at row `start` and has `length` rows; zero beyond when EDGE, and always by
-    a descriptor, see `streams.packed_dims`."""
+    a descriptor, see `tensor_descriptors.packed_dims`."""
     if c.DESCRIPTORS and c.JAGGED:
         return source.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
     elif c.DESCRIPTORS:
@@ -157,7 +157,7 @@ def stream_tile(
 
 
 @triton.jit
-def along(start, rise, COUNT: tl.constexpr):
+def affine_columns(start, rise, COUNT: tl.constexpr):
     """A line at COUNT columns: from `start`, at columns 0, 2, 4 and 6, where the four lanes of a row begin, it rises by as much from one to
     the next. Columns are constants to a thread, and cost it one operation each."""
     column = 8 * tl.arange(0, COUNT // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
@@ -165,9 +165,9 @@ def along(start, rise, COUNT: tl.constexpr):
 
 
 @triton.jit
-def line_from(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
-    """(a score's line from query and key `first` on, as `along` has it, and what it rises by from key to key, in units of the product of
-    query and key; what it rises by from query to query)."""
+def affine_line(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
+    """(a score's line from query and key `first` on, as `affine_columns` has it, and what it rises by from key to key, in units of the
+    product of query and key; what it rises by from query to query)."""
     start, rise, across = line(b, h, first, first + 2 * tl.arange(0, 4), q_len, kv_len, env)
     return start / numbers.scale, rise / numbers.scale, across
 
@@ -177,7 +177,7 @@ def product(q, keys, distance, line, c):
     """q k^T of a tile of keys, on top of a line where there is one, of which the first key is so far away."""
     if c.LINE:
         start, rise = line
-        seed = along(start + distance.to(tl.float32) * rise, rise, c.TILE_KV)
+        seed = affine_columns(start + distance.to(tl.float32) * rise, rise, c.TILE_KV)
         return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
     else:
         return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
@@ -227,9 +227,9 @@ def sequence(spans, size, b, c):
     if c.JAGGED:
         return tl.load(spans.q_start + b), tl.load(spans.q_length + b), tl.load(spans.kv_start + b), tl.load(spans.kv_length + b)
     elif spans.kv_length is not None:
-        return b * 0, number(size.rows), b * 0, tl.minimum(tl.load(spans.kv_length + b), number(size.columns)).to(tl.int32)
+        return b * 0, decode(size.rows), b * 0, tl.minimum(tl.load(spans.kv_length + b), decode(size.columns)).to(tl.int32)
     else:
-        return b * 0, number(size.rows), b * 0, number(size.columns)
+        return b * 0, decode(size.rows), b * 0, decode(size.columns)
 
 
 @triton.jit
@@ -243,7 +243,7 @@ def sequence_at(spans, size, b, task, c):
 
 
 @triton.jit
-def gap(starts, lengths, count, i, rows):
+def sequence_gap(starts, lengths, count, i, rows):
     """Rows before the i-th sequence and behind the one before it, (first, behind the last); i = count is the gap at the end."""
     low = tl.load(starts + i - 1, mask=i > 0, other=0) + tl.load(lengths + i - 1, mask=i > 0, other=0)
     return low, tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
@@ -261,13 +261,13 @@ def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
 @triton.jit
 def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Zeros in the rows of a head that belong to no sequence: a spare task's work, most often none."""
-    count = number(spans.sequences)
+    count = decode(spans.sequences)
     offsets = tile_offsets(strides, c, ROWS, COLS)
     zeros = tl.zeros([ROWS, COLS], target.dtype.element_ty)
     for chunk in range(0, count + 1, 128):
         if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
             for i in range(chunk, tl.minimum(chunk + 128, count + 1)):
-                low, high = gap(starts, lengths, count, i, rows)
+                low, high = sequence_gap(starts, lengths, count, i, rows)
                 for first in range(low, high, ROWS):
                     inside = (tl.arange(0, ROWS)[:, None] < high - first) & (tl.arange(0, COLS)[None, :] < DIM)
                     tl.store(rows_pointer(target, strides, b, h, low * 0 + first, c) + offsets, zeros, mask=inside)
@@ -276,24 +276,24 @@ def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.
 @triton.jit
 def fill_gaps(target, starts, lengths, spans, rows, value, ROWS: tl.constexpr):
     """The same for one number a row."""
-    count = number(spans.sequences)
+    count = decode(spans.sequences)
     for chunk in range(0, count + 1, 128):
         if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
             for i in range(chunk, tl.minimum(chunk + 128, count + 1)):
-                low, high = gap(starts, lengths, count, i, rows)
+                low, high = sequence_gap(starts, lengths, count, i, rows)
                 for first in range(low, high, ROWS):
                     at = first + tl.arange(0, ROWS)
                     tl.store(target + at, tl.zeros([ROWS], tl.float32) + value, mask=at < high)
 
 
 @triton.jit
-def visits(table, b, h, task, length, c, TILE: tl.constexpr):
+def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
     """(row of the lists, first full, full, first partial, partial before the gap, gap, partial) tiles that a task visits."""
     if c.MODE == "all":
         full = length // TILE
         return task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full
     else:
-        row = (b * number(table.b_stride) + h * number(table.h_stride) + task).to(tl.int64)
+        row = (b * decode(table.b_stride) + h * decode(table.h_stride) + task).to(tl.int64)
         counts = table.counts + row * 4
         if c.MODE == "ranges":
             p0 = tl.load(counts)
@@ -307,17 +307,17 @@ def visits(table, b, h, task, length, c, TILE: tl.constexpr):
 
 
 @triton.jit
-def visited(table, row, i, first, before, gap, c):
-    """The i-th tile of a run: after `before` tiles it skips `gap`."""
+def nth_visited(table, row, i, first, before, gap, c):
+    """The i-th tile of a run: after `before` tiles it skips `sequence_gap`."""
     if c.MODE == "lists":
-        return tl.load(table.lists + row * number(table.width) + first + i)
+        return tl.load(table.lists + row * decode(table.width) + first + i)
     else:
         return first + i + tl.where(i >= before, gap, 0)
 
 
 @triton.jit
-def start_of(tile, c, TILE: tl.constexpr):
-    """First row of a tile that `visited` gave."""
+def tile_start(tile, c, TILE: tl.constexpr):
+    """First row of a tile that `nth_visited` gave."""
     if c.BLOCKS:
         tile = tile & (FORCED - 1)
     return tile * TILE

@@ -25,16 +25,16 @@ from foci.backends.triton.schedules import (
     LIMITS,
     SCHEDULES,
     Schedule,
-    family_of,
-    padded,
+    padded_dim,
+    schedule_family,
     schedule_for,
-    scratch_of,
+    scratch_bytes,
     shared_bytes,
     vector_bytes,
 )
 from foci.problem import Cotangents, Gradients, Operands, Results
 
-__all__ = ["Scheduled", "Store", "TunedKernel", "candidates", "fitted", "key_of"]
+__all__ = ["Scheduled", "Store", "TunedKernel", "fit_schedule", "list_candidates", "tuning_key"]
 
 _MOST: Final = 24
 """Candidates of one kernel: each costs a compilation."""
@@ -54,32 +54,34 @@ class Scheduled(Protocol):
         ...
 
 
-def fitted(schedule: Schedule, block_size: tuple[int, int] | None) -> Schedule:
+def fit_schedule(schedule: Schedule, block_size: tuple[int, int] | None) -> Schedule:
     """The schedule with tiles that divide the blocks of a caller's block mask."""
     if block_size is None:
         return schedule
     return replace(schedule, tile_q=math.gcd(schedule.tile_q, block_size[0]), tile_kv=math.gcd(schedule.tile_kv, block_size[1]))
 
 
-def candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
+def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     """What a kernel may be tuned to, the table's own choice first: the table's rows for any head dim, with more and fewer warps
     and stages, as far as they fit the device's shared memory by `shared_bytes`."""
     p, arch = plan.problem, plan.target.arch
-    dims, itemsize = (padded(p.head_dim), padded(p.value_dim)), p.dtype.itemsize
-    read = {"scratch": scratch_of(p), "vectors": vector_bytes(p.variant)}
+    dims, itemsize = (padded_dim(p.head_dim), padded_dim(p.value_dim)), p.dtype.itemsize
+    read = {"scratch": scratch_bytes(p), "vectors": vector_bytes(p.variant)}
     own = schedule_for(kind, arch, dims, itemsize, **read)
     if own is None or arch == 0:
-        return () if own is None else (fitted(own, p.formula.block_size),)
+        return () if own is None else (fit_schedule(own, p.formula.block_size),)
     names = (kind, LIKE.get(kind, kind))
-    rows = [row for (family, name, size, _), row in SCHEDULES.items() if (family, size) == (family_of(arch), itemsize) and name in names]
+    rows = [
+        row for (family, name, size, _), row in SCHEDULES.items() if (family, size) == (schedule_family(arch), itemsize) and name in names
+    ]
     seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
     near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
     limit = LIMITS.get(arch, min(LIMITS.values()))
     fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, **read) <= limit]
-    return tuple(dict.fromkeys(fitted(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
+    return tuple(dict.fromkeys(fit_schedule(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
 
 
-def key_of(plan: Plan, device: str) -> str:
+def tuning_key(plan: Plan, device: str) -> str:
     """What a choice holds for: the device, the plan, Triton's version."""
     try:
         version = importlib.metadata.version("triton")
@@ -183,8 +185,8 @@ class TunedKernel:
     def _begin(self, operands: Operands) -> None:
         """Takes over what the store holds."""
         if self.key is None:
-            self.key = key_of(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
-            self.chosen = {kind: s for kind, s in self.store.read(self.key).items() if s in candidates(kind, self.plan)}
+            self.key = tuning_key(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
+            self.chosen = {kind: s for kind, s in self.store.read(self.key).items() if s in list_candidates(kind, self.plan)}
             self.kernel = self._with(self.chosen)
 
     def _settle(self, operands: Operands, run: Callable[[Scheduled], object]) -> bool:
@@ -212,4 +214,4 @@ class TunedKernel:
         def seconds(schedule: Schedule) -> float:
             return self.time(functools.partial(run, self._with(others | {kind: schedule})))
 
-        return min(candidates(kind, self.plan), key=seconds)
+        return min(list_candidates(kind, self.plan), key=seconds)

@@ -1,0 +1,138 @@
+# mypy: ignore-errors
+"""What precedes and follows the backward kernels: what they read of rows, aligned for TMA, turns and gaps cleared; dq made of its sums."""
+
+import triton
+import triton.language as tl
+
+from foci.backends.hopper.dq_semaphore import slot_size
+from foci.backends.triton.backward import prepare_row_stats
+from foci.backends.triton.tiles import clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
+
+
+@triton.jit
+def clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c):
+    """Zeros in the rows of a head's packed gradients that belong to no sequence."""
+    dq, dk, dv = grads
+    if dq is not None:
+        clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, decode(size.rows), c, 16, c.D, c.D_PAD)
+    if h < decode(kv_heads):
+        if dk is not None:
+            clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, h * 0, h, decode(size.columns), c, 16, c.D, c.D_PAD)
+        if dv is not None:
+            clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, h * 0, h, decode(size.columns), c, 16, c.DV, c.DV_PAD)
+
+
+@triton.jit
+def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
+    """What the other kernels find done. Tasks are 128 rows of a head; a program takes TILE_Q of them, those that its second number says.
+
+    Args:
+        rows: (lse2, delta) [B, Hq, Sq] to fill, as `prepare_row_stats` says.
+        lines: None, or the same two again, so that each sequence begins at a multiple of 128, inf and 0 beyond its rows: TMA copies runs
+            that begin at multiples of 16 bytes. `pitch`: elements of a head in them.
+        keep: None, or dropout's factor of what is kept, which the weights of these lines have in them, and their deltas in turn have not.
+        turns: None, or `count` numbers that become zeros.
+        grads: (dq, dk, dv), any of them None, whose rows that belong to no sequence become zeros.
+    """
+    if turns is not None:
+        n = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        for start in range(n * 128, decode(count), tl.num_programs(0) * tl.num_programs(1) * 128):
+            at = start + tl.arange(0, 128)
+            tl.store(turns + at, tl.zeros([128], tl.int32), mask=at < decode(count))
+    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        if tile == 0 and tl.program_id(1) == 0:
+            clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c)
+        return
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
+    lse2, delta = rows
+    head = (memory_b * decode(size.heads) + h).to(tl.int64)
+    first = tile * 128 + tl.program_id(1) * c.TILE_Q
+    limit = q_len - first
+    at = tl.arange(0, c.TILE_Q)
+    # rows beyond the last are the last again: loads that may be skipped are not all on their way at once
+    there = tl.minimum(at, limit - 1)
+    offsets = row_offsets(there, strides.out, c, c.DV_PAD)
+    o = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
+    offsets = row_offsets(there, strides.dout, c, c.DV_PAD)
+    do = load_tile(rows_pointer(dout, strides.dout, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
+    base2, d = prepare_row_stats(o, do, lse, dlse, lse2, delta, head * decode(size.rows) + q_start + first + at, at < limit)
+    if lines is not None:
+        lse2_lines, delta_lines = lines
+        d = tl.where(at < limit, d, 0.0)
+        if keep is not None:
+            base2 -= tl.log2(keep)
+            d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
+        to = head * decode(pitch) + first + at
+        if c.JAGGED:
+            to += (q_start // 128 + b) * 128
+        tl.store(lse2_lines + to, base2)
+        tl.store(delta_lines + to, d)
+
+
+@triton.jit
+def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
+    """Tasks are tiles of queries of a head; a program takes COLS columns of 64 rows, those that its second number says. A tile that no key
+    visits has no sums, and zeros for a gradient.
+
+    Args:
+        sums: float32, a slot for each tile, two halves in the order of `dq_semaphore.store_dq_share`, both as large as the first is.
+        order: who has added, and where.
+        dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
+    """
+    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
+    slot = (memory_b * decode(size.heads) + h) * decode(order.slots) + tile
+    if c.JAGGED:
+        slot += q_start // c.TILE_Q + b
+    total = decode(size.batch) * decode(size.heads) * decode(order.slots)
+    head = memory_b.to(tl.int64) * (decode(strides.b) * UNIT) + h.to(tl.int64) * (decode(strides.h) * UNIT)
+    SLOT: tl.constexpr = slot_size(c.TILE_Q, c.D_PAD)
+    # of a half
+    PARTS: tl.constexpr = SLOT // (2 * 64 * COLS)
+    # columns of 64 rows come after each other, then those of the other half
+    at = tl.program_id(1) * (64 * COLS) + tl.arange(0, 64 * COLS)
+    # all are on their way before any is waited for; what nobody wrote is left out afterwards
+    added = ()
+    shares = ()
+    for n in tl.static_range(order.SUMS):
+        added += (tl.load(order.turns + 1 + n * total + slot) > 0,)
+        shares += (tl.load(sums + (n * total + slot).to(tl.int64) * SLOT + at),)
+    held = tl.zeros([64 * COLS], tl.float32)
+    for n in tl.static_range(order.SUMS):
+        held += tl.where(added[n], shares[n], 0.0)
+    share = held.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS) * scale
+    rows = tile * c.TILE_Q + tl.arange(0, 64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    if c.TILE_Q == 128:
+        rows += tl.program_id(1) // PARTS * 64
+        cols = tl.program_id(1) % PARTS * COLS + tl.arange(0, COLS)
+    inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
+    at = head + (q_start + rows).to(tl.int64) * (decode(strides.s) * UNIT)
+    tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def reduce_dq_partials(shares, dq, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """dq of heads of up to 128 queries whose keys several programs took, NUMBERS of a head by each program; shares are added in order.
+
+    Args:
+        shares: float32 [B, H, count, 128, D_PAD]; `count` is encoded.
+        dq: [B, H, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
+        AT_ONCE: how many shares are on their way together.
+    """
+    head = tl.program_id(0)
+    b = head // decode(size.heads)
+    h = head - b * decode(size.heads)
+    at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    added = tl.zeros([NUMBERS], tl.float32)
+    for start in range(0, decode(count), AT_ONCE):
+        n = start + tl.arange(0, AT_ONCE)
+        slot = (head * decode(count) + n).to(tl.int64) * (128 * c.D_PAD)
+        added += tl.sum(tl.load(shares + slot[:, None] + at[None, :], mask=(n < decode(count))[:, None], other=0.0), 0)
+    row, column = at // c.D_PAD, at % c.D_PAD
+    to = b.to(tl.int64) * (decode(strides.b) * UNIT) + h.to(tl.int64) * (decode(strides.h) * UNIT)
+    to += row.to(tl.int64) * (decode(strides.s) * UNIT) + column
+    tl.store(dq + to, (added * scale).to(dq.dtype.element_ty), mask=(row < decode(size.rows)) & (column < c.D))

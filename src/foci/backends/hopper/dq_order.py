@@ -1,0 +1,79 @@
+# mypy: ignore-errors
+"""Ranks of tiles of keys: how many before each visit the same tile of queries. By them they add to dq (`dq_semaphore`)."""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import RECORD, decode
+
+
+@triton.jit
+def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
+    """1 where a tile of keys visits a tile of queries. One program for each row of the table.
+
+    ranks: int32 [rows, width], for lists zeros; the last column is how many tiles of a list are partial and behind all full ones.
+    table: what tiles of keys visit. c: of which MODE is read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    width = decode(table.width)
+    counts = table.counts + row * 4
+    line = ranks + row * width
+    if c.MODE == "ranges":
+        first = tl.load(counts)
+        behind = tl.load(counts + 3)
+        for start in range(0, width - 1, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            tl.store(line + at, ((at >= first) & (at < behind)).to(tl.int32), mask=at < width - 1)
+    else:
+        whole = tl.load(counts)
+        count = whole + tl.load(counts + 1)
+        entries = table.lists + row * width
+        last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+        ending = 0
+        for start in range(0, count, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            tile = tl.load(entries + at, mask=at < count, other=-1)
+            tl.store(line + tile, tl.full([CHUNK], 1, tl.int32), mask=at < count)
+            ending += tl.sum(((at >= whole) & (tile > last)).to(tl.int32), 0)
+        tl.store(line + width - 1, ending)
+
+
+@triton.jit
+def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
+    """Sums of the marks of `mark_tiles` over the tiles of keys before each, in place. Programs: batch entries and heads of the table,
+    tiles of queries by CHUNK. `tasks`: tiles of keys, encoded."""
+    width = decode(table.width)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < width - 1
+    line = ranks + tl.program_id(0).to(tl.int64) * decode(tasks) * width + at
+    rank = tl.zeros([CHUNK], tl.int32)
+    for _ in range(0, decode(tasks)):
+        mark = tl.load(line, mask=inside, other=0)
+        tl.store(line, rank, mask=inside)
+        rank += mark
+        line += width
+
+
+@triton.jit
+def rank_packed(ranks, table, spans, tasks, CHUNK: tl.constexpr, BEFORE: tl.constexpr):
+    """Ranks in ranges, of packed sequences: each tile of keys counts those before it in its own. One program for each row of the table.
+
+    ranks: int32 [rows, width], filled where a tile of keys visits a tile of queries. `tasks`: of a head, encoded; a sequence's count its
+    tiles down, so those before one come behind it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    record = spans.tasks + RECORD * (row % decode(tasks))
+    if tl.load(record) < 0:
+        return
+    tile = tl.load(record + 1)
+    counts = table.counts + row * 4
+    behind = tl.load(counts + 3)
+    for start in range(tl.load(counts), behind, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        rank = tl.zeros([CHUNK], tl.int32)
+        for n in range(1, tile + 1, BEFORE):
+            other = n + tl.arange(0, BEFORE)
+            first = tl.load(counts + other * 4, mask=other <= tile, other=0)[:, None]
+            last = tl.load(counts + other * 4 + 3, mask=other <= tile, other=0)[:, None]
+            rank += tl.sum(((at[None, :] >= first) & (at[None, :] < last)).to(tl.int32), 0)
+        tl.store(ranks + row * decode(table.width) + at, rank, mask=at < behind)

@@ -1,0 +1,208 @@
+# mypy: ignore-errors
+"""Masks of partial tiles as bits, and which of the tiles 64 rows need, found once and read by every head and call that they serve.
+
+A thread holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says whether a column
+is attended to, so that a mask costs a kernel the same whatever it reads. Rows are queries in the forward, keys in the backward.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import FORCED, decode, read_task_record, sequence
+
+__all__ = ["cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
+
+
+@triton.jit
+def find_place(size, heads, TILE: tl.constexpr):
+    """(which 64 rows of a tile the program has, row of the table, task, batch entry, head)."""
+    part = tl.program_id(0) % (TILE // 64)
+    row = tl.program_id(0) // (TILE // 64)
+    task = row % decode(size.tasks)
+    line = row // decode(size.tasks)
+    b = line // decode(heads)
+    return part, row, task, b, line - b * decode(heads)
+
+
+@triton.jit
+def pack_words(keep, column, COLUMNS: tl.constexpr):
+    """The four words of each of 64 rows."""
+    bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
+    return tl.sum(tl.sum(bits.reshape(64, COLUMNS // 8, 4, 2), 3), 1)
+
+
+@triton.jit
+def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
+    """Which keys any row of a task attends to, 1, and which all do, 3: of the tiles that it visits. Each of SPLIT programs takes every
+    SPLIT-th of them.
+
+    keys: int8 zeros [rows of the lists, entries of a list, c.TILE_KV]. Others as for `pack_masks`.
+    """
+    alone, row, task, b, h = find_place(size, heads, 64)
+    b, tile = read_task_record(spans, b, task, c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    counts = table.counts + row.to(tl.int64) * 4
+    first = row.to(tl.int64) * decode(table.width)
+    full = tl.load(counts)
+    column = tl.arange(0, c.TILE_KV)
+    for i in range(tl.program_id(1), full + tl.load(counts + 1), SPLIT):
+        entry = tl.load(table.lists + first + i)
+        kv_idx = entry * c.TILE_KV + column[None, :]
+        some = tl.zeros([c.TILE_KV], tl.int32) + tl.where(i < full, 1, 0)
+        every = tl.zeros([c.TILE_KV], tl.int32) + 1
+        if i >= full:
+            for part in range(0, c.TILE_Q, 64):
+                q_idx = tile * c.TILE_Q + part + tl.arange(0, 64)[:, None]
+                keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+                keep = keep & (kv_idx < kv_len)
+                some = tl.maximum(some, tl.max((keep & (q_idx < q_len)).to(tl.int32), 0))
+                every = tl.minimum(every, tl.min((keep | (q_idx >= q_len)).to(tl.int32), 0))
+        tl.store(keys + (first + entry) * c.TILE_KV + column, (some + 2 * every * some).to(tl.int8))
+
+
+@triton.jit
+def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr, AHEAD: tl.constexpr):
+    """Where tiles of a task's keys begin, each at the first key that is attended to behind the tile before, if those are fewer than before:
+    a run of keys that begins within a tile and ends within another often is in one tile less.
+
+    starts: int32, as the lists of the table: whole tiles first. counts: int32 [rows of the lists, 4]. keys: of `mark_keys`. WIDTH: a power
+    of two, no less than the entries of a list; AHEAD: how many keys are looked at together, no fewer than c.TILE_KV.
+    """
+    row = tl.program_id(0)
+    b, tile = read_task_record(spans, row * 0, row % decode(size.tasks), c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    first = row.to(tl.int64) * decode(table.width)
+    full = tl.load(table.counts + row.to(tl.int64) * 4)
+    part = tl.load(table.counts + row.to(tl.int64) * 4 + 1)
+    entry = tl.arange(0, WIDTH)
+    begins = tl.load(table.lists + first + entry, mask=entry < full + part, other=0) * c.TILE_KV
+    found = tl.zeros([WIDTH], tl.int32)
+    whole = tl.zeros([WIDTH], tl.int32)
+    at = tl.min(tl.where(entry < full + part, begins, kv_len), 0)
+    column = tl.arange(0, AHEAD)
+    n = 0
+    # as many as before are no gain
+    while (at < kv_len) & (n < full + part):
+        known = tl.load(keys + first * c.TILE_KV + at + column, mask=at + column < kv_len, other=0).to(tl.int32)
+        ahead = tl.min(tl.where(known > 0, column, AHEAD), 0)
+        if ahead == 0:
+            is_whole = tl.min(tl.where(column < c.TILE_KV, known, 3), 0) == 3
+            found = tl.where(entry == n, at, found)
+            whole = tl.where(entry == n, is_whole.to(tl.int32), whole)
+            n += 1
+            at += c.TILE_KV
+        else:
+            at += ahead
+    if n < full + part:
+        others = tl.where(entry < n, 1 - whole, 0)
+        place = tl.where(whole > 0, tl.cumsum(whole, 0) - 1, tl.sum(whole, 0) + tl.cumsum(others, 0) - 1)
+        begins = found
+        full = tl.sum(whole, 0)
+        part = n - full
+    else:
+        place = entry
+    tl.store(starts + first + place, begins, mask=entry < full + part)
+    tl.store(counts + row.to(tl.int64) * 4, full)
+    tl.store(counts + row.to(tl.int64) * 4 + 1, part)
+
+
+@triton.jit
+def order_tasks(order, counts, size, BLOCK: tl.constexpr):
+    """Tasks of each head that lists tell apart by how many tiles they visit, the most last; of as many, in their order. A program places
+    BLOCK of them.
+
+    order: int32 [rows of the lists].
+    """
+    tasks = decode(size.tasks)
+    first = tl.program_id(0).to(tl.int64) * tasks
+    me = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = counts + (first + me) * 4
+    mine = tl.load(here, mask=me < tasks, other=0) + tl.load(here + 1, mask=me < tasks, other=0)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, tasks, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        there = counts + (first + other) * 4
+        theirs = tl.load(there, mask=other < tasks, other=0) + tl.load(there + 1, mask=other < tasks, other=0)
+        less = (theirs[None, :] < mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < me[:, None]))
+        before += tl.sum((less & (other[None, :] < tasks)).to(tl.int32), 1)
+    tl.store(order + first + before, me, mask=me < tasks)
+
+
+@triton.jit
+def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, STARTS: tl.constexpr):
+    """Words of the partial tiles of 64 rows of a task; each of SPLIT programs takes every SPLIT-th of them.
+
+    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4]. limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]; of
+    the partial tiles that hold a bit, how many come from the first of them on, and up to the last. `heads`: those that the lists
+    tell apart, encoded. STARTS: lists are those of `cover_keys`.
+    """
+    part, row, task, b, h = find_place(size, heads, c.TILE_Q)
+    b, tile = read_task_record(spans, b, task, c)
+    if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
+        if b < 0:
+            return
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    counts = table.counts + row.to(tl.int64) * 4
+    full = tl.load(counts)
+    first = row.to(tl.int64) * decode(table.width) + full
+    q_idx = tile * c.TILE_Q + part * 64 + tl.arange(0, 64)[:, None]
+    column = tl.arange(0, c.TILE_KV)[None, :]
+    at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    partial = tl.load(counts + 1)
+    limit = limits + (row * (c.TILE_Q // 64) + part) * 2
+    for i in range(tl.program_id(1), partial, SPLIT):
+        entry = tl.load(table.lists + first + i)
+        forced = entry < 0
+        if c.BLOCKS:
+            forced = entry >= FORCED
+            entry = entry & (FORCED - 1)
+        kv_idx = entry * (1 if STARTS else c.TILE_KV) + column
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        keep = (keep | forced) & (q_idx < q_len) & (kv_idx < kv_len)
+        word = pack_words(keep, column, c.TILE_KV)
+        tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)
+        some = tl.max(tl.max(keep.to(tl.int32), 1), 0) > 0
+        tl.atomic_max(limit, partial - i, mask=some)
+        tl.atomic_max(limit + 1, i + 1, mask=some)
+
+
+@triton.jit
+def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
+    """Words of the partial tiles of queries that 64 keys of a tile visit; of all where keys are not there.
+
+    words: [rows of the table, its width, c.TILE_KV, 4] of integers that hold c.TILE_Q / 4 bits. Others as for `pack_masks`.
+    """
+    part, row, task, b, h = find_place(size, heads, c.TILE_KV)
+    q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
+    counts = table.counts + row.to(tl.int64) * 4
+    first = tl.load(counts)
+    before = tl.load(counts + 1)
+    gap = first
+    count = before
+    if c.MODE == "ranges":
+        gap = tl.load(counts + 2) - before
+        before -= first
+        count = tl.load(counts + 3) - first - gap
+    if (task + 1) * c.TILE_KV > kv_len:
+        count += gap
+        gap = gap * 0
+    kv_idx = task * c.TILE_KV + part * 64 + tl.arange(0, 64)[:, None]
+    column = tl.arange(0, c.TILE_Q)[None, :]
+    at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    for i in range(tl.program_id(1), count, SPLIT):
+        if c.MODE == "ranges":
+            tile = first + i + tl.where(i >= before, gap, 0)
+        else:
+            tile = tl.load(table.lists + row.to(tl.int64) * decode(table.width) + gap + i)
+        q_idx = tile * c.TILE_Q + column
+        keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
+        keep = keep & (q_idx < q_len) & (kv_idx < kv_len)
+        word = pack_words(keep, column, c.TILE_Q)
+        place = (row.to(tl.int64) * decode(table.width) + tile) * (c.TILE_KV * 4)
+        tl.store(words + place + at, word.to(words.dtype.element_ty))

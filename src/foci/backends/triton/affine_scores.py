@@ -1,0 +1,75 @@
+"""Scores that are the product of query and key and a line: the same slope from key to key for all keys of a row, or from query to
+query.
+
+A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
+one operation (`foci.backends.triton.tiles.along`, `foci.backends.hopper.masking.affine_terms`). In the backward, where queries are
+columns, each column's logsumexp takes its part of the line.
+"""
+
+from __future__ import annotations
+
+from foci.backends.triton.exp2_rewrite import ONE
+from foci.ir.expr import Expr, const, variable
+from foci.ir.ops import apply
+from foci.ir.simplify import simplify
+
+__all__ = ["affine_in_both", "affine_in_keys"]
+
+_SCORE = variable("score")
+_ZERO = const(0.0)
+_POSITIONS = frozenset(("q_idx", "kv_idx"))
+
+
+def affine_in_keys(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
+    """(what is added to the raw score, what that rises by from one key to the next); None where that is no line, or flat.
+
+    Nothing that is read from memory may differ from row to row. With `streaming` of "q_idx" rows are keys: what it rises by from one
+    query to the next.
+
+    Example:
+        >>> from foci.ir.ops import cast
+        >>> from foci.ir.expr import DType
+        >>> distance = apply("sub", cast(variable("kv_idx"), DType.FLOAT), cast(variable("q_idx"), DType.FLOAT))
+        >>> affine_in_keys(apply("add", _SCORE, apply("mul", distance, 0.5)))
+        ((float(kv_idx) - float(q_idx)) * 0.5, 0.5)
+    """
+    if score.op != "add" or _SCORE not in score.args:
+        return None
+    added = score.args[1] if score.args[0] is _SCORE else score.args[0]
+    if "score" in added.variables() or any(part.op in ("load", "reduce") and _reads(part) for part in added.walk()):
+        return None
+    rise = _rise(added, streaming)
+    return None if rise is None or rise is _ZERO else (added, rise)
+
+
+def affine_in_both(score: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(what is added to the raw score, what that rises by from key to key, and from query to query); None where it is flat between keys,
+    or neither is the same everywhere."""
+    found, across = affine_in_keys(score), affine_in_keys(score, "q_idx")
+    if found is None:
+        return None
+    added, rise = found
+    if across is None and "q_idx" in added.variables():
+        return None
+    return added, rise, _ZERO if across is None else across[1]
+
+
+def _reads(e: Expr) -> bool:
+    return not e.variables().isdisjoint(_POSITIONS)
+
+
+def _rise(e: Expr, streaming: str) -> Expr | None:
+    """What a float expression rises by from one place to the next; None where that depends on places."""
+    if streaming not in e.variables():
+        return _ZERO
+    if e.op == "cast" and e.args[0].op == "var":
+        return ONE
+    if e.op in ("add", "sub"):
+        first, second = (_rise(arg, streaming) for arg in e.args)
+        return None if first is None or second is None else simplify(apply(e.op, first, second))
+    if e.op == "mul":
+        for factor, other in (e.args, e.args[::-1]):
+            if not _reads(factor):
+                rise = _rise(other, streaming)
+                return None if rise is None else simplify(apply("mul", rise, factor))
+    return None

@@ -1,0 +1,68 @@
+"""Tensors that a pass makes: results, numbers of rows, gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foci.backends.triton.recorder import Recorder
+from foci.backends.triton.symbolic_tokens import count_tokens
+from foci.problem import Gradients, Operands, Problem, gradient_strides, result_strides
+
+__all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]
+
+
+def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
+    query, width = operands.query, problem.value_dim
+    b, h, s = query.shape[0], query.shape[1], count_tokens(operands)[0]
+    shape = b, h, s, width
+    out = recorder.empty(shape, result_strides(shape, query.stride(), width), query.dtype, query)
+    lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
+    return out, lse, most[0] if most else None
+
+
+def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Numbers for each row, float32 [B, Hq, Sq]."""
+    b, h, s = operands.query.shape[0], operands.query.shape[1], count_tokens(operands)[0]
+    return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
+
+
+def like_tensor(recorder: Recorder, tensor: Tensor) -> Tensor:
+    """One of that shape and dtype without gaps."""
+    return recorder.empty(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, tensor)
+
+
+def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
+    """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
+    so that what comes before takes them as they are. All three of packed tensors whose rows may be parts of one tensor's are that too,
+    and those of dense ones where that is asked for."""
+    rows, columns = count_tokens(operands)
+    of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
+    if all(wanted):
+        width = sum(t.shape[1] * t.shape[3] for t, _ in of.values())
+        if operands.cu_q is not None:
+            is_joined = all(t.stride()[1:] == (t.shape[3], width, 1) for t, _ in of.values())
+        else:  # each begins at a multiple of 16 bytes, as kernels are compiled for
+            is_asked = operands.geometry is not None and operands.geometry.joined and rows == columns
+            is_joined = is_asked and all(t.shape[1] * t.shape[3] % 8 == 0 for t, _ in of.values())
+        if is_joined:
+            sizes = [(*t.shape[:2], s, t.shape[3]) for t, s in of.values()]
+            steps = [(s * width, width_of, width, 1) for _, _, s, width_of in sizes]
+            return dict(zip(of, recorder.parts(sizes, steps, operands.query.dtype, operands.query), strict=True))
+    made = {}
+    for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
+        if on:
+            b, h, _, d = tensor.shape
+            _, head, row, _ = tensor.stride()
+            shape = b, h, s, d
+            made[name] = recorder.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
+    return made
+
+
+def no_gradients(operands: Operands, problem: Problem) -> Gradients:
+    """Zeros: nobody attends to anything."""
+    wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
+    tensors = (operands.query, operands.key, operands.value, *operands.captures)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
+    return Gradients(found[0], found[1], found[2], (*found[3:], *(None,) * (len(tensors) - len(found))))

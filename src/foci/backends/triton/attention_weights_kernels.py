@@ -1,0 +1,103 @@
+# mypy: ignore-errors
+"""What needs normalised weights: a second pass over the tiles that a row or a column visits, each weight computed anew.
+
+Every sum is one program's own, in the order of its tiles, so that it repeats bit by bit.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.backward import recompute_weights
+from foci.backends.triton.dweights import with_flow
+from foci.backends.triton.tiles import (
+    LOG2E,
+    decode,
+    find_task,
+    load_streamed_tile,
+    load_tile,
+    nth_visited,
+    rows_pointer,
+    sequence_at,
+    tile_offsets,
+    tile_runs,
+    tile_start,
+)
+
+__all__ = ["weigh_columns", "weigh_rows"]
+
+
+@triton.jit
+def tile_run(table, b, h, task, length, c, TILE: tl.constexpr):
+    """(row of the lists, first tile, tiles) of a task, full and partial ones alike."""
+    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, length, c, TILE)
+    return line, part_first if c.MODE == "ranges" else full_first, full + part
+
+
+@triton.jit
+def tile_weights(queries, keys, lse, at, rows, kv_idx, q_len, kv_len, tile, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """Weights of a tile; 0 where there is no key, no query or no attention."""
+    b, h = at
+    qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
+    if c.NEGATIVE:
+        qk = -qk
+    natural = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
+    base = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
+    where = (b, h, rows[:, None], kv_idx[None, :], q_len, kv_len, tile)
+    p, _ = recompute_weights(qk, base[:, None], where, numbers, env, c, both, mask, c.MODE != "all", True, True)
+    return p
+
+
+@triton.jit
+def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """Column sums [B, Hq, Skv] of one tile of keys, and the weights [B, Hq, Sq, Skv] themselves; each where it is not None."""
+    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    if c.JAGGED and b < 0:
+        return
+    kv_h = h // decode(size.group)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
+    first = tile * c.TILE_KV
+    kv_idx = first + tl.arange(0, c.TILE_KV)
+    pointer = rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c)
+    keys = load_tile(pointer, tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - first, True, c.TILE_KV, c.D, c.D_PAD)
+    line = (memory_b * decode(size.heads) + h).to(tl.int64)
+    sums = tl.zeros([c.TILE_KV], tl.float32)
+    row, start, count = tile_run(table, b, h, task, q_len, c, c.TILE_Q)
+    for i in range(0, count):
+        current = nth_visited(table, row, i, start, count, count, c)
+        here = tile_start(current, c, c.TILE_Q)
+        rows = here + tl.arange(0, c.TILE_Q)
+        queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, True, c.TILE_Q, c.D, c.D_PAD)
+        head = lse + line * decode(size.rows) + q_start
+        p = tile_weights(queries, keys, head, (b, h), rows, kv_idx, q_len, kv_len, current, numbers, env, c, both, mask)
+        sums += tl.sum(p, 0)
+        if weights is not None:
+            at = (line * decode(size.rows) + rows[:, None]) * decode(size.columns) + kv_idx[None, :]
+            tl.store(weights + at, p.to(weights.dtype.element_ty), mask=(rows[:, None] < q_len) & (kv_idx[None, :] < kv_len))
+    if columns is not None:
+        tl.store(columns + line * decode(size.columns) + kv_start + kv_idx, sums, mask=kv_idx < kv_len)
+
+
+@triton.jit
+def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
+    """sum_j p g for one tile of queries, [B, Hq, Sq]: the part of delta that comes of the weights' own gradients."""
+    b, memory_b, h, task, tile = find_task(size, spans, c, True)
+    if c.JAGGED and b < 0:
+        return
+    kv_h = h // decode(size.group)
+    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
+    first = tile * c.TILE_Q
+    rows = first + tl.arange(0, c.TILE_Q)
+    pointer = rows_pointer(q, strides.q, memory_b, h, q_start + first, c)
+    queries = load_tile(pointer, tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
+    head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
+    sums = tl.zeros([c.TILE_Q], tl.float32)
+    row, start, count = tile_run(table, b, h, task, kv_len, c, c.TILE_KV)
+    for i in range(0, count):
+        current = nth_visited(table, row, i, start, count, count, c)
+        here = tile_start(current, c, c.TILE_KV)
+        kv_idx = here + tl.arange(0, c.TILE_KV)
+        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, True, c.TILE_KV, c.D, c.D_PAD)
+        p = tile_weights(queries, keys, lse + head, (b, h), rows, kv_idx, q_len, kv_len, current, numbers, env, c, both, mask)
+        g = with_flow(p * 0.0, numbers, b, h, memory_b, rows[:, None], kv_idx[None, :], q_len, kv_len)
+        sums += tl.sum(tl.where(p != 0.0, p * g, 0.0), 1)
+    tl.store(flowing + head + rows, sums, mask=rows < q_len)

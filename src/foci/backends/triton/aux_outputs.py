@@ -1,0 +1,79 @@
+"""Outputs that need the weights, and their gradients, host side: a pass of its own beside the fused kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci.backends.triton.attention_weights_kernels import weigh_columns, weigh_rows
+from foci.backends.triton.kernel_args import encode
+from foci.backends.triton.recorder import Recorder
+from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.tile_tables import Sequences
+from foci.problem import Cotangents, Operands, Results
+
+if TYPE_CHECKING:
+    from foci.backends.triton.kernel import TritonKernel
+
+__all__ = ["WeightCotangents", "add_aux_outputs", "add_weight_cotangents", "weight_cotangents"]
+
+WeightCotangents: TypeAlias = dict[str, Any]
+
+
+def add_aux_outputs(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> Results:
+    """The results with column sums and weights, those that the problem asks for."""
+    query, key, asked = operands.query, operands.key, kernel.problem.formula.outputs
+    (batch, heads, length, _), keys = query.shape, key.shape[2]
+    columns = query.new_zeros((batch, heads, keys), dtype=torch.float32) if asked.column_sums else None
+    weights = query.new_zeros((batch, heads, length, keys)) if asked.weights else None
+    if query.numel() and keys:
+        call = kernel.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+        schedule = _schedule(kernel)
+        visits = kernel.visits(call, schedule, "keys")
+        call.recorder.launch(
+            weigh_columns, (batch * heads * visits.tasks,),
+            query, key, results.lse, columns, weights, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
+            visits.table, call.numbers, call.environment, kernel.config(call, schedule, visits), call.functions.both, call.functions.mask,
+            num_warps=schedule.warps,
+        )  # fmt: skip
+    return replace(results, column_sums=columns, weights=weights)
+
+
+def weight_cotangents(operands: Operands, cotangents: Cotangents, sequences: Sequences) -> WeightCotangents | None:
+    """What flows into the weights, as fields of `kernel_args.Numbers`; None where nothing does."""
+    if cotangents.column_sums is None and cotangents.weights is None:
+        return None
+    columns, weights = (None if t is None else t.to(torch.float32).contiguous() for t in (cotangents.column_sums, cotangents.weights))
+    counts = (operands.query.shape[1], operands.query.shape[2], operands.key.shape[2])
+    found = {"flow_columns": columns, "flow_weights": weights, "flow_start": sequences.kv_start}
+    return {**found, "flow_counts": tuple(map(encode, counts))}
+
+
+def add_weight_cotangents(
+    kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results, cotangents: Cotangents, flow: WeightCotangents
+) -> Cotangents:
+    """The cotangents of out and lse, that of lse less sum_j p g: so delta comes out as the weights' gradients need it."""
+    query = operands.query
+    if not query.numel() or not operands.key.shape[2]:
+        return replace(cotangents, column_sums=None, weights=None)
+    call = kernel.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+    batch, heads, length, _ = query.shape
+    sums = torch.zeros((batch, heads, length), dtype=torch.float32, device=query.device)
+    schedule = _schedule(kernel)
+    visits = kernel.visits(call, schedule, "queries")
+    call.recorder.launch(
+        weigh_rows, (batch * heads * visits.tasks,),
+        query, operands.key, results.lse.contiguous(), sums, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
+        visits.table, call.numbers._replace(**flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
+        call.functions.mask, num_warps=schedule.warps,
+    )  # fmt: skip
+    lse: Tensor = -sums if cotangents.lse is None else cotangents.lse.to(torch.float32) - sums
+    return Cotangents(cotangents.out, lse)
+
+
+def _schedule(kernel: TritonKernel) -> Schedule:
+    """That of captured gradients, which hold more: tiles are loaded as they come."""
+    return replace(kernel.schedule("captures"), descriptors=False)

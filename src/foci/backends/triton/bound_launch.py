@@ -1,0 +1,276 @@
+"""Known passes bound to all but the addresses of their tensors: for the layers of a batch, and for places of compiled code.
+
+Layers differ in addresses alone. What a call of each would find anew, and the tensors that autograd and the kernels' arguments have no
+need of, are left out: where query, key and value lie side by side in rows of one tensor, rows come in, rows go out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
+from foci.backends.triton.launch_program import Recording, Sized
+from foci.backends.triton.stream_state import allocator_on, free_stream_on
+from foci.backends.triton.tile_tables import sequences_at
+from foci.compat.torch import version_of
+
+__all__ = ["bind_backward", "bind_forward", "fix"]
+
+
+class _Kind(NamedTuple):
+    """What a tensor without gaps must be, to be as another was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Kind | None:
+        """None of a tensor with gaps, or that does not begin at a multiple of 16 bytes."""
+        return _Kind(tensor.shape, tensor.dtype, tensor.device) if tensor.is_contiguous() and not tensor.data_ptr() & 15 else None
+
+    def of_rows(self, rows: Tensor) -> _Kind | None:
+        """That of rows that differ in nothing but how many there are."""
+        if rows.shape == self.shape:
+            return self if self.has(rows) else None
+        kind = self._replace(shape=torch.Size((rows.shape[0], *self.shape[1:])))
+        return kind if kind.has(rows) else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is that, but for where it begins."""
+        shape, dtype, device = self
+        return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and tensor.device == device
+
+
+class _Surroundings:
+    """Stream and sequences that a pass is bound to."""
+
+    __slots__ = ("_device", "_ends", "stream")
+
+    def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
+        self._device, self.stream = device, stream
+        self._ends = [(t, version_of(t)) for t in ends]
+
+    def moved(self, offsets: Tensor) -> _Surroundings | None:
+        """The same around as many other sequences, with one set of offsets; None where launches may not go there, or there were two."""
+        (of, _), *others = self._ends
+        if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
+            return None
+        return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
+
+    def are_same(self) -> bool:
+        """Whether launches may go there still, around Triton, and sequences lie where they did."""
+        for t, version in self._ends:
+            if version_of(t) != version:
+                return False
+        return free_stream_on(self._device) == self.stream
+
+
+def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | None:
+    device = tensor.get_device() if tensor.is_cuda else -1
+    stream, ends = free_stream_on(device), {id(t): t for t in offsets or () if t is not None}
+    if stream is None or any(t.is_inference() for t in ends.values()):
+        return None
+    return _Surroundings(device, stream, tuple(ends.values()))
+
+
+def _parts_of(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
+    """Bytes from the beginning of the rows to query, key and value; None where these are no parts of them at multiples of 16 bytes."""
+    start, size = rows.data_ptr(), rows.shape[1] * rows.element_size()
+    query, key, value = [-1 if t is None else t.data_ptr() - start for t in inputs[:3]]
+    return (query, key, value) if min(query, key, value) >= 0 and max(query, key, value) < size and not (query | key | value) & 15 else None
+
+
+class _Results(NamedTuple):
+    """What the forward makes: sizes, strides and dtypes of out and lse without gaps."""
+
+    out: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+    lse: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+
+
+class _Forward:
+    """A forward pass for rows of one kind, in its surroundings. `kept`: what all write lse to, where nobody reads it."""
+
+    __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
+
+    def __init__(
+        self, found: Recording, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
+    ) -> None:
+        self._found, self._kind, self._around, self._parts, self._kept, self._whole = found, kind, around, parts, kept, whole
+        self._results: _Results = found.sized.makes_rows
+        self._empty = allocator_on(kind.device)
+        self._launch = (found.of_whole() if whole else None) or found.launch
+
+    def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
+        start, kind, kept = rows.data_ptr(), self._kind, self._kept
+        if start & 15 or not kind.has(rows) or not self._around.are_same():
+            return None
+        (q, k, v), (of_out, of_lse), empty = self._parts, self._results, self._empty
+        out = empty(*of_out)
+        lse = empty(*of_lse) if kept is None else kept
+        self._launch([start + q, start + k, start + v, None, out.data_ptr(), lse.data_ptr()])
+        return out, lse
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> _Forward | None:
+        """See `foci.backends.contract.ForwardOfRows`."""
+        kind, around = self._kind.of_rows(rows), self._around.moved(offsets)
+        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
+        if kind is None or around is None or found is None or not _knows_results(found):
+            return None
+        kept = self._kept
+        if kept is not None and kind is not self._kind:
+            kept = self._empty(*found.sized.makes_rows.lse)
+        return _Forward(found, kind, around, self._parts, kept, whole=self._whole)
+
+
+def bind_forward(
+    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
+) -> ForwardOfRows | None:
+    """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
+    makes tensors with gaps. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
+    kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
+    if kind is None or around is None or parts is None or not _knows_results(found):
+        return None
+    results: _Results = found.sized.makes_rows
+    kept = allocator_on(kind.device)(*results.lse) if out_alone else None
+    return _Forward(found, kind, around, parts, kept, whole=whole)
+
+
+def _moved(found: Recording, around: _Surroundings, offsets: Tensor, tokens: int) -> Recording | None:
+    """A pass that captures nothing for other sequences of so many tokens; None where it is of those alone that it was recorded with."""
+    template = found.template.anywhere() if min(tokens, *found.tokens) > 1 else None  # strides of a single token say nothing
+    if template is None:
+        return None
+    return template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), (tokens, tokens), ())
+
+
+def _knows_results(found: Recording) -> bool:
+    sized = found.sized
+    if sized.makes_rows is None:
+        sized.makes_rows = _results_of(sized) or False
+    return sized.makes_rows is not False
+
+
+def _results_of(found: Sized) -> _Results | None:
+    made = found.news
+    if found.joint is not None or len(made) != 2 or not found.takes_places:
+        return None
+    (size, stride, dtype), (lse, lse_stride, lse_dtype) = made
+    if len(size) != 3 or stride != (size[1] * size[2], size[2], 1) or lse_stride != (lse[1], 1) or lse_dtype != torch.float32:
+        return None
+    width = size[1] * size[2]
+    return _Results(((size[0], width), (width, 1), dtype), ((lse[0], lse[1]), (lse[1], 1), lse_dtype))
+
+
+class _Backward:
+    """Likewise a backward pass; `kinds` are those of the rows, out, lse and the gradient of out."""
+
+    __slots__ = ("_around", "_empty", "_found", "_kinds", "_of_made", "_parts", "_steps")
+
+    def __init__(
+        self, found: Recording, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
+    ) -> None:
+        self._found, self._kinds, self._around, self._parts = found, kinds, around, parts
+        self._steps: tuple[int, ...] = found.sized.makes_rows
+        of_rows = kinds[0]
+        self._empty, self._of_made = allocator_on(of_rows.device), ((*of_rows.shape,), (of_rows.shape[1], 1), of_rows.dtype)
+
+    def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor, /) -> Tensor | None:
+        start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+        if (start | outs | lses | douts) & 15 or not self._around.are_same():
+            return None
+        of_rows, of_out, of_lse, of_dout = self._kinds
+        # autograd may hand back what it saved, and gradients, as other tensors of the same values
+        if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
+            return None
+        made = self._empty(*self._of_made)
+        to, (q, k, v), (dq, dk, dv) = made.data_ptr(), self._parts, self._steps
+        self._found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
+        return made
+
+    def moved(self, rows: Tensor, offsets: Tensor, /) -> _Backward | None:
+        """See `foci.backends.contract.BackwardOfRows`."""
+        of_rows, of_out, of_lse, of_dout = self._kinds
+        kind, around = of_rows.of_rows(rows), self._around.moved(offsets)
+        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
+        if kind is None or around is None or found is None or not _knows_steps(found, rows):
+            return None
+        if kind is of_rows:
+            return _Backward(found, self._kinds, around, self._parts)
+        out, lse = torch.Size((rows.shape[0], of_out.shape[1])), torch.Size((of_lse.shape[0], rows.shape[0]))
+        kinds = (kind, of_out._replace(shape=out), of_lse._replace(shape=lse), of_dout._replace(shape=out))
+        return _Backward(found, kinds, around, self._parts)
+
+
+def bind_backward(
+    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
+) -> BackwardOfRows | None:
+    """Likewise a backward pass, given out [T, Hq, Dv], lse and the gradient of out; what is returned takes them [T, Hq * Dv]."""
+    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
+    of_rows, of_out, of_lse, of_dout = kinds
+    if of_rows is None or of_out is None or of_lse is None or of_dout is None:
+        return None
+    if around is None or parts is None or not _knows_steps(found, rows):
+        return None
+    return _Backward(found, (of_rows, of_out, of_lse, of_dout), around, parts)
+
+
+def _knows_steps(found: Recording, rows: Tensor) -> bool:
+    sized = found.sized
+    if sized.makes_rows is None:
+        sized.makes_rows = _steps_of(sized, rows) or False
+    return sized.makes_rows is not False
+
+
+def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
+    """Bytes from the beginning of rows like these to dq, dk and dv in them, which they fill; None where they are no parts of such rows."""
+    parts, width = found.joint, rows.shape[1]
+    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:
+        return None
+    steps, at = [], 0
+    for size, stride, offset in parts.parts:
+        if stride != (width, size[2], 1) or offset != at:
+            return None
+        steps.append(at * parts.dtype.itemsize)
+        at += size[1] * size[2]
+    return tuple(steps) if at == width else None
+
+
+def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
+    """A known dense pass for tensors that lie on the device of `like` as those it is known for, with what it makes side by side as the
+    rows [B, S, E] that this is in; None where it takes more than addresses, or makes tensors of other strides."""
+    device = like.get_device() if like.is_cuda else -1
+    stream, sized = free_stream_on(device), found.sized
+    news, starts = sized.news, [0]
+    if sized.joint is not None:
+        parts, dtype, _ = sized.joint
+        (b, _, s, _), (_, _, width, _), _ = parts[0]
+        news, starts = [((b, s, width), (s * width, width, 1), dtype), *news], [at * dtype.itemsize for *_, at in parts]
+    if stream is None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
+        return None
+    empty, (size, offsets) = allocator_on(like.device), found.scratch
+
+    def run(tensors: Inputs) -> list[Tensor] | None:
+        if free_stream_on(device) != stream:
+            return None
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        bits = 0
+        for address in addresses:
+            if address:
+                bits |= address
+        if bits & 15:
+            return None
+        made = [empty(*new) for new in news]
+        addresses += [made[0].data_ptr() + start for start in starts]
+        addresses += [t.data_ptr() for t in made[1:]]
+        if size:
+            scratch = empty((size,), (1,), torch.uint8)  # lives until all is launched
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in offsets]
+        found.launch_at(addresses)
+        return made
+
+    return run

@@ -1,0 +1,363 @@
+"""Gradients of captured tensors, host side: which way each read takes, and how its partial sums come together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.contract import Given
+from foci.backends.row_gradients import summed_derivatives
+from foci.backends.triton.bias_gradient import attention_bias_gradient
+from foci.backends.triton.captured_grad_kernel import capture_gradient
+from foci.backends.triton.codegen import TensorLayout, triton_codegen
+from foci.backends.triton.functions import capture_layouts, cast_coordinates_early, jit_function
+from foci.backends.triton.kernel_args import Strides, encode, is_countable_by_eights
+from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.tensor_descriptors import stream_operand
+from foci.backends.triton.tile_tables import TileTable
+from foci.ir.derivative import CaptureDerivative, capture_derivatives
+from foci.ir.emit import emit
+from foci.ir.expr import const
+from foci.problem import Operands
+
+if TYPE_CHECKING:
+    from foci.backends.triton.kernel import Pass, TritonKernel
+
+__all__ = ["LearnedBias", "Way", "bias_gradient", "bias_of_query_tiles", "capture_gradients"]
+
+_PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
+_BITS: Final = 61
+_STRETCH: Final = 4096
+"""Keys whose sums wait in memory at a time, in float32 for each query: queries are read again for each stretch, which costs more than
+sums that leave the second cache."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the gradient of one read is gathered: "tile", "rows", "columns" or "scatter" (see `captured_grad_kernel.capture_gradient`), and
+    for all but the last what indexes each dimension: a coordinate, the level of a reduction, or None where it is 0."""
+
+    how: str
+    names: tuple[str | int | None, ...] = ()
+
+
+def _choose_way(derivative: CaptureDerivative) -> Way:
+    """The cheapest way that holds for a read's indices."""
+    names: list[str | int | None] = []
+    levels = [level for level, _ in derivative.axes]
+    for index in derivative.indices:
+        if index.op == "var" and index.value in _PLACES:
+            names.append(str(index.value))
+        elif index.op == "axis" and index.value in levels:
+            names.append(int(str(index.value)))
+        elif index.op == "const" and index.value == 0:
+            names.append(None)
+        else:
+            return Way("scatter")
+    used = [name for name in names if name is not None]
+    if len(set(used)) < len(used):
+        return Way("scatter")
+    if "q_idx" in used and "kv_idx" in used:
+        return Way("scatter") if levels else Way("tile", tuple(names))
+    return Way("columns" if "kv_idx" in used else "rows", tuple(names))
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedBias:
+    """A captured tensor that scores add, read once at (q, kv), whose gradient comes with dq."""
+
+    slot: int
+    derivative: CaptureDerivative
+    entries: int
+
+
+def bias_of_query_tiles(kernel: TritonKernel, o: Operands) -> LearnedBias | None:
+    """The one whose tiles are those of dq, if there is one: every key is attended to, and each element is read by one head."""
+    if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
+        return None
+    derivatives = capture_derivatives(kernel.variant.score)
+    for slot, (capture, wanted) in enumerate(zip(o.captures, kernel.problem.capture_grads, strict=False)):
+        own = [derivative for derivative in derivatives if derivative.slot == slot]
+        if not wanted or len(own) != 1 or own[0].weight is not const(1.0):
+            continue
+        way = _choose_way(own[0])
+        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(kernel, o, own[0], capture):
+            return LearnedBias(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
+    return None
+
+
+def bias_gradient(
+    kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
+) -> None:
+    """Fills dq, `rows` with lse in base 2 and delta, and `target` with the gradient of what is learned."""
+    o, schedule = call.operands, kernel.schedule("bias_gradient")
+    grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
+    strides = _by_name(_choose_way(learned.derivative), target)
+    steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
+    is_contiguous = steps[3] == 1 and all(step % 8 == 0 for step in steps[:3]) and is_countable_by_eights(steps[:3])
+    units = tuple(step // 8 for step in steps[:3]) if is_contiguous else steps[:3]
+    programs = grid.batch // learned.entries * grid.heads * grid.tiles[0]
+    stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]
+    sums = waiting = None
+    if is_summed:
+        area, rows_of_dq = schedule.tile_q * schedule.tile_kv, schedule.tile_q * kernel.dims[0]
+        sums = call.recorder.empty((programs, stretch, area), (stretch * area, area, 1), torch.float32, dq)
+        waiting = call.recorder.empty(
+            (programs, learned.entries, rows_of_dq), (learned.entries * rows_of_dq, rows_of_dq, 1), torch.float32, dq
+        )
+    config = kernel.config(call, schedule, TileTable(0, "all", kernel.dense_spans, kernel.dense_table))
+    keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+    call.recorder.launch(
+        attention_bias_gradient, (programs,),
+        o.query, keys(o.key), keys(o.value), given.out, given.dout, given.lse, given.dlse, *rows, dq, target, sums, waiting,
+        call.strides, Strides(*map(encode, (*units, steps[3]))), kernel.size(call, grid.heads, grid.tiles[0]),
+        (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
+        is_summed, is_contiguous, num_warps=schedule.warps,
+    )  # fmt: skip
+
+
+def capture_gradients(
+    kernel: TritonKernel,
+    call: Pass,
+    rows: tuple[Tensor, Tensor, Tensor],
+    cotangent: Tensor | None,
+    known: Mapping[int, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the captured tensors that the problem asks for, each in its tensor's shape and dtype; without those of reads that
+    are constant along rows.
+
+    Args:
+        rows: gradient of out, lse in base 2, delta.
+        cotangent: gradient of lse.
+        known: those that are there already, by slot.
+    """
+    wanted = kernel.problem.capture_grads
+    exact = functools.cache(lambda: _exact_rows(kernel, call, rows, cotangent))
+    captures = call.operands.captures
+    reads: dict[int, list[CaptureDerivative]] = {}
+    for derivative in summed_derivatives(kernel.variant.score):
+        reads.setdefault(derivative.slot, []).append(derivative)
+    found: list[Tensor | None] = []
+    for slot, capture in enumerate(captures):
+        if not (slot < len(wanted) and wanted[slot]):
+            found.append(None)
+            continue
+        if known is not None and slot in known:
+            found.append(known[slot])
+            continue
+        own = reads.get(slot, [])
+        if len(own) == 1 and _choose_way(own[0]).how == "tile":
+            make = torch.empty_like if _is_covered(kernel, call.operands, own[0], capture) else torch.zeros_like
+            found.append(_tile(kernel, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
+            continue
+        total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
+        for derivative in own:
+            how = _choose_way(derivative).how
+            gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
+            total += gather(kernel, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
+        found.append(total.to(capture.dtype))
+    return tuple(found)
+
+
+def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
+    """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeros before."""
+    grid = _grid(o, kernel.schedule("captures"))
+    counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
+    return all(counts.get(name) == n for name, n in zip(_choose_way(derivative).names, capture.shape, strict=True))
+
+
+def _exact_rows(
+    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with delta summed anew in float32: a sum over many places would gather the rounding of a half precision `out`."""
+    dout, lse2, delta = rows
+    if call.operands.cu_q is not None or not kernel.is_half:
+        return rows
+    # what flows into the weights is in the cotangent already
+    alone = replace(call, numbers=call.numbers._replace(flow_columns=None, flow_weights=None))
+    schedule = kernel.schedule("captures")
+    grid = _grid(call.operands, schedule)
+    sums = torch.zeros((grid.batch, grid.heads, grid.tiles[0] * schedule.tile_q), dtype=torch.float32, device=delta.device)
+    launch = _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), "rows")
+    _launch(kernel, alone, (dout, lse2, torch.zeros_like(delta)), None, launch)
+    exact = sums[:, :, : grid.lengths[0]].contiguous()
+    return dout, lse2, exact if cotangent is None else exact - cotangent
+
+
+@functools.cache
+def _unit_part() -> Any:
+    return jit_function("part", "def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env, entry):\n    return 1.0, 0\n")
+
+
+@functools.lru_cache(maxsize=1024)
+def _part(derivative: CaptureDerivative, lies: tuple[TensorLayout, ...], *, half: bool, scatters: bool) -> Any:
+    """The jit function of (weight, offset) of a read."""
+    weight = cast_coordinates_early(derivative.weight)
+    indices = derivative.indices if scatters else ()
+    spelling = triton_codegen(lies, half=half)
+    extents = [emit((extent,), spelling).results[0] for _, extent in derivative.axes]
+    counters = [
+        f"r{level} = (entry // {' // '.join(extents[i + 1 :]) or 1}) % {extents[i]}" for i, (level, _) in enumerate(derivative.axes)
+    ]
+    emitted = emit((weight, *indices), spelling)
+    lie = lies[derivative.slot]
+    offset = "0"
+    for dim, text in enumerate(emitted.results[1:]):
+        size = f"(env.sizes[{lie.first + dim}] >> 2)"
+        offset = f"({offset}) * {size} + tl.cast(wrap(tl.cast({text}, tl.int32), {size}), tl.int64)"
+    body = "\n".join(f"    {line}" for line in (*counters, *emitted.lines, f"return {emitted.results[0]}, {offset}"))
+    return jit_function("part", f"def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env, entry):\n{body}\n")
+
+
+def count_entries(derivative: CaptureDerivative, captures: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """How many entries each reduction around a read has, outermost first; None where that differs from place to place."""
+    found = []
+    for _, extent in derivative.axes:
+        if extent.op == "size" and isinstance(extent.value, tuple):
+            found.append(captures[int(str(extent.value[0]))].shape[int(str(extent.value[1]))])
+        elif extent.op == "const" and isinstance(extent.value, int):
+            found.append(extent.value)
+        else:
+            return None
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Batch entries (or sequences), heads, longest lengths and tiles."""
+
+    batch: int
+    heads: int
+    lengths: tuple[int, int]
+    tiles: tuple[int, int]
+
+
+def _grid(o: Operands, schedule: Schedule) -> _Grid:
+    is_jagged = o.cu_q is not None
+    lengths = (o.max_q, o.max_kv) if is_jagged else (o.query.shape[2], o.key.shape[2])
+    batch = o.cu_q.shape[0] - 1 if o.cu_q is not None else o.query.shape[0]
+    return _Grid(batch, o.query.shape[1], lengths, (triton.cdiv(lengths[0], schedule.tile_q), triton.cdiv(lengths[1], schedule.tile_kv)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """Where a launch writes: a tensor with strides along b, h, q and kv, what it sums over within a program, and how."""
+
+    out: Tensor
+    strides: tuple[int, int, int, int]
+    inner: tuple[int, int]
+    how: str
+    unit: Tensor | None = None
+    entries: int = 1
+
+
+def _launch(
+    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch
+) -> None:
+    schedule = kernel.schedule("captures")
+    grid = _grid(call.operands, schedule)
+    outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
+    tiles = {"tile": grid.tiles[0] * grid.tiles[1], "columns": grid.tiles[1]}.get(launch.how, grid.tiles[0])
+    programs = outer[0] * outer[1] * tiles
+    if programs == 0:
+        return
+    part = _unit_part()
+    if derivative is not None:
+        part = _part(derivative, capture_layouts(call.operands.captures), half=kernel.is_half, scatters=launch.how == "scatter")
+    o, s = call.operands, call.sequences
+    config = kernel.config(call, schedule, TileTable(0, "captures", kernel.dense_spans, kernel.dense_table))
+    spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
+    limits = tuple(min(n, most) for n, most in zip(grid.lengths, (2**29, 2**29), strict=True))
+    b_step, h_step, q_step, kv_step = launch.strides
+    is_contiguous = launch.how == "tile" and kv_step == 1 and q_step % 8 == 0
+    steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
+    queries = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
+    keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+    blocks, shape = _blocks(kernel, call, schedule)
+    call.recorder.launch(
+        capture_gradient, (programs,),
+        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
+        call.strides, kernel.size(call, grid.heads, 1), spans,
+        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
+        call.numbers, call.environment, config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous,
+        bool(derivative and derivative.axes), num_warps=schedule.warps, num_stages=1,
+    )  # fmt: skip
+
+
+def _blocks(kernel: TritonKernel, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Classes of the caller's blocks, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
+    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    if blocks is None or size is None:
+        return None, ()
+    blocks = blocks.contiguous()
+    b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
+    shape = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
+    return blocks, tuple(map(encode, shape))
+
+
+def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:
+    return {name: stride for name, stride in zip(way.names, tensor.stride(), strict=True) if name is not None}
+
+
+def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    way = _choose_way(derivative)
+    strides = _by_name(way, out)
+    grid = _grid(call.operands, kernel.schedule("captures"))
+    inner = (1 if "b" in strides else grid.batch, 1 if "h" in strides else grid.heads)
+    steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
+    _launch(kernel, call, rows, derivative, _Launch(out, (steps[0], steps[1], steps[2], steps[3]), inner, "tile"))
+    return out
+
+
+def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    """Sums of rows or of columns for each batch entry and head, then over what does not index."""
+    way = _choose_way(derivative)
+    schedule = kernel.schedule("captures")
+    grid = _grid(call.operands, schedule)
+    side = int(way.how == "columns")
+    length = grid.tiles[side] * (schedule.tile_kv if side else schedule.tile_q)
+    extents = _entries(derivative, call)
+    sums = torch.zeros((grid.batch, grid.heads, length, *extents), dtype=torch.float32, device=out.device)
+    strides = (grid.heads * length, length, 1, 0)
+    _launch(kernel, call, rows, derivative, _Launch(sums, strides, (1, 1), way.how, entries=math.prod(extents)))
+    places = _PLACES | {level: 3 + i for i, (level, _) in enumerate(derivative.axes)}
+    kept = [places[name] for name in way.names if name is not None]
+    sums = sums[:, :, : grid.lengths[side]]
+    gone = [dim for dim in range(sums.dim()) if dim not in kept]
+    counts = (grid.batch, grid.heads, grid.lengths[side], *extents)
+    reduced = sums.sum(gone) if gone else sums
+    order = sorted(kept)
+    reduced = reduced.permute([order.index(place) for place in kept])
+    target = out[tuple(0 if name is None else slice(0, counts[places[name]]) for name in way.names)]
+    target += reduced.reshape(target.shape)
+    return out
+
+
+def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
+    found = count_entries(derivative, call.operands.captures)
+    assert found is not None, "such a problem is declined"
+    return found
+
+
+def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+    """Contributions as whole multiples of a unit so small that none is lost, and so large that no sum overflows."""
+    schedule = kernel.schedule("captures")
+    grid, entries = _grid(call.operands, schedule), math.prod(_entries(derivative, call))
+    length = grid.tiles[0] * schedule.tile_q
+    sizes = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
+    _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest", entries=entries))
+    largest = sizes.amax().double() if sizes.numel() else sizes.new_zeros((), dtype=torch.float64)
+    count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1] * entries)
+    exponent = _BITS - math.ceil(math.log2(count + 1)) - torch.ceil(torch.log2(largest.clamp_min(1e-300)))
+    units = torch.exp2(exponent.clamp(-900.0, 900.0)).reshape(1)
+    whole = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
+    _launch(kernel, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
+    total = (whole.double() / units).float()
+    return torch.where(torch.isfinite(largest), total, torch.nan)

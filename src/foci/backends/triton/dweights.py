@@ -1,0 +1,29 @@
+# mypy: ignore-errors
+"""Gradients that flow into the weights themselves: of their column sums, and of the weights where they were returned.
+
+With g the sum of both, the gradient of a score gains p (g - sum_j p g): g joins dp before delta is taken off.
+"""
+
+import triton
+import triton.language as tl
+
+from foci.backends.triton.tiles import decode
+
+__all__ = ["with_flow"]
+
+
+@triton.jit
+def with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len):
+    """dp of a tile, with what flows into its weights: see `kernel_args.Numbers`."""
+    if (numbers.flow_columns is not None) or (numbers.flow_weights is not None):
+        heads, rows, keys = numbers.flow_counts
+        line = (memory_b * decode(heads) + h).to(tl.int64)
+        if numbers.flow_columns is not None:
+            start = kv_len * 0
+            if numbers.flow_start is not None:
+                start = tl.load(numbers.flow_start + b)
+            dp += tl.load(numbers.flow_columns + line * decode(keys) + start + kv_idx, mask=kv_idx < kv_len, other=0.0)
+        if numbers.flow_weights is not None:
+            at = (line * decode(rows) + q_idx) * decode(keys) + kv_idx
+            dp += tl.load(numbers.flow_weights + at, mask=(q_idx < q_len) & (kv_idx < kv_len), other=0.0)
+    return dp

@@ -1,0 +1,334 @@
+"""Norms, derivatives and sums of columns of a transformer layer, host side: launches that take as little as one can.
+
+In training a layer of packed tokens launched some forty kernels, and waited for the host. The kernels of `layernorm_kernels` do several
+operations at once, and are launched by the function at the bottom of Triton's launcher: a kernel is compiled for a dtype and a width, and
+how many rows there are is a number that it is given. Nothing is kept of a call, so that CUDA graphs may be made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends import row_kernels as contract
+from foci.backends.row_kernels import Column, Name, Norm, RowKernels
+from foci.backends.triton import layernorm_kernels as kernels
+from foci.backends.triton.compiling import Waiting, compile_in_parallel, launch_ahead, launch_waiting
+from foci.backends.triton.stream_state import allocator_on, has_launch_hooks
+from foci.compat.cuda import current_device, is_capturing, raw_stream
+from foci.compat.triton import COMPILE_OPTIONS, bottom_of
+
+__all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
+
+_DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_WIDEST: Final = 8192
+"""Features of a row that a program holds."""
+_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+_SLOT: Final = 128
+"""Columns that each sum's are rounded up to."""
+_FORWARD: Final = (1024, 1024)
+"""Elements that a program of a norm has at least, and each of its warps."""
+_BACKWARD: Final = (4096, 1024)
+"""Likewise of its derivative."""
+_MOST_ROWS: Final = 32
+"""Rows that a program holds at once."""
+_LINES: Final = (256, 64)
+"""Programs that leave sums of norms, and parts of the rows of which other sums are left."""
+_PART: Final = (8, 256)
+"""Rows and columns at once, of other sums."""
+_UNWATCHED: Final = (None, None, None)
+
+
+class _Kernel:
+    """A Triton function with its constants, compiled when it is first launched on a device.
+
+    Args:
+        function: of pointers and numbers, and constants behind them.
+        example: a dtype for each pointer, and numbers.
+        constants: by name, in the function's order.
+        warps: of a program.
+    """
+
+    def __init__(self, function: Any, example: tuple[Any, ...], constants: Mapping[str, int | bool], warps: int) -> None:
+        self._function, self._example, self._constants = function, example, tuple(constants.values())
+        self._options = {**constants, "num_warps": warps}
+        self._known: dict[int, tuple[Any, tuple[Any, ...], bool, Any]] = {}
+        self._turns = threading.Lock()
+
+    def is_known(self, device: int) -> bool:
+        """Whether it has been launched there."""
+        return device in self._known
+
+    def begin(self) -> None:
+        """Compiles it beside what follows, within `compile_in_parallel`."""
+        if not _INTERPRETED:
+            launch_ahead(self._function, self._example, self._options)
+
+    def launch(self, device: int, stream: int, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> None:
+        """Of contiguous tensors whose addresses are multiples of 16."""
+        known = self._known.get(device)
+        if known is None:
+            self.launch_first(device, programs, (*tensors, *numbers))
+            return
+        self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers)
+
+    def launch_known(self, device: int, stream: int, programs: int, *given: float) -> bool:
+        """Of such tensors, by their addresses, and numbers; False, with nothing done, where it has not been launched."""
+        known = self._known.get(device)
+        if known is None:
+            return False
+        run, head, are_packed, _ = known
+        if are_packed:
+            run(programs, 1, 1, stream, *head, (*given, *self._constants))
+        else:
+            run(programs, 1, 1, stream, *head, *given, *self._constants)
+        return True
+
+    def launch_first(self, device: int, programs: int, given: tuple[Any, ...]) -> None:
+        """Of tensors and numbers, as Triton does, which compiles it."""
+        made: list[Any] = []
+
+        def run() -> None:
+            made.append(self._function[(programs,)](*given, **COMPILE_OPTIONS, **self._options))
+
+        with self._turns:
+            launch_waiting([Waiting(self._function, given, self._options, run)])
+        if hasattr(made[0], "packed_metadata"):  # the interpreter compiles nothing
+            self._known[device] = _launcher(made[0])
+
+
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
+    """What launches it, what that takes between the stream and the kernel's own arguments, whether these come as one tuple, and the kernel,
+    which is to stay."""
+    bottom = bottom_of(compiled)
+    if bottom is None or bottom.metadata:
+        return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED), False, compiled
+    return bottom.run, (compiled.function, *bottom.settings), bottom.are_packed, compiled
+
+
+def _block(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _tile(width: int, least: int, of_warp: int, most_warps: int) -> tuple[int, int, int]:
+    """The columns, rows and warps of a program that holds whole rows."""
+    block = _block(width)
+    rows = min(_MOST_ROWS, max(1, least // block))
+    return block, rows, min(most_warps, max(1, rows * block // of_warp))
+
+
+@functools.lru_cache(maxsize=64)
+def _norm_sum(dtype: torch.dtype, width: int, *options: bool) -> tuple[_Kernel, int]:
+    """And how many rows a program has; options are those of the kernel."""
+    block, tile, warps = _tile(width, *_FORWARD, 8)
+    names = ("ADDS", "KEEPS", "LEARNS", "SCALES", "SHIFTS")
+    constants = {"WIDTH": width, "BLOCK": block, "TILE": tile, **dict(zip(names, options, strict=True))}
+    stats = torch.float32 if constants["LEARNS"] else dtype
+    return _Kernel(kernels.norm_sum, (*(dtype,) * 5, stats, 1, 0, 1e-5), constants, warps), tile
+
+
+@functools.lru_cache(maxsize=64)
+def _norm_gradient(dtype: torch.dtype, width: int, sums: int, adds: bool, scales: bool) -> tuple[_Kernel, int]:
+    block, tile, warps = _tile(width, *_BACKWARD, 16)
+    constants = {"WIDTH": width, "BLOCK": block, "TILE": tile, "SUMS": sums, "ADDS": adds, "SCALES": scales}
+    example = (*(dtype,) * 3, torch.float32, *(dtype,) * 2, torch.float32, 1, 0, 1, 0)
+    return _Kernel(kernels.norm_gradient, example, constants, warps), tile
+
+
+@functools.lru_cache(maxsize=64)
+def _column_sums(dtype: torch.dtype, unit: int, kind: int) -> _Kernel:
+    constants = {"UNIT": unit, "TILE": _PART[0], "BLOCK": _PART[1], "KIND": kind}
+    return _Kernel(kernels.column_sums, (dtype, dtype, torch.float32, 0, 1, 1, 1, 1, 0), constants, 4)
+
+
+@functools.lru_cache(maxsize=8)
+def _finish(dtype: torch.dtype) -> _Kernel:
+    return _Kernel(kernels.finish_sums, (torch.float32, dtype, 1, 1, 0, 1, 1), {"CHUNK": 128, "BLOCK": 32}, 4)
+
+
+class Backward:
+    """What a layer's backward sums, and where: each program of a norm has a line of slots of 128 columns, and so has each part of the rows
+    in other sums."""
+
+    def __init__(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column]) -> None:
+        self.dtype, self.width = dtype, width
+        self.norms: dict[Name, tuple[_Kernel, int, int]] = {}
+        self.columns: dict[Name, tuple[_Kernel, int, int, int, int]] = {}
+        self._begun: set[int] = set()
+        sums: list[tuple[Name, int]] = []
+        slots = 0
+        for norm in norms:
+            self.norms[norm.name] = (*_norm_gradient(dtype, width, len(norm.sums), norm.adds, norm.scales), slots)
+            sums += [(name, width) for name in norm.sums]
+            slots += len(norm.sums) * _slots(width)
+        self.slots = [slots, 0]
+        for name, of, kind in columns:
+            unit = next(n for n in (8, 4, 2, 1) if of % n == 0)
+            self.columns[name] = _column_sums(dtype, unit, kind), kind, of // unit, -(-of // _PART[1]), self.slots[1]
+            sums.append((name, of))
+            self.slots[1] += _slots(of)
+        self.sizes: list[int] = []
+        self.parts: list[tuple[Name, int]] = []
+        for name, of in sums:
+            self.parts.append((name, len(self.sizes)))
+            self.sizes.append(of)
+            if of % _SLOT:
+                self.sizes.append(_SLOT - of % _SLOT)
+        self.start = _LINES[0] * self.slots[0]
+        self.size = _SLOT * (self.start + _LINES[1] * self.slots[1])
+        self._kernels = [*(kernel for kernel, *_ in self.norms.values()), *(kernel for kernel, *_ in self.columns.values())]
+        self._kernels += [_finish(dtype)] * bool(sums)
+        self._forward = [_norm_sum(dtype, width, norm.of_sum, norm.of_sum, True, norm.scales, norm.shifts)[0] for norm in norms]
+
+    def begin(self, rows: contract.Rows, /) -> None:
+        """Has its kernels compiled beside what follows, the norm's of the forward first, once on a device."""
+        if rows.device in self._begun or rows.is_captured:
+            return
+        self._begun.add(rows.device)
+        with compile_in_parallel():
+            for kernel in (*self._forward, *self._kernels):
+                kernel.begin()
+
+    def of(self, dy: Tensor, /) -> Sums | None:
+        """The pass for a gradient [T, E] of the layer's result; None where it cannot be launched."""
+        rows = Rows.of(dy)
+        if rows is None or (rows.is_captured and not all(kernel.is_known(rows.device) for kernel in self._kernels)):
+            return None
+        return Sums(self, rows, dy)
+
+
+def _slots(columns: int) -> int:
+    return -(-columns // _SLOT)
+
+
+@functools.lru_cache(maxsize=64)
+def _begin_norms(device: int, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool) -> None:
+    """Once on a device."""
+    with compile_in_parallel():
+        _norm_sum(dtype, width, True, keeps, False, scales, shifts)[0].begin()
+
+
+class Rows(NamedTuple):
+    """Where the kernels of a layer are launched: device, its stream, and whether that is captured."""
+
+    kernels: RowKernels
+    device: int
+    stream: int
+    is_captured: bool
+
+    @staticmethod
+    def of(x: Tensor) -> Rows | None:
+        """For passes over x [T, E] and what is computed of it; None where kernels cannot be launched for it."""
+        if x.dtype not in _DTYPES or x.shape[1] > _WIDEST or has_launch_hooks():
+            return None
+        if _INTERPRETED or not x.is_cuda:
+            return Rows(ROW_KERNELS, -1, 0, False) if _INTERPRETED and x.is_cpu else None
+        device = x.get_device()
+        if device != current_device():
+            return None
+        return Rows(ROW_KERNELS, device, raw_stream(device), is_capturing())
+
+    def begin_norms(self, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool, /) -> None:
+        """See `foci.backends.row_kernels.Rows`."""
+        if not self.is_captured:
+            _begin_norms(self.device, dtype, width, keeps, scales, shifts)
+
+    def norm(
+        self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float, stats: Tensor | None = None,
+        which: int = 0, /, *, keeps: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """See `foci.backends.row_kernels.Rows`."""
+        (rows, width), adds = x.shape, added is not None
+        kernel, tile = _norm_sum(x.dtype, width, adds, keeps and adds, stats is not None, scale is not None, shift is not None)
+        at = x.data_ptr()
+        of_added = at if added is None else added.data_ptr()
+        of_scale = at if scale is None else scale.data_ptr()
+        of_shift = at if shift is None else shift.data_ptr()
+        lies = (
+            not (at | of_added | of_scale | of_shift) & 15
+            and x.is_contiguous()
+            and (added is None or added.is_contiguous())
+            and (scale is None or scale.is_contiguous())
+            and (shift is None or shift.is_contiguous())
+        )
+        if not lies or (self.is_captured and not kernel.is_known(self.device)):
+            return None
+        out = x if adds and not keeps else allocator_on(x.device)((rows, width), (width, 1), x.dtype)
+        programs, of_stats = -(-rows // tile), at if stats is None else stats.data_ptr()
+        places = (at, of_added, of_scale, of_shift, out.data_ptr(), of_stats)
+        if not kernel.launch_known(self.device, self.stream, programs, *places, rows, which, float(eps)):
+            given = x, x if added is None else added, x if scale is None else scale, x if shift is None else shift
+            kernel.launch_first(self.device, programs, (*given, out, out if stats is None else stats, rows, which, float(eps)))
+        return out
+
+
+class Sums:
+    """A layer's backward between its products, and what it sums over the rows. Tensors are [T, ...]."""
+
+    __slots__ = ("_backward", "_empty", "_given", "_partial", "_place", "_programs", "_rows")
+
+    def __init__(self, backward: Backward, place: Rows, given: Tensor) -> None:
+        self._backward, self._place, self._given = backward, place, given
+        self._rows = given.shape[0]
+        self._programs = [0, min(_LINES[1], -(-self._rows // _PART[0]))]
+        self._empty = allocator_on(given.device)
+        self._partial = self._empty((max(1, backward.size),), (1,), torch.float32)
+
+    def is_left(self, name: Name, /) -> bool:
+        """Whether sums of that name are left by `columns`."""
+        return name in self._backward.columns
+
+    def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
+        """The gradient of a norm's x, see `foci.backends.row_kernels.Sums`."""
+        kernel, tile, first = self._backward.norms[name]
+        dx = self._empty((self._rows, x.shape[1]), (x.shape[1], 1), x.dtype) if dy is self._given else dy
+        dy, added = _even(dy), None if added is None else _even(added)
+        programs = self._programs[0] = min(_LINES[0], -(-self._rows // tile))
+        tensors = (dy, x, x if scale is None else scale, stats, dy if added is None else added, dx, self._partial)
+        kernel.launch(self._place.device, self._place.stream, programs, tensors, (self._rows, which, self._backward.slots[0], first))
+        return dx
+
+    def columns(self, name: Name, dy: Tensor, before: Tensor | None = None, /) -> None:
+        """Sums the columns of dy, see `foci.backends.row_kernels.Sums`."""
+        kernel, kind, units, blocks, first = self._backward.columns[name]
+        assert (before is not None) == bool(kind)
+        dy = dy if kind else _even(dy)
+        backward, parts = self._backward, self._programs[1]
+        numbers = (backward.start, self._rows, units, blocks, backward.slots[1], first)
+        kernel.launch(
+            self._place.device, self._place.stream, blocks * parts, (dy, dy if before is None else before, self._partial), numbers
+        )
+
+    def finish(self) -> list[tuple[Name, Tensor]]:
+        """All sums by name, in the dtype of the layer."""
+        backward = self._backward
+        if not backward.sizes:
+            return []
+        (ones, others), (programs, parts) = backward.slots, self._programs
+        out = self._empty(((ones + others) * _SLOT,), (1,), self._given.dtype)
+        blocks = (ones + others) * (_SLOT // 32)
+        numbers = (ones, programs, backward.start, others, parts)
+        _finish(backward.dtype).launch(self._place.device, self._place.stream, blocks, (self._partial, out), numbers)
+        found = out.unsafe_split_with_sizes(backward.sizes)
+        return [(name, found[at]) for name, at in backward.parts]
+
+
+class _RowKernels:
+    """See `foci.backends.row_kernels.RowKernels`."""
+
+    place = staticmethod(Rows.of)
+    backward = staticmethod(Backward)
+
+
+ROW_KERNELS: Final = _RowKernels()
+
+
+def _even(t: Tensor) -> Tensor:
+    """As kernels read tensors: a copy of those that lie otherwise."""
+    return t if t.is_contiguous() and not t.data_ptr() & 15 else t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,225 @@
+"""Passes noted as they run: the second call of one geometry launches at once, with nothing worked out anew.
+
+What a pass launches depends on shapes, strides, numbers and the plan, not on addresses. A `Recorder` runs a pass as it is
+written and notes the compiled kernels with their arguments, as a `foci.backends.triton.launch_program.Template`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from foci.backends.contract import Inputs
+from foci.backends.triton.compiling import Waiting, compile_and_launch, launch_waiting, waiting
+from foci.backends.triton.kernel_args import Config, Strides
+from foci.backends.triton.launch_program import (
+    Arguments,
+    Joint,
+    Launch,
+    Maps,
+    New,
+    Source,
+    Template,
+    Tiles,
+    late_counts,
+    sequence_address,
+)
+from foci.backends.triton.symbolic_tokens import Count
+from foci.backends.triton.triton_cache_key import fill_cache_keys
+from foci.compat.triton import bottom_of
+
+__all__ = ["Recorder", "plain_arguments"]
+
+
+def _defaults(function: Any, given: int) -> tuple[Any, ...]:
+    """Of the parameters after those that are given: a launcher wants them all."""
+    return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
+
+
+_UNWATCHED: Final = (None, None, None)
+"""What a launcher takes for those who watch it."""
+_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Strides))
+
+
+def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+class _UnknownTensor(Exception):
+    """An argument that is no tensor of the pass, nor one that is kept."""
+
+
+def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | None:
+    """A launch by the compiled function at the bottom of Triton's launcher, where that is known; else None. Arguments that describe tiles
+    become a map, lengths and strides.
+    """
+    bottom = bottom_of(compiled)
+    if bottom is None or len(bottom.metadata) != len(noted.tiles) or None in bottom.metadata:
+        return None
+    values: list[Any] = []
+    moved: dict[int, int] = {}
+    tiles: list[tuple[int, int, Any]] = []
+    described = {at: (role, made, facts) for (at, role, made), facts in zip(noted.tiles, bottom.metadata, strict=True)}
+    for at, value in enumerate(noted.values):
+        moved[at] = len(values)
+        if at in described:
+            role, made, facts = described[at]
+            tiles.append((moved[at], role, Maps(made, bottom.make_map, facts)))
+            values += [None, *made.rest["shape"], *made.rest["strides"]]
+        else:
+            values.append(value)
+    late = [*late_counts(values), *((moved[at], text) for at, text in noted.late)]
+    places, parts = [(moved[at], role) for at, role in noted.places], [(moved[at], part) for at, part in noted.parts]
+    arguments = Arguments(values, places, tiles, parts, late)
+    if bottom.are_packed:
+        arguments = Arguments([tuple(values)], [], [], [] if arguments.is_constant else [(0, arguments)], [])
+    return Launch(bottom.run, arguments.after((*place, *bottom.settings)), compiled=compiled)
+
+
+class Recorder:
+    """Runs a pass and notes it.
+
+    Args:
+        inputs: the tensors a pass is given, each object once; None where it lacks one.
+        stream: what `current_stream` gives; None to note nothing.
+
+    Attributes:
+        is_ahead: whether the pass is one to come, of which nothing is kept.
+    """
+
+    is_ahead = False
+
+    def __init__(self, inputs: Inputs, stream: int | None) -> None:
+        self._stream = stream
+        self._tensors: list[Tensor | None] = list(inputs)
+        self._made: list[New] = []
+        self._kept: list[Tensor | None] = []
+        self._sources: list[Source | None] = []
+        self._launches: list[Launch] | None = None if stream is None else []
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """An uninitialised tensor on the device of `like`, allocated anew in each run."""
+        new = New(tuple(shape), tuple(strides), dtype, like.device)
+        made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
+        self._made.append(new)
+        self._tensors.append(made)
+        return made
+
+    def parts(self, sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> list[Tensor]:
+        """Uninitialised tensors [B, H, S, D] of these strides, whose rows lie side by side in one allocation; made before any other."""
+        assert not self._made, "parts are made first"
+        starts = itertools.accumulate((int(heads) * int(width) for _, heads, _, width in sizes), initial=0)
+        self._made += [
+            New(tuple(size), tuple(steps), dtype, like.device, at) for size, steps, at in zip(sizes, strides, starts, strict=False)
+        ]
+        made = Joint([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device).maker()()
+        self._tensors += made
+        return made
+
+    def keep(self, tensors: Inputs, source: Source | None = None) -> None:
+        """Tensors that every run reads as they are now; with a source, which finds them for other sequences."""
+        self._kept += tensors
+        self._sources.append(source)
+
+    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
+        """One of what comes before the pass, a pass of its own."""
+        return Recorder(inputs, stream)
+
+    def forget(self) -> None:
+        """What the pass does besides cannot be repeated: nothing is recorded."""
+        self._launches = None
+
+    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
+        """Launches as Triton does, which compiles what it has to; later, within `compile_in_parallel`. `between`: see `Launch`."""
+        plain, queue = plain_arguments(args), waiting()
+        fill_cache_keys((function, *plain))
+        run = functools.partial(self._launch, function, grid, args, plain, options, between)
+        if queue is None:
+            run()
+        else:
+            queue.append(Waiting(function, plain, options, run))
+
+    def _launch(
+        self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any, between: bool
+    ) -> None:
+        compiled = compile_and_launch(function, tuple(map(int, grid)), plain, options)
+        if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            self._launches = None
+            return
+        try:
+            noted = self._noted((*args, *_defaults(function, len(args))))
+        except _UnknownTensor:
+            self._launches = None
+            return
+        place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
+        whole = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
+        launch = direct(compiled, place, noted) or Launch(compiled.run, whole, compiled=compiled)
+        self._launches.append(launch._replace(between=between))
+
+    def template(self) -> Template | None:
+        """What was noted, None if it cannot be run again."""
+        queue = waiting()
+        if queue:
+            launch_waiting(queue)
+        return None if not self._launches else Template(self._launches, self._made, self._kept, self._sources)
+
+    def _noted(self, args: tuple[Any, ...]) -> Arguments:
+        noted = Arguments(list(args), [], [], [], late_counts(args))
+        for at, arg in enumerate(args):
+            if type(arg) in _NUMBERS_ALONE:
+                continue
+            if isinstance(arg, Tensor):
+                role, number = self._role(arg), next((n for n, own in enumerate(self._kept) if own is arg), None)
+                if role is not None:
+                    noted.places.append((at, role))
+                elif number is not None:
+                    noted.late.append((at, sequence_address(number)))
+                else:
+                    raise _UnknownTensor
+                noted.values[at] = None  # kept alive by nobody
+            elif _is_descriptor(arg):
+                rest = {name: value for name, value in vars(arg).items() if name != "base"}
+                role = self._role(arg.base)
+                if role is None:
+                    raise _UnknownTensor
+                noted.tiles.append((at, role, Tiles(type(arg), rest)))
+                noted.values[at] = None
+            elif isinstance(arg, tuple):
+                inner = self._noted(arg)
+                noted.values[at] = tuple(inner.values)
+                if not inner.is_constant:
+                    noted.parts.append((at, inner))
+        return noted
+
+    def _role(self, tensor: Tensor) -> int | None:
+        return next((role for role, own in enumerate(self._tensors) if own is tensor), None)
+
+
+def _is_descriptor(arg: Any) -> bool:
+    return isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor"  # Gluon has one of its own
+
+
+def plain_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with numbers for `Count`s, which Triton does not know."""
+    return tuple(map(_plain_one, args))
+
+
+def _plain_one(arg: Any) -> Any:
+    if type(arg) in _NUMBERS_ALONE:
+        return arg
+    if isinstance(arg, Count):
+        return int(arg)
+    if isinstance(arg, tuple):
+        return type(arg)(*plain_arguments(arg)) if hasattr(arg, "_fields") else plain_arguments(arg)
+    if _is_descriptor(arg) and any(isinstance(n, Count) for n in arg.shape):
+        plain = copy.copy(arg)
+        plain.shape = list(map(int, arg.shape))
+        return plain
+    return arg

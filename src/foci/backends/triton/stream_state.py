@@ -1,0 +1,64 @@
+"""Where launches go, and whether they may go around Triton's Python."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from foci.backends.contract import Inputs
+from foci.compat.cuda import Allocator, allocator_on, current_device, is_capturing, is_inductor_stream, raw_stream
+
+__all__ = [
+    "Allocator",
+    "allocator_on",
+    "current_stream",
+    "free_stream",
+    "free_stream_on",
+    "has_launch_hooks",
+    "is_for_graphs",
+    "tensor_addresses",
+]
+
+
+def tensor_addresses(tensors: Inputs) -> list[int | None]:
+    """Addresses."""
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+def current_stream(tensor: Tensor) -> int:
+    """The stream that work on the tensor's device goes to."""
+    return raw_stream(tensor.get_device()) if tensor.is_cuda else 0
+
+
+def has_launch_hooks() -> bool:
+    """Whether somebody is told of Triton's launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of hooks, in older releases one or None
+
+
+def free_stream(tensor: Tensor) -> int | None:
+    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
+    outlives what is kept. Else None.
+    """
+    return free_stream_on(tensor.get_device() if tensor.is_cuda else -1)
+
+
+def free_stream_on(device: int) -> int | None:
+    """`free_stream` of tensors on a GPU of that number, or elsewhere if it is negative."""
+    if has_launch_hooks():
+        return None
+    if device < 0:
+        return 0
+    if device != current_device() or is_capturing():
+        return None
+    stream = raw_stream(device)
+    return None if is_inductor_stream(device, stream) else stream
+
+
+def is_for_graphs(tensor: Tensor) -> bool:
+    """Whether what is allocated now belongs to CUDA graphs: one is captured, or about to be."""
+    if not tensor.is_cuda:
+        return False
+    device = tensor.get_device()
+    return is_capturing() or is_inductor_stream(device, raw_stream(device))

@@ -1,0 +1,395 @@
+"""Which tiles each task visits: host side. Kept for masks that capture nothing, made anew where a value may change."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.contract import Inputs, Offsets
+from foci.backends.triton.compiling import after_launches
+from foci.backends.triton.kernel_args import Size, Spans, Table, encode, table_config
+from foci.backends.triton.launch_program import Recording, Source, Template
+from foci.backends.triton.mask_convexity import is_convex
+from foci.backends.triton.recorder import Recorder
+from foci.backends.triton.schedules import Schedule
+from foci.backends.triton.stream_state import current_stream, free_stream, is_for_graphs, tensor_addresses
+from foci.backends.triton.symbolic_tokens import Count, Tokens, at_most
+from foci.backends.triton.tile_table_kernels import assign_tasks, classify_tiles, list_tiles, place_sequences
+from foci.backends.triton.tiles import RECORD
+from foci.backends.triton.weak_cache import WeakCache
+from foci.compat.torch import version_of
+from foci.problem import Operands
+
+if TYPE_CHECKING:
+    from foci.backends.triton.kernel import Pass, TritonKernel
+
+__all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at", "tensor_state"]
+
+DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
+ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """Tasks of a kernel and the tiles they visit; `source` finds the same for other sequences, where their lengths alone say it."""
+
+    tasks: int
+    mode: str
+    spans: Spans
+    table: Table
+    source: Source | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What a kernel reads of them."""
+        return self.spans.tasks, self.table.counts, self.table.lists
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Where jagged sequences lie, and what is kept for as long as they lie so.
+
+    Attributes:
+        q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
+        stays: whether another call may find the offsets as they are.
+        tables: tasks by tile, what they are ordered by, their number and whether they are tiles of queries (see `assign_tasks`).
+        classes, visits, recordings: classes of tiles and what `build_visits` found, and passes that can be run again.
+    """
+
+    q_start: Tensor | None = None
+    q_length: Tensor | None = None
+    kv_start: Tensor | None = None
+    kv_length: Tensor | None = None
+    stays: bool = True
+    tables: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict)
+    classes: WeakCache[Tensor] = field(default_factory=lambda: WeakCache(32))
+    visits: WeakCache[TileTable] = field(default_factory=lambda: WeakCache(32))
+    recordings: WeakCache[Recording] = field(default_factory=lambda: WeakCache(256))
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Starts and lengths."""
+        return self.q_start, self.q_length, self.kv_start, self.kv_length
+
+    @functools.cached_property
+    def form(self) -> tuple[object, ...]:
+        """What a pass depends on but for where sequences lie: how many there are, and which tensors are one."""
+        length = self.q_length
+        return (length is not None and length.shape[0], self.q_start is self.kv_start, self.q_length is self.kv_length)
+
+
+def operand_sequences(operands: Operands) -> Sequences:
+    """`sequences_at` of operands."""
+    o = operands
+    return sequences_at(o.query, None if o.cu_q is None else (o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths))
+
+
+def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None) -> Sequences:
+    """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
+
+    The layers of a model, and their backward passes, share one set, and what is kept with it. `free` is what `free_stream` gives, where
+    it is known.
+    """
+    if offsets is None:
+        return _DENSE_SEQUENCES
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    assert cu_q is not None
+    is_one = cu_kv is cu_q and q_lengths is None and kv_lengths is None  # most often, and each call asks
+    read = (cu_q,) if is_one else tuple([t for t in offsets if t is not None])
+    changes = _changes_unseen(query, read) if free is None else True in [t.is_inference() for t in read]
+    if changes:
+        return _sequences(offsets, stays=False)
+    stream = current_stream(query) if free is None else free
+    key = (stream, id(cu_q), version_of(cu_q)) if is_one else (stream, *[None if t is None else (id(t), version_of(t)) for t in offsets])
+    found = _sequence_cache.get(key)
+    if found is not None and (found[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(found[0], read, strict=True))):
+        return found[1]
+    made = _sequences(offsets, stays=True)
+    _sequence_cache[key] = tuple(map(weakref.ref, read)), made
+    if len(_sequence_cache) > _SETS:
+        _sequence_cache.popitem(last=False)
+    return made
+
+
+def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    assert cu_q is not None
+    assert cu_kv is not None
+    q = _placed(cu_q, q_lengths)
+    kv = q if cu_kv is cu_q and kv_lengths is q_lengths else _placed(cu_kv, kv_lengths)
+    return Sequences(*q, *kv, stays)
+
+
+def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Starts and lengths, int32."""
+    given = (ends.contiguous(), None if lengths is None else lengths.contiguous())
+    count = ends.shape[0] - 1
+    key = ("places", count, ends.dtype, None if lengths is None else lengths.dtype)
+
+    def place(recorder: Recorder) -> list[Tensor]:
+        start, length = (recorder.empty((count,), (1,), torch.int32, ends) for _ in range(2))
+        recorder.launch(place_sequences, (triton.cdiv(count, 256),), *given, start, length, encode(count), 256)
+        return [start, length]
+
+    start, length = _repeated(key, given, (0, 0), place)
+    return start, length
+
+
+def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[Recorder], list[Tensor]]) -> list[Tensor]:
+    """What a way makes of the inputs, known from the second time on whatever the tokens."""
+    first = inputs[0]
+    assert first is not None
+    stream, places = free_stream(first), tensor_addresses(inputs)
+    key = (*what, first.device, stream, *[(place or 0) & 15 == 0 for place in places])  # compiled for each one's
+    known = None if stream is None else _recording_cache.find((key, tokens))
+    if known is None and stream is not None and (template := _template_cache.find(key)) is not None:
+        known = template.as_recorded(tokens)
+        _recording_cache.add((key, tokens), (), known)
+    if known is not None:
+        return known.run(inputs, places)
+    recorder = Recorder(inputs, stream)
+    made = way(recorder)
+    _template_cache.add(key, (), recorder.template())
+    return made
+
+
+def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
+    """Whether tensors may change without a new version: where a CUDA graph is made, and without version counters."""
+    return is_for_graphs(query) or any(t.is_inference() for t in read)
+
+
+_DENSE_SEQUENCES: Final = Sequences(visits=WeakCache(256), recordings=WeakCache(1024))
+"""Of every dense call."""
+_sequence_cache: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
+_SETS: Final = 8
+_template_cache: Final[WeakCache[Template]] = WeakCache(256)
+"""What is made of lengths, whatever they are."""
+_recording_cache: Final[WeakCache[Recording]] = WeakCache(256)
+"""The same for so many tokens."""
+
+
+def tensor_state(tensor: Tensor) -> tuple[int, int, int]:
+    """By what a tensor that lives is known to hold what it held: its memory may be another's, without a new version (`.data = `)."""
+    return id(tensor), version_of(tensor), tensor.data_ptr()
+
+
+def build_visits(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> TileTable:
+    """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
+
+    What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
+    the same; but not across the making of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
+    """
+    operands = call.operands
+    read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
+    if not call.sequences.stays or operands.blocks is not None or _changes_unseen(operands.query, read):
+        return _make(kernel, call, schedule, side, None)
+    query, key = operands.query, operands.key
+    what = (
+        kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
+        operands.floats, query.device, current_stream(query), *map(tensor_state, read), int(call.rows), int(call.columns),
+    )  # fmt: skip
+    known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
+    found = call.sequences.visits.find(known)
+    if found is None and call.recorder.is_ahead:
+        return _make(kernel, call, schedule, side, None)
+    if found is None:
+        found = _make(kernel, call, schedule, side, what)
+        after_launches(functools.partial(call.sequences.visits.add, known, read, found))
+    return found
+
+
+_TOGETHER: Final = 1 << 22
+"""Bytes of all heads' keys and values, or queries and their gradients, of the longest sequence, that caches hold some times over."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tasks:
+    """Tasks of a kernel, tiles of `tile` rows, and those of `other` rows that stream by each: of keys, or of queries."""
+
+    count: int
+    width: int
+    spans: Spans
+    is_by_query: bool
+    heads: int
+    batch: int
+    tile: int
+    other: int
+    by_work: bool
+
+    def at(self, sequences: Sequences, tokens: Tokens) -> Tensor:
+        """Those of other sequences, in the order that they are taken."""
+        count = self.count.of(tokens) if isinstance(self.count, Count) else self.count
+        return _assigned(sequences, self.tile, count, is_by_query=self.is_by_query, other=self.other if self.by_work else 0)
+
+    @property
+    def source(self) -> Source | None:
+        """Of the tensors of `TileTable` that visit every tile."""
+        return (lambda sequences, tokens, _: (self.at(sequences, tokens), None, None)) if isinstance(self.count, Count) else None
+
+    @property
+    def with_places(self) -> Source:
+        """Of what a search for tiles reads."""
+        return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
+
+
+def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> TileTable:
+    """`known` is what classes of tiles are kept by, None where they are not."""
+    operands, mask = call.operands, kernel.variant.mask
+    tasks = _tasks(kernel, call, schedule, side)
+    if mask.op == "const" and mask.value is True and operands.blocks is None:
+        return TileTable(tasks.count, "all", tasks.spans, ALL, tasks.source)
+    is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
+    visits = TileTable(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
+    recorder = call.recorder.another(operands.captures, free_stream(operands.query))
+    recorder.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
+    grid = _grid(call, schedule, tasks)
+    classes = None
+    if known is not None and operands.cu_q is None:
+        # both passes, and the tasks of both sides, share what is looked at
+        known = (*known, grid.grain)
+        classes = call.sequences.classes.find(known)
+    if classes is None:
+        classes = _classify(kernel, call, schedule, tasks, grid, recorder)
+        if known is not None and operands.cu_q is None:
+            read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
+            after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
+    found = _list(call, tasks, grid, classes, visits, recorder)
+    template = None if kernel.mask_slots or tasks.source is None else recorder.template()
+    return found if template is None else replace(found, source=functools.partial(_listed, tasks, template))
+
+
+def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
+    """A `Source` of what `_list` finds."""
+    bound = template.bound(sequences, tokens, captures)
+    _, counts, *lists = bound.run(captures)
+    return tasks.at(sequences, tokens), counts, lists[0] if lists else None
+
+
+def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _Tasks:
+    operands = call.operands
+    is_by_query = side == "queries"
+    tile, other = (schedule.tile_q, schedule.tile_kv) if is_by_query else (schedule.tile_kv, schedule.tile_q)
+    mine, theirs = (call.rows, call.columns) if is_by_query else (call.columns, call.rows)
+    count, spans, width = (mine + tile - 1) // tile, DENSE, triton.cdiv(int(theirs), other)
+    reads = kernel.variant.mask.variables()
+    blocks = operands.blocks
+    heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1
+    batch = operands.query.shape[0] if "b" in reads or (blocks is not None and blocks.shape[0] > 1) else 1
+    if operands.cu_q is not None:
+        sequences = operands.cu_q.shape[0] - 1
+        # at most so many end within a tile, and none has more tiles than the longest; one task is spare
+        count = at_most(count + sequences, sequences * triton.cdiv(operands.max_q if is_by_query else operands.max_kv, tile) + 1)
+        table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query, other=other if schedule.by_work else 0)
+        longest = max(operands.max_q, operands.max_kv)
+        together = longest * operands.query.shape[1] * (operands.query.shape[3] + operands.value.shape[3]) * operands.query.itemsize
+        spans = Spans(table, *call.sequences.tensors, encode(sequences), encode(together <= _TOGETHER))
+        width, batch = triton.cdiv(operands.max_kv if is_by_query else operands.max_q, other), 1
+    if operands.page_table is not None:
+        spans = DENSE._replace(kv_length=call.sequences.kv_length)
+        width, batch = triton.cdiv(operands.max_kv, other), operands.query.shape[0]
+    return _Tasks(count, width, spans, is_by_query, heads, batch, tile, other, schedule.by_work)
+
+
+def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0) -> Tensor:
+    """Tasks of `count` tiles of queries, or of keys, found once for a set of sequences; by their work where `other`, rows that stream by
+    at a time, is not 0."""
+    known = (tile, other, count, is_by_query)
+    table = sequences.tables.get(known)
+    if table is not None:
+        return table
+    lengths = (sequences.q_length, sequences.kv_length)
+    length, others = lengths if is_by_query else lengths[::-1]
+    assert length is not None
+
+    def assign(recorder: Recorder) -> list[Tensor]:
+        rows = Count(count, "t[0]")
+        made = recorder.empty((rows, record), (record, 1), torch.int32, length)
+        sizes = (encode(length.shape[0]), encode(rows))
+        recorder.launch(
+            assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, others, sequences.tensors, *sizes, tile, other, 32, 128
+        )
+        return [made]
+
+    record: int = RECORD.value
+    (table,) = _repeated(("tasks", tile, other, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
+    sequences.tables[known] = table
+    return table
+
+
+class _Grid(NamedTuple):
+    """What is classified: pieces of `grain` queries and keys, `lines` by `columns` for each head, tasks of packed sequences times their
+    tiles; `each` of them, of queries and of keys, make a tile."""
+
+    grain: tuple[int, int]
+    lines: int
+    columns: int
+    each: tuple[int, int]
+
+
+_GRAIN: Final = 64
+
+
+def _grid(call: Pass, schedule: Schedule, tasks: _Tasks) -> _Grid:
+    tiles = (schedule.tile_q, schedule.tile_kv)
+    if call.operands.cu_q is not None:
+        return _Grid(tiles, tasks.count, tasks.width, (1, 1))
+    q, kv = (gcd(tile, _GRAIN) for tile in tiles)
+    keys = call.columns if call.operands.page_table is None else call.operands.max_kv
+    return _Grid((q, kv), triton.cdiv(int(call.rows), q), triton.cdiv(int(keys), kv), (tiles[0] // q, tiles[1] // kv))
+
+
+def _size(call: Pass, tasks: _Tasks) -> Size:
+    return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, call.rows, call.columns)))
+
+
+def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
+    """int8 [batch, heads, lines, columns]."""
+    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    area = grid.lines * grid.columns
+    strides = (tasks.heads * area, area, grid.columns, 1)
+    classes = recorder.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)
+    given = (0, 0, 1, 1, 1)
+    if blocks is not None and size is not None:
+        blocks = blocks.contiguous()
+        recorder.forget()
+        b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
+        given = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
+    shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *given)))
+    is_packed = call.operands.cu_q is not None
+    if classes.numel():
+        recorder.launch(
+            classify_tiles, (tasks.batch * tasks.heads * area,),
+            classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
+            table_config(*grid.grain, is_packed=is_packed), call.functions.mask, tasks.is_by_query or not is_packed, num_warps=4,
+        )  # fmt: skip
+    return classes
+
+
+def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: TileTable, recorder: Recorder) -> TileTable:
+    rows, width = tasks.batch * tasks.heads * tasks.count, tasks.width + 1
+    counts = recorder.empty((rows, 4), (4, 1), torch.int32, classes)
+    lists = None if visits.mode == "ranges" else recorder.empty((rows, width), (width, 1), torch.int32, classes)
+    is_packed = call.operands.cu_q is not None
+    shape = tuple(map(encode, (tasks.heads, tasks.width, width, tasks.other, tasks.is_by_query)))
+    if tasks.is_by_query or is_packed:
+        along = (grid.lines, grid.columns, 1, *grid.each, grid.columns)
+    else:
+        along = (grid.columns, 1, grid.columns, *grid.each[::-1], grid.lines)
+    places = tuple(map(encode, (grid.lines * grid.columns, *along)))
+    recorder.launch(
+        list_tiles, (rows,),
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, places,
+        table_config(0, 0, mode=visits.mode, is_packed=is_packed, is_forced=call.operands.blocks is not None), 128, num_warps=1,
+    )  # fmt: skip
+    b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count
+    h_stride = 0 if tasks.heads == 1 else tasks.count
+    return replace(visits, table=Table(counts, lists, *map(encode, (b_stride, h_stride, width))))

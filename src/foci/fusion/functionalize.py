@@ -1,0 +1,190 @@
+"""In-place operations on values of a graph's own as operations that make new ones, where nobody could tell.
+
+`scores.masked_fill_(mask, low)` and `scores += bias` write a tensor that the graph made; when what reads it afterwards is
+known and no view of it is read later, the write is the operation without the underscore, and later readers read its result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from foci.compat.fake import FakeTensorMode
+from foci.fusion.fake_values import making
+from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value, node_dtype, node_rank, storage_id
+
+__all__ = ["without_writes"]
+
+_OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor, operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod, operator.ipow: operator.pow,
+}  # fmt: skip
+
+_ROUNDING: Final = frozenset(("add", "sub", "mul", "div"))
+"""Operations that are computed in the widest dtype of their operands; a write rounds the result to that of what is written."""
+
+
+def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
+    """Replaces in-place operations of `graph` by functional ones, where that changes nothing. Linear in the graph."""
+    position = {node: n for n, node in enumerate(graph.nodes)}
+    storages = {node: storage_id(node) for node in graph.nodes}
+    aliases: dict[int | None, list[fx.Node]] = {}
+    for node, storage in storages.items():
+        aliases.setdefault(storage, []).append(node)
+    for node in list(graph.nodes):
+        call = as_call(node)
+        if call is not None and _is_fill(call):
+            target = call.args[0]
+            if storages[target] is not None and _is_private(node, target, aliases[storages[target]], position):
+                _fill(graph, node, position, mode)
+                _rewire(node, target, position, mode)
+            continue
+        if call is None or not call.in_place or not call.args or not isinstance(call.args[0], fx.Node) or "out" in call.kwargs:
+            continue
+        target = call.args[0]
+        group = aliases[storages[target]]
+        if storages[target] is None or not _is_private(node, target, group, position) or not _keeps_shape(target, call.args[1:]):
+            continue
+        dtype = _result_dtype(target, call.args[1:])
+        if dtype == node_dtype(target) and _functional(node):
+            _rewire(node, target, position, mode)
+        elif dtype.is_floating_point and node_dtype(target).is_floating_point and call.name in _ROUNDING and _functional(node):
+            _rewire(_rounded(graph, node, dtype, position, mode), target, position, mode)
+
+
+def _is_private(node: fx.Node, target: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> bool:
+    """Whether the written memory is the graph's own and only `target` itself, or the result, is read after the write."""
+    written = position[node]
+    for member in group:
+        if member.op in ("placeholder", "get_attr") or member.op not in ("call_function", "call_method"):
+            return False
+        if member in (target, node) or position[member] > written:
+            continue
+        if any(position[user] > written for user in member.users):
+            return False
+    return all(position[m] <= written or m is node or _follows(m, node, target) for m in group)
+
+
+def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
+    """Whether a later alias was made of the written tensor by way of `target` or the result."""
+    seen = member
+    while seen.args and isinstance(seen.args[0], fx.Node):
+        seen = seen.args[0]
+        if seen is node or seen is target:
+            return True
+    return False
+
+
+def _keeps_shape(target: fx.Node, others: tuple[Any, ...]) -> bool:
+    """Whether the result without the underscore has the target's dims."""
+    values = map(example_value, others)
+    return all(value.dim() <= node_rank(target) for value in values if isinstance(value, Tensor))
+
+
+def _result_dtype(target: fx.Node, others: tuple[Any, ...]) -> torch.dtype:
+    """The dtype that the result has without the underscore."""
+    own = example_tensor(target)
+    assert own is not None
+    dtype = own.dtype
+    for other in others:
+        value = example_value(other)
+        if isinstance(value, Tensor):
+            dtype = torch.promote_types(dtype, torch.result_type(own, value))
+        elif isinstance(value, float) and not dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+    return dtype
+
+
+def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> fx.Node:
+    """What a write leaves of a result of a wider dtype, which `node` now makes."""
+    tensor = example_tensor(node)
+    assert tensor is not None
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        made = graph.call_method("to", (node, tensor.dtype))
+    for reader in readers:
+        reader.replace_input_with(node, made)
+    made.meta = dict(node.meta)
+    position[made] = position[node]
+    with making(mode):
+        node.meta["example_value"] = torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
+    return made
+
+
+def _is_fill(call: Call) -> bool:
+    """Whether it is `x[mask] = number`, or with whole dimensions before the mask, as `x[:, :, mask]` and `x[..., mask]`."""
+    if call.name != "setitem" or not isinstance(call.args[0], fx.Node) or not isinstance(call.args[2], (int, float)):
+        return False
+    target, mask = example_tensor(call.args[0]), _index_mask(call.args[1])
+    where = None if mask is None else example_tensor(mask)
+    if target is None or where is None or where.dtype is not torch.bool or not target.is_floating_point():
+        return False
+    return _before(call.args[1], target, where) is not None
+
+
+def _index_mask(key: Any) -> fx.Node | None:
+    last = key[-1] if isinstance(key, tuple) and key else key
+    return last if isinstance(last, fx.Node) else None
+
+
+def _before(key: Any, target: Tensor, where: Tensor) -> int | None:
+    """How many dimensions of the target come before those of the mask; None where they are not taken whole."""
+    lead = key[:-1] if isinstance(key, tuple) else ()
+    if lead == (Ellipsis,):
+        return target.dim() - where.dim()
+    return len(lead) if all(isinstance(entry, slice) and entry == slice(None) for entry in lead) else None
+
+
+def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> None:
+    """`x[mask] = number` as `masked_fill(x, mask, number)`."""
+    target, key, number = node.args
+    mask = _index_mask(key)
+    assert isinstance(target, fx.Node) and mask is not None
+    own, where = example_tensor(target), example_tensor(mask)
+    assert own is not None and where is not None
+    before = _before(key, own, where)
+    assert before is not None
+    behind = own.dim() - before - where.dim()
+    if behind:
+        index: Any = (..., *(None,) * behind)
+        with graph.inserting_before(node):
+            mask = graph.call_function(operator.getitem, (mask, index))
+        position[mask] = position[node]
+        with making(mode):
+            mask.meta["example_value"] = where[index]
+    node.target, node.args = torch.masked_fill, (target, mask, number)
+    node.meta["example_value"] = own
+
+
+def _functional(node: fx.Node) -> bool:
+    """Gives the node its functional target; False where there is none."""
+    if node.kwargs.get("inplace") is True:
+        node.kwargs = {**node.kwargs, "inplace": False}
+        return True
+    if node.op == "call_method" and str(node.target).endswith("_"):
+        name = str(node.target).rstrip("_")
+        if not callable(getattr(Tensor, name, None)):
+            return False
+        node.target = name
+        return True
+    found = _OPERATORS.get(node.target)
+    if found is None:
+        return False
+    node.target = found
+    return True
+
+
+def _rewire(node: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mode: FakeTensorMode | None) -> None:
+    for user in list(target.users):
+        if user is not node and position[user] > position[node]:
+            user.replace_input_with(target, node)
+    tensor = example_tensor(node)
+    assert tensor is not None
+    with making(mode):
+        # An object of its own: captured values are told apart by their example tensors.
+        node.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)

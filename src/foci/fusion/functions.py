@@ -1,0 +1,181 @@
+"""A softmax written as an autograd.Function: opened where its backward is its derivative, as autograd would find it.
+
+A Function's backward need not be its forward's derivative, so what is in one is left there. But some have a softmax that is zero under a
+mask, even in rows that it hides whole, and the backward of torch's own softmax: y (g - sum g y) of its result y and that one's gradient g.
+With p the softmax of scores s filled with a constant under the mask, y = p elsewhere and 0 under it, autograd's gradient of s is
+p (g - sum g p), the sum over what is not masked, and 0 under the mask: the same. With one of the two fills alone it is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from foci.compat.fake import FakeTensorMode
+from foci.compat.fx import SET_GRAD_ENABLED
+from foci.fusion.fake_values import making
+from foci.fusion.fx_utils import Call, as_call, example_value, is_tensor, needs_grad, node_dtype, node_rank
+from foci.fusion.nested import named
+from foci.fusion.value_numbering import Values
+from foci.fusion.weights import as_softmax
+
+__all__ = ["open_functions", "softmaxes_in"]
+
+
+def softmaxes_in(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """Those in the forward of the Function that a node calls; none of any other node."""
+    bodies = _bodies(module, node)
+    if bodies is not None:
+        yield from (inner for inner in bodies[0].nodes if as_softmax(inner) is not None)
+
+
+def open_functions(module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+    """Puts softmaxes with their masks in the place of Functions that do nothing else."""
+    for node in list(module.graph.nodes):
+        bodies = _bodies(module, node)
+        if bodies is None:
+            continue
+        found = _read(node, *bodies)
+        if found is not None:
+            _open(module.graph, node, bodies[0], found, mode)
+
+
+def _bodies(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Graph, fx.Graph] | None:
+    """Forward and backward of the Function that a node calls."""
+    if getattr(node.target, "__name__", "") != "autograd_function_apply":
+        return None
+    forward, backward = (named(module, body) if isinstance(body, fx.Node) else None for body in node.args[:2])
+    return None if forward is None or backward is None else (forward.graph, backward.graph)
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """A Function's forward: softmax of an input, with what a mask hides filled by a constant before it, and by 0 after it.
+
+    Attributes:
+        scores: the input.
+        node: the softmax.
+        dim: the dimension that sums to one.
+        fill: mask and constant, or nothing.
+        results: names of the filled result.
+        others: what mask and constant are made of.
+    """
+
+    scores: fx.Node
+    node: fx.Node
+    dim: int
+    fill: tuple[Any, ...]
+    results: frozenset[fx.Node]
+    others: tuple[fx.Node, ...]
+
+
+def _several(found: Any) -> tuple[Any, ...]:
+    """The entries of a list; a single one as it is."""
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], tuple[Any, ...]]:
+    """Inputs, operations but for switches of autograd, and outputs."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    steps = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not SET_GRAD_ENABLED]
+    return inputs, steps, _several(graph.output_node().args[0])
+
+
+def _read(node: fx.Node, forward: fx.Graph, backward: fx.Graph) -> _Softmax | None:
+    """What the Function that a node calls computes, if that is a softmax and its backward the softmax's; else None."""
+    inputs, steps, outputs = _parts(forward)
+    found = _softmax(forward, steps)
+    if found is None or found.scores not in inputs or len(inputs) != len(node.args) - 2 or len(outputs) != 2:
+        return None
+    results, saved = map(_several, outputs)
+    if not results or results[0] not in found.results:
+        return None
+    given = zip(inputs, node.args[2:], strict=True)
+    if any(isinstance(arg, fx.Node) and needs_grad(arg) for inner, arg in given if inner is not found.scores):
+        return None
+    if not all(call is not None and call.name == "getitem" and call.args[1] == 0 for call in map(as_call, node.users)):
+        return None  # more than one result is read
+    saves = [len(results) + n for n, value in enumerate(saved) if value in found.results]
+    return found if _is_its_derivative(backward, inputs.index(found.scores), saves, found) else None
+
+
+def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
+    """The softmax that the steps are, with their one mask; else None."""
+    found = [softmax for step in steps if (softmax := as_softmax(step)) is not None]
+    if len(found) != 1 or not all(map(is_tensor, steps)):
+        return None
+    (softmax,) = found
+    before, after = as_call(softmax.source), [step for step in steps if step in softmax.node.users]
+    scores: Any = softmax.source if before is None else before.argument(0, "input")
+    if not is_tensor(scores):
+        return None
+    spelled = {softmax.node, *after, *(() if before is None else (softmax.source,))}
+    others = tuple(step for step in steps if step not in spelled)
+    if any(call is None or call.in_place for call in map(as_call, others)) or node_dtype(softmax.node) != node_dtype(scores):
+        return None
+    if _readers(scores) != {softmax.node if before is None else softmax.source}:
+        return None
+    if before is None:
+        return None if after else _Softmax(scores, softmax.node, softmax.dim, (), frozenset({softmax.node}), others)
+    last = as_call(after[0]) if len(after) == 1 else None
+    if last is None or before.in_place or _readers(softmax.source) != {softmax.node} or not _fill_alike(graph, before, last):
+        return None
+    results = frozenset({after[0], softmax.node} if last.in_place else after)
+    return _Softmax(scores, softmax.node, softmax.dim, before.args[1:], results, others)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Operations that read a node. Some versions of Dynamo have a forward give all that it computes; nobody reads that."""
+    return {user for user in node.users if user.op != "output"}
+
+
+def _fill_alike(graph: fx.Graph, before: Call, after: Call) -> bool:
+    """Whether both fill under one mask, the latter with 0."""
+    if not all(call.name == "masked_fill" and len(call.args) == 3 for call in (before, after)):
+        return False
+    return Values(graph).same(before.args[1], after.args[1]) and isinstance(after.args[2], (int, float)) and after.args[2] == 0
+
+
+def _is_its_derivative(backward: fx.Graph, position: int, saves: list[int], found: _Softmax) -> bool:
+    """Whether the gradient of the input at `position`, and no other, is that of a softmax with the result, which `saves` are."""
+    inputs, steps, gradients = _parts(backward)
+    call = as_call(steps[0]) if len(steps) == 1 else None
+    if call is None or call.name != "_softmax_backward_data":
+        return False
+    gradient, result = call.argument(0, "grad_output"), call.argument(1, "output")
+    dim, dtype = call.argument(2, "dim"), call.argument(3, "input_dtype")
+    if gradient is not inputs[0] or result not in [n for place, n in enumerate(inputs) if place in saves]:
+        return False
+    if not isinstance(dim, int) or dim % node_rank(found.node) != found.dim or dtype != node_dtype(found.node):
+        return False
+    return all(g is (steps[0] if n == position else None) for n, g in enumerate(gradients))
+
+
+def _open(graph: fx.Graph, node: fx.Node, forward: fx.Graph, found: _Softmax, mode: FakeTensorMode | None) -> None:
+    """Puts a softmax and its mask in the place of the Function."""
+    table: dict[Any, Any] = dict(zip(_parts(forward)[0], node.args[2:], strict=True))
+    trace = found.node.meta.get("stack_trace") or found.node.stack_trace
+
+    def made(function: Any, *args: Any) -> fx.Node:
+        new = graph.call_function(function, args)
+        with making(mode), torch.enable_grad():
+            new.meta = {"example_value": function(*map(example_value, args)), "stack_trace": trace}
+        return new
+
+    with graph.inserting_before(node):
+        for inner in found.others:
+            table[inner] = graph.node_copy(inner, table.__getitem__)
+        result, fill = table[found.scores], [table.get(arg, arg) for arg in found.fill]
+        if fill:
+            result = made(torch.masked_fill, result, *fill)
+        result = made(torch.softmax, result, found.dim)
+        if fill:
+            result = made(torch.masked_fill, result, fill[0], 0)
+    for user in list(node.users):
+        user.replace_all_uses_with(result)
+        graph.erase_node(user)
+    graph.erase_node(node)

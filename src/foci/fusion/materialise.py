@@ -1,0 +1,170 @@
+"""Which values of a graph stay tensors.
+
+What a bias is made of can be drawn into the score function, which computes it again for every score, or be made once, as the graph
+does, and read. Drawing saves memory and finds masks; but an index that is no run of neighbours is a read of its own for each score,
+and what all heads or batch entries share is computed for each of them. So each value is priced both ways, from the leaves upward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+from foci.backends.contract import CaptureFacts
+from foci.fusion.fx_utils import Call, Size, as_call, example_tensor, example_value, is_tensor, needs_grad, reads_only_shape, size_hint
+from foci.fusion.indices import Digits, coordinates
+from foci.fusion.masking import is_low
+from foci.fusion.products import as_product
+from foci.fusion.profitable import PRICED, seconds_of_elements
+from foci.fusion.views import VIEWS
+from foci.ir import expr as ir
+from foci.ir.expr import DType, Expr
+from foci.ir.rewrite import substitute
+from foci.ir.simplify import simplify
+from foci.planner import seconds_per_score, target_of
+from foci.problem import Target
+
+__all__ = ["Materialise", "prices_of"]
+
+_GAIN: Final = 0.9
+"""A tensor must cost less than this part of what drawing it costs: estimates are rough, and drawing takes no memory."""
+_MOST_NODES: Final = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Materialise:
+    """Prices of one attention's values.
+
+    Attributes:
+        target: where it would run.
+        scores: how many there are.
+        coordinates: each atom as an expression of the positions.
+        needs_backward: whether gradients are wanted.
+        copied: nodes whose elements are laid out anew, so that those of a row's keys are neighbours.
+    """
+
+    target: Target
+    scores: float
+    coordinates: Mapping[Expr, Expr]
+    needs_backward: bool
+    copied: set[fx.Node] = field(default_factory=set)
+
+    def stays_tensor(self, node: fx.Node, drawn: Expr, indices: tuple[Expr, ...], leaves: Mapping[int, fx.Node]) -> bool:
+        """Whether a node's element is read from its tensor, which then has to be made.
+
+        Args:
+            node: whose element is asked for.
+            drawn: the element as an expression of others.
+            indices: where it lies in the node's tensor.
+            leaves: nodes of the captured tensors so far, by slot.
+        """
+        tensor = example_tensor(node)
+        if tensor is None or drawn.dtype is not DType.FLOAT or tensor.dim() < 2 or any(is_low(e) for e in drawn.walk()):
+            return False
+        facts = tuple(self._facts(leaves[slot]) for slot in sorted(leaves))
+        expression = self._reads(drawn, facts)
+        if not expression:
+            return False
+        below = {leaves[int(str(e.value))] for e in drawn.walk() if e.op == "load"}
+        expression += sum(self._copying(leaf) for leaf in below if leaf in self.copied)
+        load = ir.load(len(facts), indices, DType.FLOAT)
+        as_it_is, laid_out = (self._reads(load, (*facts, _facts_of(tensor, is_copied=copied))) or 0.0 for copied in (False, True))
+        laid_out = math.inf if _is_dense_in_rows(tensor) else laid_out + self._copying(node)
+        made = min(as_it_is, laid_out) + self._making(node, below) / _readers(node)
+        if made >= _GAIN * expression:
+            return False
+        if laid_out < as_it_is:
+            self.copied.add(node)
+        return True
+
+    def _facts(self, leaf: fx.Node) -> CaptureFacts:
+        tensor = example_tensor(leaf)
+        assert tensor is not None
+        return _facts_of(tensor, is_copied=leaf in self.copied)
+
+    def _reads(self, expr: Expr, facts: Sequence[CaptureFacts]) -> float | None:
+        """Seconds of an expression in all scores; None where the target does not mind."""
+        placed = simplify(substitute(expr, dict(self.coordinates)))
+        each = seconds_per_score(placed, tuple(facts), self.target, needs_backward=self.needs_backward)
+        return None if each is None else each * self.scores
+
+    def _copying(self, node: fx.Node) -> float:
+        return seconds_of_elements("contiguous", _elements(node), needs_backward=self.needs_backward and needs_grad(node)) / _readers(node)
+
+    def _making(self, node: fx.Node, below: Collection[fx.Node]) -> float:
+        """Seconds of the operations from the tensors `below` up to the node, which run if it stays one."""
+        total, seen, stack = 0.0, set[fx.Node](), [node]
+        while stack and len(seen) < _MOST_NODES:
+            at = stack.pop()
+            call = as_call(at)
+            if at in seen or at in below or call is None or example_tensor(at) is None or as_product(at) is not None:
+                continue
+            seen.add(at)
+            if not _is_view(at, call):
+                total += seconds_of_elements(call.name, _elements(at), needs_backward=self.needs_backward and needs_grad(at))
+            stack.extend(at.all_input_nodes)
+        return total
+
+
+_GATHERS: Final = frozenset(("gather", "take_along_dim", "index_select", "embedding"))
+_COPIES: Final = frozenset(("contiguous", "clone"))
+
+
+def _is_view(node: fx.Node, call: Call) -> bool:
+    """Whether a node's elements are its source's, in the same memory."""
+    if call.name == "getitem":
+        return not any(is_tensor(part) for part in (call.args[1] if isinstance(call.args[1], (tuple, list)) else (call.args[1],)))
+    if call.name in _COPIES:
+        source = example_tensor(call.args[0])
+        return call.name == "contiguous" and source is not None and source.stride() == example_value(node).stride()
+    return call.name == "detach" or (call.name in VIEWS and call.name not in _GATHERS)
+
+
+def prices_of(
+    device: torch.device, groups: Mapping[str, Digits], number: Callable[[Size], Expr], *, needs_backward: bool
+) -> Materialise | None:
+    """Prices for an attention whose dimensions are these digits, by the variable that counts them; "b" will do for all shared ones. None
+    on devices where separate operations have no price."""
+    if device.type not in PRICED:
+        return None
+    scores = math.prod(float(size_hint(d.size)) for digits in groups.values() for d in digits)
+    return Materialise(target_of(device), scores, coordinates(groups, number), needs_backward)
+
+
+def _elements(node: fx.Node) -> float:
+    """Those that a tensor has in memory: one for all along a dimension that it is expanded by."""
+    tensor = example_tensor(node)
+    assert tensor is not None
+    return float(math.prod(size_hint(n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_hint(stride) != 0))
+
+
+def _facts_of(tensor: Tensor, *, is_copied: bool) -> CaptureFacts:
+    units = [dim for dim, stride in enumerate(tensor.stride()) if size_hint(stride) == 1 and size_hint(tensor.shape[dim]) > 1]
+    unit = tensor.dim() - 1 if is_copied else units[-1] if units else -1
+    return CaptureFacts(unit, tensor.requires_grad)
+
+
+def _is_dense_in_rows(tensor: Tensor) -> bool:
+    """Whether a copy would not lay the elements of a row side by side any better, or would repeat some."""
+    return size_hint(tensor.stride()[-1]) == 1 or any(size_hint(s) == 0 for s in tensor.stride())
+
+
+def _readers(node: fx.Node) -> int:
+    """How many operations read a tensor or a view of it: what makes it runs once for all."""
+    found, stack, seen = 0, [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            call = as_call(user)
+            if user in seen or reads_only_shape(user):
+                continue
+            seen.add(user)
+            if call is not None and _is_view(user, call):
+                stack.append(user)
+            else:
+                found += 1
+    return max(1, found)

@@ -1,0 +1,73 @@
+"""Where attention was found, what became of it, and why: told to observers, printed as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from foci.context import observers
+from foci.fusion.fusion_report import Site
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["summary", "table", "tell"]
+
+_WORDS: Final = {"matmul-softmax-matmul": "plain torch", "flex": "flex_attention", "mha": "MultiheadAttention"}
+
+
+def tell(sites: Iterable[Site]) -> None:
+    """Adds the sites to every log that is open."""
+    found = list(sites)
+    for log in observers():
+        log.fusions.extend(found)
+
+
+def summary(sites: Iterable[Site]) -> str:
+    """One line.
+
+    Raises:
+        TypeError: for anything but sites.
+
+    Example:
+        >>> summary([])
+        '0 of 0 attentions fused'
+    """
+    found = _checked(sites)
+    return f"{sum(site.fused for site in found)} of {len(found)} attentions fused"
+
+
+def table(sites: Iterable[Site]) -> Table:
+    """A row for each site, equal ones counted together: its place, how it is written, and its formula or what stood in the way.
+
+    Raises:
+        TypeError: for anything but sites.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    found = _checked(sites)
+    made = Table(title=summary(found))
+    for name in ("place", "n", "written as", "fused", "formula, or why not"):
+        made.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
+    for site, count in Counter(found).items():
+        verdict = Text("yes", "green") if site.fused else Text("no", "red")
+        text = site.variant if site.fused else site.reason or ""
+        made.add_row(Text(_short(site.location)), str(count), _WORDS.get(site.kind, site.kind), verdict, Text(text))
+    return made
+
+
+def _checked(sites: Any) -> list[Site]:
+    found = list(sites) if isinstance(sites, Iterable) else [sites]
+    for site in found:
+        if not isinstance(site, Site):
+            raise TypeError(f"sites must be foci.fusion.Site; got {type(site).__name__}")
+    return found
+
+
+def _short(location: str) -> str:
+    """A place in an installed package from the package on, one below the working directory from there."""
+    _, installed, inside = location.rpartition("site-packages/")
+    return inside if installed else location.removeprefix(f"{Path.cwd()}/") or "unknown"

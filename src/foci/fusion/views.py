@@ -1,0 +1,400 @@
+"""Operations that only move elements, one small rule each: where the element at an index of the result lies in the source.
+
+A new spelling of a view, an expansion or a selection is one rule here, and every place that reads graphs understands it:
+operands, masks, biases and what stands between softmax and second product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+
+from foci.fusion.fx_utils import (
+    Call,
+    Size,
+    as_call,
+    example_tensor,
+    example_value,
+    is_tensor,
+    is_written,
+    node_rank,
+    node_shape,
+    same_size,
+    storage_id,
+)
+from foci.fusion.indices import Digits, Index, NoRule, broadcast_index, offset, one_digit, regroup, value_of_digits
+from foci.ir import expr as ir
+from foci.ir.expr import Expr
+from foci.ir.ops import apply
+
+__all__ = ["PARTS", "VIEWS", "At", "step", "view_source"]
+
+
+@dataclass(frozen=True)
+class At:
+    """A node asked for the element at `index`.
+
+    Attributes:
+        number: a size as an expression.
+        element: the element of another node, for indices that are tensors.
+    """
+
+    node: fx.Node
+    call: Call
+    index: Index
+    number: Callable[[Size], Expr]
+    element: Callable[[fx.Node, Index], Expr]
+
+    @property
+    def source(self) -> fx.Node:
+        """The tensor that is viewed."""
+        return view_source(self.call)
+
+
+Place: TypeAlias = tuple[fx.Node, Index]
+Rule: TypeAlias = Callable[[At], Place]
+
+
+def view_source(call: Call) -> fx.Node:
+    """The tensor that an operation moves."""
+    source = call.argument(0, "input", call.kwargs.get("self"))
+    if isinstance(source, (list, tuple)) and source:
+        source = source[0]
+    if not isinstance(source, fx.Node) or not is_tensor(source):
+        raise NoRule(f"{call.name} of something that is no tensor")
+    return source
+
+
+def step(node: fx.Node, index: Index, number: Callable[[Size], Expr], element: Callable[[fx.Node, Index], Expr]) -> Place | None:
+    """One move towards the source; None where the node computes, or is a copy that was written since.
+
+    Raises:
+        NoRule: where the node moves elements in a way no rule knows.
+    """
+    call = as_call(node)
+    if call is None or not is_tensor(node):
+        return None
+    if call.name == "getitem" and call.args and not is_tensor(call.args[0]):
+        return _part(node, call, index, number)
+    rule = VIEWS.get(call.name)
+    if rule is None or (is_written(node) and storage_id(view_source(call)) != storage_id(node)):
+        return None
+    return rule(At(node, call, index, number, element))
+
+
+def _same(at: At) -> Place:
+    return at.source, at.index
+
+
+def _reshape(at: At) -> Place:
+    return at.source, regroup(at.index, node_shape(at.node), node_shape(at.source), at.number)
+
+
+def _expand(at: At) -> Place:
+    return at.source, broadcast_index(at.index, node_shape(at.source))
+
+
+def _dim(value: Any, rank: int) -> int:
+    dim = example_value(value)
+    if not isinstance(dim, int):
+        raise NoRule("a dimension that is no constant")
+    return dim % rank if rank else 0
+
+
+def _moved(at: At, order: Sequence[int]) -> Place:
+    """`order[i]` is the source's dimension that became dimension i."""
+    result: list[Digits] = [()] * len(order)
+    for position, dim in enumerate(order):
+        result[dim] = at.index[position]
+    return at.source, tuple(result)
+
+
+def _transpose(at: At) -> Place:
+    rank = node_rank(at.source)
+    a = _dim(at.call.argument(1, "dim0", at.call.kwargs.get("axis0")), rank)
+    b = _dim(at.call.argument(2, "dim1", at.call.kwargs.get("axis1")), rank)
+    order = list(range(rank))
+    order[a], order[b] = order[b], order[a]
+    return _moved(at, order)
+
+
+def _t(at: At) -> Place:
+    return _moved(at, range(node_rank(at.source))[::-1])
+
+
+def _last_two(at: At) -> Place:
+    rank = node_rank(at.source)
+    return _moved(at, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def _listed(call: Call, position: int, name: str) -> list[Any]:
+    """Arguments that may be given one by one or as one list."""
+    given = call.args[position:] if len(call.args) > position else (call.kwargs.get(name, ()),)
+    return list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else list(given)
+
+
+def _permute(at: At) -> Place:
+    rank = node_rank(at.source)
+    return _moved(at, [_dim(d, rank) for d in _listed(at.call, 1, "dims")])
+
+
+def _movedim(at: At) -> Place:
+    rank = node_rank(at.source)
+    given = [at.call.argument(1, "source"), at.call.argument(2, "destination")]
+    source, target = ([_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])] for x in given)
+    order: list[int | None] = [None] * rank
+    for a, b in zip(source, target, strict=True):
+        order[b] = a
+    rest = iter(d for d in range(rank) if d not in source)
+    return _moved(at, [next(rest) if d is None else d for d in order])
+
+
+def _unsqueeze(at: At) -> Place:
+    dim = _dim(at.call.argument(1, "dim"), node_rank(at.node))
+    return at.source, at.index[:dim] + at.index[dim + 1 :]
+
+
+def _squeeze(at: At) -> Place:
+    shape = node_shape(at.source)
+    given = at.call.argument(1, "dim")
+    dims = range(len(shape)) if given is None else [_dim(d, len(shape)) for d in (given if isinstance(given, (list, tuple)) else [given])]
+    kept = iter(at.index)
+    return at.source, tuple(() if d in dims and same_size(size, 1) else next(kept) for d, size in enumerate(shape))
+
+
+def _repeat(at: At) -> Place:
+    shape = node_shape(at.source)
+    index = at.index[len(at.index) - len(shape) :]
+    result: list[Digits] = []
+    for digits, whole, size in zip(index, node_shape(at.node)[len(at.index) - len(shape) :], shape, strict=True):
+        if same_size(size, 1) or same_size(whole, size):
+            result.append(() if same_size(size, 1) else digits)
+        else:
+            result.append(regroup((digits,), (whole,), (whole // size, size), at.number)[1])
+    return at.source, tuple(result)
+
+
+def _repeat_interleave(at: At) -> Place:
+    times, dim = at.call.argument(1, "repeats"), at.call.argument(2, "dim")
+    if is_tensor(times) or dim is None:
+        raise NoRule("repeat_interleave by a tensor or over all elements")
+    at_dim = _dim(dim, node_rank(at.source))
+    size, whole = node_shape(at.source)[at_dim], node_shape(at.node)[at_dim]
+    high = regroup((at.index[at_dim],), (whole,), (size, example_value(times)), at.number)[0]
+    return at.source, (*at.index[:at_dim], high, *at.index[at_dim + 1 :])
+
+
+def _selected(at: At, dim: int, digits: Digits | None, *, inserted: bool = False) -> Place:
+    """`at.index` with dimension `dim` replaced, or inserted."""
+    before, after = at.index[:dim], at.index[dim if inserted else dim + 1 :]
+    return at.source, (*before, digits or (), *after)
+
+
+def _integer(at: At, value: Any) -> Expr:
+    """An integer argument, which may be a symbolic one, as an expression."""
+    found = example_value(value)
+    if isinstance(found, (int, torch.SymInt)):
+        return at.number(found)
+    raise NoRule("a position that is no integer")
+
+
+def _counted(at: At, value: Any, size: Size) -> Expr:
+    """The same, counted from the end where it is negative."""
+    found = example_value(value)
+    negative = found < 0 if isinstance(found, int) else False
+    return _integer(at, found + size if negative else found)
+
+
+def _select(at: At) -> Place:
+    shape = node_shape(at.source)
+    dim = _dim(at.call.argument(1, "dim"), len(shape))
+    return _selected(at, dim, one_digit(_counted(at, at.call.argument(2, "index"), shape[dim]), shape[dim]), inserted=True)
+
+
+def _sliced(at: At, digits: Digits, size: Size, taken: Size, start: Any, step_size: Any) -> Digits:
+    """Digits of a dimension of which `taken` entries were sliced from `start` on."""
+    if step_size not in (None, 1) and not isinstance(step_size, int):
+        raise NoRule("a slice of a step that is no constant")
+    first = example_value(start)
+    if (first is None or (isinstance(first, int) and first == 0)) and step_size in (None, 1):
+        return digits
+    if same_size(size, taken):
+        return digits
+    return offset(digits, ir.const(0) if first is None else _clamped(at, first, size), step_size or 1, size, at.number)
+
+
+def _clamped(at: At, first: Any, size: Size) -> Expr:
+    if isinstance(first, int) and first < 0:
+        if isinstance(size, int):
+            return at.number(max(0, first + size))
+        return at.number(first + size)
+    return at.number(first)
+
+
+def _narrow(at: At) -> Place:
+    shape = node_shape(at.source)
+    dim = _dim(at.call.argument(1, "dim"), len(shape))
+    digits = _sliced(at, at.index[dim], shape[dim], node_shape(at.node)[dim], at.call.argument(2, "start"), None)
+    return _selected(at, dim, digits)
+
+
+def _slice(at: At) -> Place:
+    shape = node_shape(at.source)
+    dim = _dim(at.call.argument(1, "dim", 0), len(shape))
+    digits = _sliced(at, at.index[dim], shape[dim], node_shape(at.node)[dim], at.call.argument(2, "start"), at.call.argument(4, "step"))
+    return _selected(at, dim, digits)
+
+
+def _flip(at: At) -> Place:
+    shape = node_shape(at.source)
+    dims = {_dim(d, len(shape)) for d in _listed(at.call, 1, "dims")}
+    index = list(at.index)
+    for dim in dims:
+        last = apply("sub", at.number(shape[dim]), 1)
+        index[dim] = one_digit(apply("sub", last, value_of_digits(index[dim], at.number)), shape[dim])
+    return at.source, tuple(index)
+
+
+def _diagonal(at: At) -> Place:
+    offset_by = at.call.argument(1, "offset", 0)
+    rank = node_rank(at.source)
+    a, b = _dim(at.call.argument(2, "dim1", 0), rank), _dim(at.call.argument(3, "dim2", 1), rank)
+    if example_value(offset_by) != 0:
+        raise NoRule("a diagonal beside the main one")
+    rest = iter(at.index[:-1])
+    shape = node_shape(at.source)
+    value = value_of_digits(at.index[-1], at.number)
+    return at.source, tuple(one_digit(value, shape[d]) if d in (a, b) else next(rest) for d in range(rank))
+
+
+def _gather(at: At) -> Place:
+    along = at.call.name == "take_along_dim"  # which has the indices before the dim
+    source, dim = at.source, _dim(at.call.argument(2 if along else 1, "dim"), node_rank(at.source))
+    index_node = at.call.argument(1 if along else 2, "indices" if along else "index")
+    if not isinstance(index_node, fx.Node):
+        raise NoRule("gather by something that is no tensor")
+    size = node_shape(source)[dim]
+    at_index = broadcast_index(at.index, node_shape(index_node))
+    picked = one_digit(at.element(index_node, at_index), size)
+    own = list(broadcast_index(at.index, node_shape(source)) if along else at.index)
+    own[dim] = picked
+    return source, tuple(() if same_size(n, 1) else d for d, n in zip(own, node_shape(source), strict=True))
+
+
+def _index_select(at: At) -> Place:
+    dim = _dim(at.call.argument(1, "dim"), node_rank(at.source))
+    picked = at.element(at.call.argument(2, "index"), (at.index[dim],))
+    return _selected(at, dim, one_digit(picked, node_shape(at.source)[dim]))
+
+
+def _embedding(at: At) -> Place:
+    first, second = at.call.argument(0, "input"), at.call.argument(1, "weight")
+    tensor = example_tensor(first)
+    table, ids = (first, second) if tensor is not None and tensor.is_floating_point() else (second, first)
+    if example_value(at.call.argument(3, "max_norm")) is not None and table is second:
+        raise NoRule("an embedding that renormalises its table")
+    rows = node_shape(table)[0]
+    return table, (one_digit(at.element(ids, at.index[:-1]), rows), at.index[-1])
+
+
+def _getitem(at: At) -> Place:
+    entries = at.call.args[1]
+    entries = list(entries) if isinstance(entries, (tuple, list)) else [entries]
+    shape = node_shape(at.source)
+    taken = sum(1 for e in entries if e is not None and e is not Ellipsis)
+    if Ellipsis in [e for e in entries if not isinstance(e, fx.Node)]:
+        where = next(n for n, e in enumerate(entries) if e is Ellipsis)
+        entries[where : where + 1] = [slice(None)] * (len(shape) - taken)
+    else:
+        entries += [slice(None)] * (len(shape) - taken)
+    return at.source, _indexed(at, entries, shape)
+
+
+def _indexed(at: At, entries: list[Any], shape: Sequence[Size]) -> Index:
+    """The source's index under basic and advanced indexing."""
+    tensors = [n for n, e in enumerate(entries) if is_tensor(e)]
+    if any((t := example_tensor(entries[n])) is not None and t.dtype in (torch.bool, torch.uint8) for n in tensors):
+        raise NoRule("indexing by a boolean mask")
+    ranks = [node_rank(entries[n]) for n in tensors]
+    width = max(ranks, default=0)
+    together = not tensors or tensors == list(range(tensors[0], tensors[0] + len(tensors)))
+    rest = list(at.index)
+    picked: Index = ()
+    if tensors:
+        before = sum(1 for e in entries[: tensors[0]] if e is None or isinstance(e, slice)) if together else 0
+        picked = tuple(rest[before : before + width])
+        del rest[before : before + width]
+    result: list[Digits] = []
+    remaining, sizes = iter(rest), iter(shape)
+    for entry in entries:
+        if entry is None:
+            next(remaining)
+            continue
+        size = next(sizes)
+        if isinstance(entry, slice):
+            result.append(_by_slice(at, next(remaining), size, entry))
+        elif is_tensor(entry):
+            value = at.element(entry, broadcast_index(picked, node_shape(entry)))
+            result.append(one_digit(value, size))
+        else:
+            result.append(one_digit(_counted(at, entry, size), size))
+    return tuple(result)
+
+
+def _by_slice(at: At, digits: Digits, size: Size, entry: slice) -> Digits:
+    if entry.start is None and entry.stop is None and entry.step is None:
+        return digits
+    return _sliced(at, digits, size, -1, entry.start, example_value(entry.step))
+
+
+def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr]) -> Place | None:
+    """One of the tensors that split, chunk or unbind give."""
+    producer = call.args[0]
+    made = as_call(producer) if isinstance(producer, fx.Node) else None
+    if made is None or not isinstance(call.args[1], int):
+        return None
+    if made.name == "meshgrid":
+        return _of_grid(made, call.args[1], index)
+    if made.name not in PARTS:
+        return None
+    source = view_source(made)
+    shape, parts = node_shape(source), example_value(producer)
+    dim = _dim(made.argument(PARTS[made.name], "dim", 0), len(shape))
+    which = call.args[1] % len(parts)
+    if made.name == "unbind":
+        return source, (*index[:dim], one_digit(number(which), shape[dim]), *index[dim:])
+    start = sum(p.shape[dim] for p in parts[:which])
+    digits = index[dim]
+    if not (isinstance(start, int) and start == 0):
+        digits = offset(digits, number(start), 1, shape[dim], number)
+    return source, (*index[:dim], digits, *index[dim + 1 :])
+
+
+def _of_grid(made: Call, which: int, index: Index) -> Place | None:
+    """One of the coordinates that meshgrid gives: its own positions along one dimension, the same along the others."""
+    given = made.args[0] if made.args and isinstance(made.args[0], (list, tuple)) else made.args
+    which = which % len(given)
+    source = given[which]
+    if not is_tensor(source):
+        return None
+    turned = made.kwargs.get("indexing") == "xy" and which < 2 and len(given) > 1
+    return source, (index[1 - which if turned else which],) if node_rank(source) else ()
+
+
+PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
+
+VIEWS: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "resolve_conj", "resolve_neg"), _same),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("repeat", "tile"), _repeat),
+    **dict.fromkeys(("gather", "take_along_dim"), _gather),
+    "transpose": _transpose, "t": _t, "adjoint": _last_two, "permute": _permute, "movedim": _movedim, "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze, "repeat_interleave": _repeat_interleave, "select": _select, "narrow": _narrow, "slice": _slice,
+    "flip": _flip, "diagonal": _diagonal, "index_select": _index_select, "embedding": _embedding, "getitem": _getitem,
+}  # fmt: skip
+"""Name of an operation to its rule."""

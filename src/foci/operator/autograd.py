@@ -1,0 +1,258 @@
+"""The eager way around the dispatcher, which costs a small call more than its arithmetic: same kernels, same derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from foci import cache_check
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
+from foci.compat.torch import is_legacy_batched
+from foci.execution import Chosen, Needs, backward_again, forward_again, run_backward, run_forward
+from foci.operator.op_schema import call_backward, formula_kernel, name_cotangents, name_gradients
+from foci.problem import Formula, Geometry, Gradients, Operands, Results
+
+__all__ = [
+    "NOTHING",
+    "EagerAttention",
+    "Optional",
+    "Outline",
+    "as_batch",
+    "backward_now",
+    "bind_backward",
+    "bind_forward",
+    "forward_now",
+    "packed_rows",
+]
+
+Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
+Optional: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""As `foci.operator.op_schema.OPTIONAL` names them."""
+NOTHING: Final[Optional] = (None, None, None, None, None, None, None)
+
+
+class Outline(NamedTuple):
+    """A call but for its tensors.
+
+    Attributes:
+        chosen: what runs it.
+        ints, floats, scale, dropout_p, max_q, max_kv: as in `Operands`.
+        packed: query, key, value and output are [T, H, D], and autograd knows nothing of [1, H, T, D]: views cost it more than launches.
+            Nothing but the logsumexp is asked for besides, which is [H, T] then.
+        geometry: where the call is known.
+        learns: whether a gradient is wanted.
+    """
+
+    chosen: Chosen
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    scale: float
+    dropout_p: float
+    max_q: int
+    max_kv: int
+    packed: bool
+    geometry: Geometry | None
+    learns: bool
+
+    def comparable(self) -> dict[str, Any]:
+        """The fields that two outlines of one call have equal, for `foci.cache_check`."""
+        fields = self._asdict()
+        chosen: Chosen = fields.pop("chosen")
+        del fields["geometry"]
+        plan = chosen.decision.plan
+        text = None if plan is None else plan.text
+        return {**fields, "formula": chosen.formula, "needs": chosen.needs, "allowed": chosen.allowed, "plan": text}
+
+    def operands(self, tensors: Sequence[Tensor], optional: Optional) -> Operands:
+        """Of query, key, value and captured tensors."""
+        query, key, value, *captures = tensors
+        if self.packed:
+            query, key, value = as_batch(query), as_batch(key), as_batch(value)
+        o = self
+        return Operands(
+            query, key, value, tuple(captures), o.ints, o.floats, o.scale, o.dropout_p, *optional, o.max_q, o.max_kv, o.geometry
+        )
+
+
+def _offsets(optional: Optional) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+    return None if optional[2] is None else optional[2:6]
+
+
+def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+    """Attention of query, key, value and captured tensors."""
+    geometry = outline.geometry
+    if geometry is not None:
+        others = optional[:1] if optional[6] is None else (optional[0], *optional[5:])
+        made = forward_again(outline.chosen, geometry, (*tensors, *others), _offsets(optional))
+        if made is not None:
+            if cache_check.ENABLED:
+                anew = _forward_anew(outline._replace(geometry=None), tensors, optional)
+                cache_check.compare_tensors("the replay of a forward pass", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
+            return Results(*made)
+    return _forward_anew(outline, tensors, optional)
+
+
+def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+    r = run_forward(outline.chosen, outline.operands(tensors, optional))
+    return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
+
+
+def bind_forward(outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, *, whole: bool) -> ForwardOfRows | None:
+    """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known. lse is there to
+    be read where the call learns. `whole`: see `foci.backends.contract.Binding`."""
+    binding, geometry = outline.chosen.binding, outline.geometry
+    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+        return None
+    inputs = (*tensors, None)
+    return binding.bind_forward(geometry, rows, inputs, _offsets(optional), whole=whole, out_alone=not outline.learns)
+
+
+def bind_backward(
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], gradient: Tensor
+) -> BackwardOfRows | None:
+    """`backward_now` likewise."""
+    binding, geometry = outline.chosen.binding, outline.geometry
+    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+        return None
+    return binding.bind_backward(geometry, rows, (*tensors, None), _offsets(optional), Given(*found, gradient))
+
+
+def _is_of_rows(outline: Outline, optional: Optional) -> bool:
+    """Whether a call takes nothing but query, key and value, and where their sequences lie: no seed, no pages, no captured tensors."""
+    return outline.packed and optional[0] is None and optional[6] is None and not outline.chosen.needs[3]
+
+
+class EagerAttention(torch.autograd.Function):
+    """The eager way: no dispatcher, the same kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, outline: Outline, optional: Optional, aside: list[Tensor], *tensors: Tensor) -> Found:
+        """The output alone, with the logsumexp put `aside`, where no other is asked for: outputs cost autograd time. Else output,
+        logsumexp, row maxima, column sums and weights; None for what was not asked for.
+
+        `tensors` are query, key, value and captures.
+        """
+        ctx.set_materialize_grads(False)
+        r = forward_now(outline, tensors, optional)
+        out, lse = r.out, r.lse.contiguous()
+        ctx.outline = outline
+        if optional is NOTHING:
+            ctx.present = None
+            ctx.save_for_backward(*tensors, out, lse)
+        else:
+            ctx.present = [t is not None for t in optional]
+            ctx.save_for_backward(*tensors, out, lse, *[t for t in optional if t is not None])
+        asked = outline.chosen.formula.outputs
+        if not (asked.lse or asked.row_max or asked.column_sums or asked.weights):
+            aside.append(lse)
+            return out
+        others = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
+        if others[0] is not None:
+            ctx.mark_non_differentiable(others[0])
+        return (out, lse, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Gradients for the arguments of `forward`; `backward_now` finds them."""
+        outline, saved, present = ctx.outline, ctx.saved_tensors, ctx.present
+        count = 3 + len(outline.chosen.needs[3])
+        tensors, out, lse = saved[:count], saved[count], saved[count + 1]
+        optional: Any = NOTHING
+        if present is not None:
+            rest = iter(saved[count + 2 :])
+            optional = tuple([next(rest) if p else None for p in present])
+        return (None, None, None, *backward_now(outline, tensors, optional, (out, lse), grads))
+
+
+def backward_now(
+    outline: Outline, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and captured tensors, of what `forward_now` found, its out and logsumexp, and of gradients
+    of its results."""
+    out, lse = found
+    grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
+    is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
+    if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
+        made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
+        if made is not None:
+            if cache_check.ENABLED:
+                anew = backward_now(outline._replace(geometry=None), tensors, optional, found, grads)
+                cache_check.compare_tensors("the replay of a backward pass", made, anew)
+            return made
+    results = Results(out, lse)
+    if outline.packed:
+        results = Results(as_batch(out), lse.unsqueeze(0))
+        grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
+    g = _gradients(outline, outline.operands(tensors, optional), results, grads, is_batched=is_batched, is_recorded=is_recorded)
+    made = (g.query, g.key, g.value)
+    return (*(map(_packed_or_none, made) if outline.packed else made), *g.captures)
+
+
+def _packed_or_none(batch: Tensor | None) -> Tensor | None:
+    return None if batch is None else packed_rows(batch)
+
+
+def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Optional, given: Given) -> tuple[Tensor | None, ...] | None:
+    """Those of a pass that is known."""
+    assert outline.geometry is not None
+    chosen = outline.chosen
+    made = backward_again(chosen, outline.geometry, (*tensors, optional[0]), _offsets(optional), given)
+    if made is None:
+        return None
+    q, k, v, captures = chosen.needs
+    nothing = (None,) * len(captures)
+    if q and k and v:
+        return (*made, *nothing)
+    rest = iter(made)
+    return (*[next(rest) if on else None for on in (q, k, v)], *nothing)
+
+
+def _gradients(
+    outline: Outline, operands: Operands, results: Results, grads: Sequence[Tensor | None], *, is_batched: bool, is_recorded: bool
+) -> Gradients:
+    chosen, formula = outline.chosen, outline.chosen.formula
+    if is_batched:
+        return _formula_backward(formula, operands, grads, chosen.needs)
+    cotangents = name_cotangents(grads, results.out, formula.outputs)
+    if is_recorded:
+        return call_backward(formula, operands, results, cotangents, chosen.needs, chosen.allowed)
+    return run_backward(chosen, operands, results, cotangents)
+
+
+def as_batch(rows: Tensor) -> Tensor:
+    """[T, H, D] as [1, H, T, D]."""
+    if torch.is_grad_enabled():
+        return rows.transpose(0, 1).unsqueeze(0)
+    count, heads, width = rows.shape
+    step, head, last = rows.stride()
+    return rows.as_strided((1, heads, count, width), (heads * head, head, step, last))  # one operation for two
+
+
+def packed_rows(batch: Tensor) -> Tensor:
+    """[1, H, T, D] as [T, H, D]."""
+    if torch.is_grad_enabled():
+        return batch.squeeze(0).transpose(0, 1)
+    _, heads, count, width = batch.shape
+    _, head, step, last = batch.stride()
+    return batch.as_strided((count, heads, width), (step, head, last))
+
+
+def _is_batch(tensor: Tensor | None) -> bool:
+    return tensor is not None and is_legacy_batched(tensor)
+
+
+def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:
+    """Gradients for a whole batch of cotangents (`is_grads_batched`), whose tensors no kernel can read."""
+    flags = (*needs[:3], *needs[3])
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(on) for t, on in zip((operands.query, operands.key, operands.value, *operands.captures), flags)]
+        results = formula_kernel(formula, replace(operands, query=leaves[0], key=leaves[1], value=leaves[2], captures=tuple(leaves[3:])))
+    outputs = (results.out, results.lse, None, results.column_sums, results.weights)
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None and o.requires_grad]
+    wanted = [leaf for leaf, on in zip(leaves, flags) if on]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return name_gradients([next(found) if on else None for on in flags])

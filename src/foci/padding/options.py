@@ -1,0 +1,91 @@
+"""The passes as Inductor's own hooks take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from foci.code_fingerprint import code_fingerprint, hash_files
+from foci.padding import lowering
+from foci.padding.gemm_times import folder
+from foci.padding.joined_qkv_grad import join_gradients
+from foci.padding.model import Machine
+from foci.padding.padding_autograd import grow_dims
+from foci.padding.passes import default_machine, note_outputs, pad, visible_outputs
+from foci.padding.report import tell
+
+__all__ = ["SizesPass", "StridesPass", "options"]
+
+
+@dataclass(frozen=True)
+class SizesPass(CustomGraphPass):
+    """Before autograd's graph is cut in two: dims of bad size grow.
+
+    Attributes:
+        machine: to decide for; by default the graph's own device.
+    """
+
+    machine: Machine | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        machine = self.machine or default_machine(graph)
+        if machine is not None:
+            tell(grow_dims(graph, machine))
+            note_outputs(graph)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
+        return "sizes", repr(self.machine), _fingerprint()
+
+
+@dataclass(frozen=True)
+class StridesPass(CustomGraphPass):
+    """On the forward and on the backward graph: padded strides, and gradients made side by side where they are read so.
+
+    Attributes:
+        machine: to decide for; by default the graph's own device.
+    """
+
+    machine: Machine | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        module = graph.owning_module
+        if module is not None:
+            lowering.register()
+            join_gradients(graph)
+            tell(pad(module, (), self.machine, visible=visible_outputs(graph)).paddings)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
+        return "strides", repr(self.machine), _fingerprint()
+
+
+def options(machine: Machine | None = None) -> dict[str, Any]:
+    """Inductor's options that bring the passes, for `torch.compile(model, options=...)`.
+
+    Inductor's own padding of products, which is timed while compiling, is off; its padding of what loops write stays.
+    When Inductor takes a compiled graph from its cache, no pass runs and nothing is reported.
+
+    Args:
+        machine: to decide for; by default each graph's own device.
+
+    Example:
+        >>> import torch
+        >>> from foci.padding.options import options
+        >>> model = torch.compile(torch.nn.Linear(64, 30523), options=options())
+    """
+    return {
+        "joint_custom_pre_pass": SizesPass(machine),
+        "post_grad_custom_pre_pass": StridesPass(machine),
+        "shape_padding": False,
+    }
+
+
+@cache
+def _fingerprint() -> str:
+    """Of the code, and of the tables that the user measured; these are read once, as in `find_table`."""
+    return hash_files(code_fingerprint(), folder().glob("*.json"))
