@@ -109,9 +109,9 @@ def use(*names: str, tune: bool = False) -> Iterator[None]:
 
     Args:
         names: of backends; a call that none of them accepts raises `NoViableBackend`. With `tune` alone, all are allowed.
-        tune: lets a backend time what it might do at the first call of each kind, forward and backward passes that run inside,
-            in the whole process. The choice is kept on disk, by device, formula and version, and made once. Nothing is timed
-            without it, and what was chosen is used only inside. The Triton backend tunes tiles, warps and stages.
+        tune: enables autotuning in the whole process: on the first call of each problem kind inside the context, the backend benchmarks
+            its configurations and caches the winner on disk, by device, formula and version. Without it nothing is timed, and a
+            cached winner is used only inside such a context. The Triton backend tunes tiles, warps and stages.
 
     Raises:
         TypeError: for a `tune` that is neither True nor False.

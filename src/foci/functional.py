@@ -395,8 +395,8 @@ def varlen_attn(
         value: [Tkv, Hkv, Dv].
         cu_seq_q: [N + 1] int32 or int64, first token of each query sequence, and the end of the last.
         cu_seq_k: the same for key and value; None for the query's.
-        max_q, max_k: longest query and key sequence. Offsets on a GPU are not waited for to see whether they are: where a sequence is
-            longer, its results are undefined.
+        max_q, max_k: longest query and key sequence. GPU offsets are not validated, as that would synchronize: the results of a longer
+            sequence are undefined.
         return_aux: an object with the flag `lse`, such as torch's AuxRequest.
         scale: 1 / sqrt(D) by default.
         window_size: (left, right) keys around the diagonal that ends in the lower right corner of each sequence; -1 is

@@ -166,7 +166,7 @@ def broadcast(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
             )
         return tensor
     if not query.dim() == key.dim() == 4:
-        return tensor  # such query and key are another message's matter
+        return tensor  # reported by the shape check of query and key
     wanted = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
     if any(n not in (1, w) for n, w in _from_behind(tensor, wanted)):
         raise ArgumentError(f"{name} must broadcast to [batch, heads, queries, keys] = {list(wanted)}; got {describe(tensor)}")
@@ -207,7 +207,7 @@ def check_sink(sink: Any, query: Tensor) -> Tensor | None:
     if not isinstance(sink, Tensor):
         raise TypeError(f"sink must be a tensor; got {type(sink).__name__}")
     if query.dim() < 3 or (query.is_nested and query.layout != torch.jagged):
-        return sink  # such a query is another message's matter
+        return sink  # reported by the shape check of the query
     heads = count_heads(query)
     if not sink.is_floating_point() or list(sink.shape) != [heads]:
         raise ArgumentError(f"sink must be a floating tensor with one logit per query head, [{heads}]; got {describe(sink)}")

@@ -96,11 +96,11 @@ def paged_attention(
         value: [pages, Hkv, page_size, Dv].
         page_table: int32 or int64 [B, pages of a row]; entries behind a row's last page are never used.
         kv_lengths: int32 or int64 [B], keys of each row.
-        max_kv: a bound of `kv_lengths`; by default all that the table holds. It is never read from the device; on a GPU nobody looks
-            whether lengths and pages keep to their bounds.
+        max_kv: a bound of `kv_lengths`; by default all that the table holds. It is never read from the device. On a GPU, page indices
+            and lengths are not bounds-checked.
         mask: a `foci.Mask` or a function (b, h, q_idx, kv_idx) -> bool.
         score, sink, scale, dropout_p: as in `foci.attention`.
-        return_aux: auxiliary outputs to return besides; `column_sums` are [B, Hq, max_kv], `weights` are not to be had.
+        return_aux: auxiliary outputs to return besides; `column_sums` are [B, Hq, max_kv], `weights` is not supported.
 
     Returns:
         [B, Hq, Sq, Dv] in the query's dtype; with `return_aux`, that and an `AuxOutput`. Query, captured tensors and sink

@@ -79,7 +79,7 @@ def test_second_backwards_are_refused():
     x = rand(3, 40, E).requires_grad_()
     out = captured(x, src_key_padding_mask=padding([40, 3, 20], 40)).sum()
     out.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once for each forward"):
+    with pytest.raises(RuntimeError, match="one backward per forward"):
         out.backward()
     (gradient,) = torch.autograd.grad(captured(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -64,7 +64,7 @@ def test_it_is_chosen_for_large_problems(given):
         ({"dtype": torch.float32}, H200, "not float32"),
         ({"head_dim": 264}, H200, "go to 256"),
         ({"head_dim": 20}, H200, "multiples of 16 bytes"),
-        ({"aligned": False}, H200, "lie otherwise"),
+        ({"aligned": False}, H200, "16-byte aligned"),
         ({"layout": Layout.PAGED}, H200, "paged"),
         ({"outputs": Outputs(weights=True)}, H200, "weights"),
     ],
@@ -324,8 +324,8 @@ def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
 
 
 def test_explain_says_that_lengths_decide():
-    assert "unless N2 or C2 needs less time" in BACKEND.note(problem(), H200)
-    assert "unless" not in BACKEND.note(problem(mask=masks.causal()), H200)
+    assert "N2 or C2 instead when the actual lengths need fewer waves" in BACKEND.note(problem(), H200)
+    assert "instead" not in BACKEND.note(problem(mask=masks.causal()), H200)
 
 
 @pytest.mark.parametrize("dim", [80, 96])
@@ -407,12 +407,12 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     def said(**given):
         return BACKEND.note(problem(**given), H200)
 
-    assert "forward measured at 1.43 of triton's rate" in said()
+    assert "forward measured at 1.43x triton's speed" in said()
     assert "backward" not in said()
-    assert said(**TRAINED).endswith("backward reckoned at 1.45 of triton's rate")
+    assert said(**TRAINED).endswith("backward estimated at 1.45x triton's speed")
     shared = {"q_heads": 32, "kv_heads": 8}
     assert said(**KINDS["score"], **NARROW, **shared, **TRAINED).endswith(
-        "backward reckoned at 0.75 of triton's rate, so taken from triton"
+        "backward estimated at 0.75x triton's speed, so taken from triton"
     )
 
 
@@ -531,11 +531,11 @@ def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, length
     decision = choose(problem(**given), H200)
     assert decision.plan.backend == backend
     if backend == "triton":
-        assert "keys split" in decision.table()
+        assert "split-KV" in decision.table()
     # with gradients the forward alone
     trained = choose(problem(**given, **TRAINED), H200)
     assert trained.plan.backend == "hopper"
-    assert ("the forward taken from triton" in BACKEND.note(trained.problem, H200)) == (backend == "triton")
+    assert ("the forward runs the triton split-KV kernel" in BACKEND.note(trained.problem, H200)) == (backend == "triton")
 
 
 # SDPA-13
@@ -544,7 +544,7 @@ def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, length
 def test_no_heads_are_planned_for_as_well(given, kv_heads):
     decision = choose(problem(q_heads=0, kv_heads=kv_heads, **given), H200)
     assert decision.plan is not None
-    assert "no heads" in decision.table()
+    assert "zero heads" in decision.table()
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_a_forward_with_gradients_is_tritons_where_that_is_sooner_done_as_explai
     asked = problem(**TRAINED, batch=batch, q_len=rows, kv_len=length)
     training.TrainingKernel(Plan("hopper", asked, H200))._forward(Operands(query, key, key), None, None)
     assert came == [way]
-    assert ("the forward taken from triton" in BACKEND.note(asked, H200)) == (way == "triton")
+    assert ("the forward runs the triton split-KV kernel" in BACKEND.note(asked, H200)) == (way == "triton")
 
 
 @pytest.mark.parametrize("heads", [1, 64])

@@ -41,7 +41,7 @@ class HopperBackend:
         if not any(feature.startswith("triton-") for feature in target.features):
             return "needs to know the release of Triton, as its kernels were tested with some; the target does not say it"
         if problem.needs_backward and (reason := TRITON.obstacle_to(problem, target)) is not None:
-            return f"takes gradients as the backend triton does, which {reason}"
+            return f"needs the triton backend's gradients, but triton {reason}"
         return self._reject_problem(problem) or self_check.failure_of(self.name, problem, target)
 
     def is_failed_check(self, reason: str, /) -> bool:
@@ -53,13 +53,13 @@ class HopperBackend:
         if problem.dtype not in (torch.float16, torch.bfloat16):
             return f"computes in float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
         if 0 in (problem.q_heads, problem.kv_heads):
-            return "has no program for no heads"
+            return "does not support zero heads"
         if max(problem.head_dim, problem.value_dim) > 256:
             return f"head dims go to 256; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
         if problem.head_dim % 8 or problem.value_dim % 8:
             return f"rows must be multiples of 16 bytes; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
         if not problem.aligned:
-            return "copies rows that begin at multiples of 16 bytes and are contiguous; query, key or value lie otherwise"
+            return "needs query, key and value rows that are contiguous and 16-byte aligned (TMA)"
         if formula.layout not in (Layout.DENSE, Layout.JAGGED):
             return f"takes no {formula.layout.value} keys"
         if outputs.weights or outputs.column_sums:
@@ -75,19 +75,19 @@ class HopperBackend:
         schedule, rates = forward_schedule(problem), estimate_rates(problem)
         widths = padded_width(problem.head_dim), padded_width(problem.value_dim)
         others = " or ".join(one.name for one in alternative_schedules(problem) if one.name != schedule.name)
-        unless = f", unless {others} needs less time for the rounds of tasks that the lengths at hand make" if others else ""
+        unless = f"; {others} instead when the actual lengths need fewer waves" if others else ""
         how = f"{schedule.name}, {schedule.why}{unless}{_taken(problem, widths)}"
         said = f"{self_check.note_of(target)}{how}; forward {_compared('measured', rates.forward)}"
         if not problem.needs_backward:
             return said
         if takes_split(problem, target):
-            said = f"{self_check.note_of(target)}few queries: keys split over programs, the forward taken from triton"
+            said = f"{self_check.note_of(target)}short queries: the forward runs the triton split-KV kernel"
         is_own = rates.backward.is_ahead
         widths = padded_widths(problem) if is_own else (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         taken = "" if is_own else ", so taken from triton"
         kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
         few = ", each program taking all queries of a head" if is_own and few_schedule(problem) else ""
-        return f"{said}; backward {_compared('reckoned', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
+        return f"{said}; backward {_compared('estimated', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Launches and flops. Where gradients are wanted and splitting keys is sooner done, the forward is that of `triton`."""
@@ -124,7 +124,7 @@ def _taken(problem: Problem, widths: tuple[int, int]) -> str:
 
 
 def _compared(how: str, pair: Pair) -> str:
-    return f"{how} at {pair.hopper / pair.triton:.2f} of triton's rate" if pair.hopper else "not measured"
+    return f"{how} at {pair.hopper / pair.triton:.2f}x triton's speed" if pair.hopper else "not measured"
 
 
 BACKEND = HopperBackend()

@@ -97,7 +97,7 @@ class TritonBackend:
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Whether keys are split."""
-        split = "few queries: keys split over programs, whose results combine" if splits_keys(problem, target) else ""
+        split = "short queries: split-KV (Flash-Decoding), then a kernel that combines the splits" if splits_keys(problem, target) else ""
         return (self_check.note_of(target) + split).removesuffix("; ")
 
     def cost(self, problem: Problem, target: Target, /) -> float:

@@ -228,8 +228,8 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.lease is None:
             raise RuntimeError(
-                "a captured module's backward can run once for each forward, whose memory the first takes over: retain_graph serves "
-                "nothing; foci.nn.release(module) computes it as it was"
+                "a CUDA-graph-captured module supports one backward per forward (retain_graph=True has no effect); call "
+                "foci.nn.release(module) to run it eagerly"
             )
         ctx.lease = None
         return (None, None, None, None, None, *ctx.graphed.backward(gradient, ctx.counts))
