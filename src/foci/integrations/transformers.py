@@ -27,14 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from foci import masks, scores
 from foci.api import AuxRequest, attention
+from foci.compat.transformers import ACTIVE_COLLECTOR
 from foci.integrations.model_mask import ModelMask
 from foci.normalize import broadcast
 from foci.variant import Mask, Score
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # transformers before 5.0 tells every layer what to return
-    _active_collector = None
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
@@ -190,9 +186,9 @@ def _documents(offsets: Any, kv_offsets: Any, query: Tensor, key: Tensor) -> Mas
 
 def _wants_weights(asked: bool | None) -> bool:
     """Some models do not hand `output_attentions` on to their layers: the collector of layer outputs knows too."""
-    if asked is not None or _active_collector is None or torch.compiler.is_compiling():
+    if asked is not None or ACTIVE_COLLECTOR is None or torch.compiler.is_compiling():
         return bool(asked)
-    collected = _active_collector.get() or {}
+    collected = ACTIVE_COLLECTOR.get() or {}
     return "attentions" in collected or "cross_attentions" in collected
 
 

@@ -8,7 +8,6 @@ Functions of ordinary tensors alone, `table.exp()`, run as usual: their result i
 from __future__ import annotations
 
 import inspect
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Sequence
@@ -455,7 +454,7 @@ _SKIP: Final = (
 
 def user_frame() -> FrameType | None:
     """The innermost frame outside of foci, torch and the standard library."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
         frame = frame.f_back
     return frame

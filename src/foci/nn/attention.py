@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 import foci
+from foci.compat.modules import reset_attention_parameters
 from foci.dispatch import run, run_packed
 from foci.nn import masking, torchscript
 from foci.nn.cache import LayerCache, Memory, Stored
@@ -231,9 +232,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._check_features(query, key, value)
         masking.check_batches(*(t.shape[0 if self.batch_first else 1] for t in (query, key)))
-        if not self._qkv_same_embed_dim and key.shape[:2] != value.shape[:2]:
+        is_packed = self.kdim == self.vdim == self.embed_dim
+        if not is_packed and key.shape[:2] != value.shape[:2]:
             raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
-        if self._qkv_same_embed_dim and key.shape != value.shape:
+        if is_packed and key.shape != value.shape:
             raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
@@ -548,7 +550,7 @@ def _group(module: torch.nn.MultiheadAttention, width: int) -> None:
         module.in_proj_bias = empty(module.in_proj_bias, size + 2 * width)
     if module.bias_k is not None and module.bias_v is not None:
         module.bias_k, module.bias_v = (empty(module.bias_k, 1, 1, width) for _ in range(2))
-    module._reset_parameters()
+    reset_attention_parameters(module)
 
 
 def is_plain_attention(module: Any) -> bool:

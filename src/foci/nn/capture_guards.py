@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.compat.modules import submodules
 from foci.ir.function_fingerprint import fingerprint
 from foci.nn.attention import MultiheadAttention
 from foci.nn.cuda_graphs.replay import Place
@@ -37,7 +38,7 @@ class Watch:
         self._states = [vars(m) for m in modules]
         self._lower = self._states[1:]
         self._hooks = [state[name] for state in self._lower for name in HOOKS]
-        self._children = [m._modules for m in modules]
+        self._children = [submodules(m) for m in modules]
         self._were = [tuple(children.values()) for children in self._children]
         found = list(_tensors(modules))
         self._named, self._tensors = [(tensors, name) for tensors, name, _ in found], [t for _, _, t in found]

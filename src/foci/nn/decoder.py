@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.functional import relu
 
+from foci.compat.modules import submodules
 from foci.nn import torchscript
 from foci.nn.attention import Variant, adopt, attended
 from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
@@ -151,7 +152,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         (x, padding), (mem, mem_padding) = target, memory
         cross = Pair(padding, mem_padding) if isinstance(padding, Packing) else mem_padding
         more = {} if cache is None else {"cache": cache.memory}
-        call, part = caller(), vars(self)["_modules"]
+        call, part = caller(), submodules(self)
         if self.norm_first:
             x = x + attend_self(self, call(part["norm1"], x), masks[0], padding, is_causal=causal[0], cache=cache)
             x = x + self._mha_block(call(part["norm2"], x), mem, masks[1], cross, causal[1], **more)
@@ -163,14 +164,14 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
     ) -> Tensor:
-        call, part = caller(), vars(self)["_modules"]
+        call, part = caller(), submodules(self)
         x = attended(part["self_attn"], (x, x, x), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
         return call(part["dropout1"], x)
 
     def _mha_block(
         self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, is_causal: bool = False, cache: Memory | None = None
     ) -> Tensor:
-        call, part = caller(), vars(self)["_modules"]
+        call, part = caller(), submodules(self)
         x = attended(part["multihead_attn"], (x, mem, mem), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
         return call(part["dropout2"], x)
 

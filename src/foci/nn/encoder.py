@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.functional import relu
 
+from foci.compat.modules import submodules
 from foci.nn import torchscript
 from foci.nn.attention import Variant, adopt, attended, is_plain_attention
 from foci.nn.cache import KVCache, LayerCache, check_cache
@@ -136,7 +137,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             out = stack.run(x, mask, padding, is_causal=is_causal)
             if out is not None:
                 return out
-        call, part = caller(), vars(self)["_modules"]
+        call, part = caller(), submodules(self)
         if self.norm_first:
             x = x + attend_self(self, call(part["norm1"], x), mask, padding, is_causal=is_causal, cache=cache)
             return x + self._ff_block(call(part["norm2"], x))
@@ -152,7 +153,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False, cache: LayerCache | None = None
     ) -> Tensor:
-        call, part = caller(), vars(self)["_modules"]
+        call, part = caller(), submodules(self)
         x = attended(part["self_attn"], (x, x, x), attn_mask, key_padding_mask, is_causal=is_causal, cache=cache)
         return call(part["dropout1"], x)
 
@@ -272,7 +273,7 @@ def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_
 
 def feed_forward(layer: Any, x: Tensor, last: str) -> Tensor:
     """A layer's feed-forward block; `last` names the dropout behind it."""
-    call, part = caller(), layer._modules
+    call, part = caller(), submodules(layer)
     hidden = activated(part["linear1"], x, layer.activation)
     return call(part[last], call(part["linear2"], call(part["dropout"], hidden)))
 
@@ -301,7 +302,8 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # where torch.compile an
 
 def unwrapped(layer: torch.nn.Module) -> torch.nn.Module:
     """The layer inside those of torch's wrappers that hand on what they are given."""
-    inside = next((layer._modules[name] for name in _WRAPPED if name in layer._modules), None)
+    parts = submodules(layer)
+    inside = next((parts[name] for name in _WRAPPED if name in parts), None)
     return layer if inside is None else unwrapped(inside)
 
 
@@ -321,7 +323,8 @@ def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -
     own = [name for name in methods if name in state or (kind is not base and getattr(kind, name) is not getattr(base, name))]
     if own:
         return f"{type(layer).__name__} has a {own[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
-    attentions = [layer._modules[name] for name in ("self_attn", "multihead_attn") if name in layer._modules]
+    parts = submodules(layer)
+    attentions = [parts[name] for name in ("self_attn", "multihead_attn") if name in parts]
     if not all(map(is_plain_attention, attentions)):
         return f"{type(layer).__name__} has an attention that is not foci.nn.MultiheadAttention"
     return None

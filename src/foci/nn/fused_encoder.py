@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci import backends
+from foci.compat.modules import submodules
 from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing, version_of
 from foci.context import allowed_backends, is_tuning
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
@@ -107,10 +108,10 @@ class Stack:
     def _looked_at(self, kind: type, layer: torch.nn.Module) -> _Layer:
         if not _is_bare(kind, layer):
             raise _Unlike
-        parts = [vars(layer)["_modules"].get(name) for name in _PARTS]
+        parts: list[Any] = [submodules(layer).get(name) for name in _PARTS]
         if type(parts[_SELF]) not in _ATTENTIONS:
             raise _Unlike
-        parts.append(parts[_SELF]._modules.get("out_proj"))
+        parts.append(submodules(parts[_SELF]).get("out_proj"))
         if any(type(part) not in kinds or not is_silent(part) for part, kinds in zip(parts, _KINDS, strict=True)):
             raise _Unlike
         states = [vars(part) for part in parts]
@@ -130,9 +131,9 @@ class Stack:
         try:
             for layer, (norm_first, activation) in zip(layers, self._ways, strict=True):
                 state = layer.__dict__
-                modules = state["_modules"]
+                modules = submodules(layer)
                 parts += _parts_in(modules)
-                parts.append(modules["self_attn"].__dict__["_modules"]["out_proj"])
+                parts.append(submodules(modules["self_attn"])["out_proj"])
                 if not (_is_bare(kind, layer) and state["norm_first"] == norm_first and state["activation"] is activation):
                     return False
             values = [read(state) for state, read in self._settings]

@@ -8,9 +8,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from foci.compat.modules import has_global_hooks
 from foci.compat.torch import is_any_autocast_enabled, is_forward_ad_open
 from foci.nn.linear_ops import linear, linear_relu
 from foci.operator import is_plain_eager
@@ -28,7 +28,7 @@ def is_alone() -> bool:
     """Whether nobody can see that a module is not called: no graph is made, no hook is set for all modules."""
     return (
         not torch.compiler.is_compiling()
-        and not _module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        and not has_global_hooks()
         and torch.nn.Module.__call__ is _CALL  # tracers put theirs in its place
     )
 
