@@ -84,7 +84,7 @@ OWN = own_names(tree for path, tree in TREES.items() if path.parent.name != "com
 REMAINING = frozenset((
     "dynamo_hop.py", "cli/profile_cmd.py",
     "distributed.py", "fusion/composite_views.py", "fusion/inductor_lowering.py", "fusion/inductor_backend.py", "fusion/inductor.py",
-    "padding/lowering.py", "padding/options.py", "ir/graph_lengths.py", "operator/library.py",
+    "padding/lowering.py", "padding/options.py", "operator/library.py",
     "torch_compile.py",
 ))  # fmt: skip
 

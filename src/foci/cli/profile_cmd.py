@@ -29,7 +29,7 @@ def run(script: Path, arguments: Sequence[str]) -> tuple[Log, SystemExit | None]
     """
     exited: SystemExit | None = None
     timing = {"pre_grad_pass_timing": "early"} if "pre_grad_pass_timing" in config.get_config_copy() else {}
-    torch._dynamo.reset()  # a graph compiled before would not be compiled, and looked at, again
+    torch.compiler.reset()  # a graph compiled before would not be compiled, and looked at, again
     with (
         observe() as log,
         _as_main(script, arguments),

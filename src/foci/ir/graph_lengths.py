@@ -11,7 +11,7 @@ from foci.ir.trace import length_symbol
 __all__ = ["length_in_graph"]
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def length_in_graph(name: str) -> Any:
     """`foci.ir.trace.length_symbol`, left to whoever runs the graph."""
     return length_symbol(name)
