@@ -1,8 +1,6 @@
-"""Imports point downward: every module of foci may import only its own layer's package and the layers below it. And every row of the
-specification is named by a test."""
+"""Imports point downward: every module of foci may import only its own layer's package and the layers below it."""
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,40 +178,3 @@ def test_padding_brings_nothing_of_recognition(module):
     code = f"import sys, {module}; print([name for name in ('foci.fusion.fuse_pass', 'foci.fusion.compiler') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# Rows of the specification by prefix, numbered from 1: each is one behaviour, and a comment above a test, or at the head of a file of
-# tests, names those that it covers.
-SPECIFIED = {"SDPA": 22, "MOD": 9, "FLEX": 14, "JAG": 9, "FUSE": 6, "PAD": 6, "ECO": 3, "DIST": 1, "NOW": 4}
-NAMED = re.compile(rf"\s*# (?:{'|'.join(SPECIFIED)})-\d.*")
-
-
-def rows_of(source: str) -> set[str]:
-    """Rows that the comments of a file of tests name; a line that names rows and stands above no test is an error."""
-    lines, tree = source.splitlines(), ast.parse(source)
-    tests = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name.lower().startswith("test"))
-    above = {min(part.lineno for part in (n, *n.decorator_list)) - 1 for n in tests}
-    head = tree.body[0].end_lineno + 2 if ast.get_docstring(tree) is not None else 1
-    found = {number: line for number, line in enumerate(lines, 1) if NAMED.fullmatch(line)}
-    strays = [line for number, line in found.items() if number not in above | {head} and number + 1 not in found]
-    assert strays == []
-    return {row for line in found.values() for row in line.strip().removeprefix("# ").split(", ")}
-
-
-def test_every_row_of_the_specification_is_named_by_a_test():
-    named = set().union(*(rows_of(path.read_text(encoding="utf-8")) for path in Path(__file__).parent.rglob("test_*.py")))
-    assert named == {f"{prefix}-{number:02}" for prefix, count in SPECIFIED.items() for number in range(1, count + 1)}
-
-
-def test_rows_are_read_above_tests_and_at_the_head_of_a_file():
-    head = '"""Of what it is."""\n\n# JAG-02\n\nimport torch\n\n'
-    assert rows_of(head + "# SDPA-01, SDPA-02\n# JAG-01\n@decorated(\n    1,\n)\ndef test_a():\n    pass\n") == {
-        "JAG-02",
-        "SDPA-01",
-        "SDPA-02",
-        "JAG-01",
-    }
-    assert rows_of("class TestA:\n    # MOD-03\n    def test_a(self):\n        pass\n") == {"MOD-03"}
-    for stray in ("# MOD-03\n\n\ndef test_a():\n    pass\n", "# MOD-03\ndef helper():\n    pass\n"):
-        with pytest.raises(AssertionError, match="MOD-03"):
-            rows_of("import torch\n\n" + stray)
