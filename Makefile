@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep ^torch== constraints.txt)
 JOBS ?= 2
-SAMPLE ?= --sample=4 --draw=$(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+SAMPLE ?= --sample=6 --draw=$(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 NEWEST := 3.9.0
 RELEASES ?=
 
@@ -33,7 +33,7 @@ resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alo
 demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci; pictures in demo-output/
 	$(BIN)/foci demo
 
-test: $(STAMP) ## the suite as CI runs it: of tests of many cases a quarter, another one after each commit
+test: $(STAMP) ## the suite as CI runs it: of tests of many cases a sixth, another one after each commit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(SAMPLE) $(ARGS)
 
 test-all: $(STAMP) ## every case of every test, and the whole grid: an hour or more

@@ -178,3 +178,9 @@ def test_padding_brings_nothing_of_recognition(module):
     code = f"import sys, {module}; print([name for name in ('foci.fusion.fuse_pass', 'foci.fusion.compiler') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports test files by their names alone: of two it would collect one, and only where both are collected."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
