@@ -26,6 +26,7 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan, Unbuildable
+from foci.backends.problem_class import score_kind
 from foci.compat.triton import release, untested_release
 from foci.ir.expr import const
 from foci.problem import Problem, Target
@@ -60,7 +61,7 @@ class Kind:
 
     Attributes:
         backend: whose kernels are checked.
-        variant: the kind of mask and score, a word of `foci.backends.hopper.problem_class.score_kind`, or "prefix" for a mask that keeps
+        variant: the kind of mask and score, a word of `foci.backends.problem_class.score_kind`, or "prefix" for a mask that keeps
             the first keys of a row but is not the causal one.
         layout, dtype: names.
         head_dim, value_dim: D and Dv.
@@ -89,8 +90,6 @@ class Kind:
     @staticmethod
     def of(backend: str, problem: Problem) -> Kind:
         """The kind of a problem."""
-        from foci.backends.hopper.problem_class import score_kind  # hopper imports this module
-
         formula, word = problem.formula, score_kind(problem)
         if word == "full" and formula.block_size is None and problem.variant.mask != const(True):
             word = "prefix"

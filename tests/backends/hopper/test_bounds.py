@@ -5,7 +5,7 @@ import torch
 
 import foci
 from foci import masks
-from foci.backends.triton.mask_intervals import as_comparisons, find_bounds
+from foci.backends.mask_intervals import as_comparisons, find_bounds
 from foci.ir.eager import Env, evaluate
 from foci.trace_functions import bind
 

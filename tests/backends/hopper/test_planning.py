@@ -14,8 +14,8 @@ from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.backward_schedules import FUSED, few_schedule, few_shares, fused_schedule
 from foci.backends.hopper.kernel_rates import MEASURED, estimate_rates
-from foci.backends.hopper.problem_class import WORDS_AT_MOST, score_kind
 from foci.backends.hopper.schedules import forward_schedule
+from foci.backends.problem_class import WORDS_AT_MOST, score_kind
 from foci.backends.triton import BACKEND as TRITON
 from foci.planner import choose
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target, bucket

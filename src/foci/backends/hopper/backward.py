@@ -55,17 +55,17 @@ from foci.backends.hopper.functions import KernelFunctions, build_functions
 from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
 from foci.backends.hopper.layouts import smem_layout
 from foci.backends.hopper.mask_bits import pack_queries
-from foci.backends.hopper.problem_class import WORDS_AT_MOST
 from foci.backends.hopper.schedules import count_sms
 from foci.backends.hopper.tma_reduce import HAS_ADD
 from foci.backends.hopper.zero_fill import zero_counters
+from foci.backends.mask_intervals import find_bounds
+from foci.backends.problem_class import WORDS_AT_MOST
 from foci.backends.triton import kernel as host
 from foci.backends.triton.allocate import gradient_tensors, row_tensors
 from foci.backends.triton.captured_grad import bias_of_query_tiles, capture_gradients
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.functions import capture_layouts, is_half
 from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.mask_intervals import find_bounds
 from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.symbolic_tokens import at_most

@@ -7,7 +7,7 @@
     line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
     a line (`foci.backends.triton.affine_scores`); where queries stream, (score - scale * raw in base 2, what it rises by from query
     to query)
-    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.triton.mask_intervals`)
+    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.mask_intervals`)
 
 `raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
 keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from foci.backends.mask_intervals import find_bounds
 from foci.backends.triton.affine_scores import affine_in_keys
 from foci.backends.triton.codegen import TensorLayout, triton_codegen
 from foci.backends.triton.exp2_rewrite import ONE, gather_factors, log2_weight, scaled_derivative, split_factor
 from foci.backends.triton.functions import cast_coordinates_early, jit_function
-from foci.backends.triton.mask_intervals import find_bounds
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable

@@ -18,15 +18,15 @@ from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
 from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, pack_masks
-from foci.backends.hopper.problem_class import WORDS_AT_MOST
 from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, forward_schedule, padded_width
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
+from foci.backends.mask_intervals import find_bounds
+from foci.backends.problem_class import WORDS_AT_MOST
 from foci.backends.triton import kernel as host
 from foci.backends.triton.allocate import result_tensors
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.functions import capture_layouts
 from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.mask_intervals import find_bounds
 from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.symbolic_tokens import at_most

@@ -10,8 +10,8 @@ from typing import Final
 
 from foci.backends.causal import is_causal
 from foci.backends.hopper.backward_schedules import few_schedule, few_shares, fused_schedule
-from foci.backends.hopper.problem_class import score_kind
 from foci.backends.hopper.schedules import DEFAULT_SMS
+from foci.backends.problem_class import score_kind
 from foci.backends.triton.schedules import busy_fraction, padded_dim
 from foci.problem import Layout, Problem
 

@@ -9,9 +9,9 @@ from typing import Final, TypeAlias
 import torch
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.problem_class import WORDS_AT_MOST, score_kind, word_bytes
-from foci.backends.triton.mask_intervals import find_bounds
-from foci.backends.triton.schedules import MULTIPROCESSORS, padded_dim, tile_bytes
+from foci.backends.mask_intervals import find_bounds
+from foci.backends.problem_class import WORDS_AT_MOST, score_kind, tile_bytes, word_bytes
+from foci.backends.triton.schedules import MULTIPROCESSORS, padded_dim
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Problem
 

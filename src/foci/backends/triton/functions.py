@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foci.backends.mask_intervals import as_comparisons
 from foci.backends.triton import math
 from foci.backends.triton.affine_scores import affine_in_both
 from foci.backends.triton.codegen import TensorLayout, triton_codegen
 from foci.backends.triton.exp2_rewrite import ARGUMENTS, log2_weight, scaled_derivative
 from foci.backends.triton.kernel_args import is_countable_by_eights
-from foci.backends.triton.mask_intervals import as_comparisons
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr
@@ -51,7 +51,7 @@ class KernelFunctions:
     that broadcast together. `line(b, ...)` gives what a score adds to the scaled product, what that rises by from key to key, and from
     query to query; None where it is no line (`foci.backends.triton.affine_scores`), or where half precision's rounding is not enough.
     `by_query` and `by_key` are the mask as bounds of a query's keys and of a key's queries, where it has such
-    (`foci.backends.triton.mask_intervals`); the first then holds for no key beyond the last, the second is only asked about queries before
+    (`foci.backends.mask_intervals`); the first then holds for no key beyond the last, the second is only asked about queries before
     it. `source` is what they were made of."""
 
     score: Any

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Plan
+from foci.backends.mask_intervals import as_comparisons
+from foci.backends.problem_class import find_pair_reads, tile_bytes
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.triton.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
@@ -27,12 +29,10 @@ from foci.backends.triton.functions import KernelFunctions, build_functions, cap
 from foci.backends.triton.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.launch_cache import KnownPasses, find_pass, keep_pass, source_of_places
 from foci.backends.triton.mask_convexity import begins_late, is_convex
-from foci.backends.triton.mask_intervals import as_comparisons
 from foci.backends.triton.precompile_backward import foresee
 from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import (
     Schedule,
-    find_pair_reads,
     padded_dim,
     schedule_for,
     scratch_bytes,
@@ -40,7 +40,6 @@ from foci.backends.triton.schedules import (
     split_kind,
     splits_for,
     takes_splits,
-    tile_bytes,
     vector_bytes,
 )
 from foci.backends.triton.stream_state import current_stream

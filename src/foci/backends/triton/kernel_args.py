@@ -42,7 +42,7 @@ class Config(NamedTuple):
     place (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that overhangs the keys is
     visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
     whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for none beyond the last (see
-    `foci.backends.triton.mask_intervals`). PRECISION: of float32 products.
+    `foci.backends.mask_intervals`). PRECISION: of float32 products.
     """
 
     TILE_Q: Any

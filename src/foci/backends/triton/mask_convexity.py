@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from foci.backends.triton.mask_intervals import comparisons
+from foci.backends.mask_intervals import comparisons
 from foci.ir.expr import DType, Expr
 
 __all__ = ["begins_late", "is_convex"]

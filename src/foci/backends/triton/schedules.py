@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Final
 
-from foci.ir.expr import Expr
+from foci.backends.problem_class import tile_bytes
 from foci.problem import Formula, Layout, Problem, bucket
 from foci.variant import Variant
 
@@ -21,7 +21,6 @@ __all__ = [
     "SCHEDULES",
     "Schedule",
     "busy_fraction",
-    "find_pair_reads",
     "padded_dim",
     "schedule_family",
     "schedule_for",
@@ -33,7 +32,6 @@ __all__ = [
     "split_kind",
     "splits_for",
     "takes_splits",
-    "tile_bytes",
     "vector_bytes",
 ]
 
@@ -151,12 +149,6 @@ def padded_dim(dim: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_bytes(variant: Variant) -> int:
-    """Bytes that each score reads from captured tensors by (q, kv) at once."""
-    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_reads(variant.score) | find_pair_reads(variant.mask))
-
-
-@functools.lru_cache(maxsize=1024)
 def vector_bytes(variant: Variant) -> int:
     """Bytes that each key reads from captured tensors by itself, or each query where that is more: they are loaded ahead as well."""
     loads = {e for part in (variant.score, variant.mask) for e in part.walk() if e.op == "load"}
@@ -164,11 +156,6 @@ def vector_bytes(variant: Variant) -> int:
         sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads if {one, other} & e.variables() == {one})
         for one, other in (("kv_idx", "q_idx"), ("q_idx", "kv_idx"))
     )
-
-
-def find_pair_reads(expr: Expr) -> set[Expr]:
-    """What is read by (q, kv) at once."""
-    return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 
 def scratch_bytes(problem: Problem) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.triton.mask_intervals import find_bounds
-from foci.backends.triton.schedules import tile_bytes
+from foci.backends.mask_intervals import find_bounds
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
+from foci.variant import Variant
 
-__all__ = ["WORDS_AT_MOST", "score_kind", "word_bytes"]
+__all__ = ["WORDS_AT_MOST", "find_pair_reads", "score_kind", "tile_bytes", "word_bytes"]
 
 WORDS_AT_MOST: Final = 1 << 26
 """Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
@@ -32,6 +33,17 @@ def score_kind(problem: Problem) -> str:
     if bounds.is_low:
         return "window"
     return "causal" if is_causal(variant) else "full"
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_bytes(variant: Variant) -> int:
+    """Bytes that each score reads from captured tensors by (q, kv) at once."""
+    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_reads(variant.score) | find_pair_reads(variant.mask))
+
+
+def find_pair_reads(expr: Expr) -> set[Expr]:
+    """What is read by (q, kv) at once."""
+    return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 
 def word_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
