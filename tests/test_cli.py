@@ -14,12 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 import foci
+from foci.backends.cpu import build
 from foci.cli.app import app
 from foci.cli.explanation import verdicts_table
 from foci.cli.expr_parser import Unknown, read_mask, read_score
 from foci.compat import lookup, releases
 from foci.mask_examples import Sizes
 
+ROOT = Path(__file__).parents[1]
 SIZES = Sizes(Sq=48, Skv=48)
 EXPLAINED = Sizes(2, 8, 8, 40, 40, 64)  # what `foci explain --q 40` asks of
 
@@ -64,7 +66,8 @@ def test_env_names_versions_and_every_backend():
         ("triton", "3.8.1", "2.14.0", "tested"),
         ("triton", "3.6.0", "2.13.0", "not tested with torch 2.13.0: 3.7.1 was"),
         ("triton", "4.0.0", "2.15.0", "not tested: 3.6.0 to 3.9.0 were"),
-        ("python", "3.14.1", "2.15.0", "tested"),
+        ("python", "3.11.9", "2.15.0", "tested"),
+        ("python", "3.14.1", "2.15.0", "tested in part"),
         ("python", "3.10.2", "2.15.0", "not tested: 3.11 to 3.14 were"),
     ],
 )
@@ -91,18 +94,38 @@ def test_env_says_what_else_was_tested():
 
 # NOW-03
 def test_env_lists_missing_private_names(monkeypatch):
-    name = lookup.PrivateName("torch._gone", lookup.SEEN, "asks by public means", False)
-    monkeypatch.setitem(lookup._names, name.path, name)
-    assert "torch._gone is missing: foci asks by public means" in flat(run("env").output)
+    for path in ("torch._gone", "torch._lost"):
+        monkeypatch.setitem(lookup._names, path, lookup.PrivateName(path, lookup.SEEN, "asks by public means", False))
+    assert "foci asks by public means. Missing:\n  torch._gone\n  torch._lost\n" in run("env").output
+
+
+def test_env_cuts_nothing_off_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr("platform.platform", lambda: "Linux-" + "x" * 100 + "-end")
+    output = CliRunner().invoke(app, ["env"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert "-end" in output and "…" not in output
+
+
+def test_env_says_what_a_compiler_is_worth(monkeypatch):
+    for found, line in (
+        (build.Toolchain("/opt/g++", "11.4.0", ""), r"/opt/g\+\+ \(11\.4\.0\) +│ g\+\+ 12 or later is needed"),
+        (build.Toolchain("/opt/g++", "13.1.0", ""), r"/opt/g\+\+ \(13\.1\.0\) +│ supported"),
+        ("no C++ compiler (9.0)", r"no C\+\+ compiler \(9\.0\) +│ g\+\+ 12 or later is needed"),
+    ):
+        monkeypatch.setattr(build, "toolchain", lambda found=found: found)
+        assert re.search(line, run("env").output)
 
 
 # NOW-01
 def test_the_readme_has_the_table_of_releases():
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = [f"| {each.torch} | {each.triton} |" for each in releases.RELEASES]
     assert "\n".join(["| torch | Triton |", "|---|---|", *rows, ""]) in text
-    supported = f"Python {releases.PYTHONS[0]} to {releases.PYTHONS[-1]}"
-    assert supported in text and supported in (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    oldest, *_, newest = releases.PYTHONS
+    supported = f"Python {oldest} to {newest}"
+    assert supported in text and supported in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line)
+    (whole,) = [version for version, verdict in releases.PYTHONS.items() if verdict == releases.TESTED]
+    assert f"suite on Python {whole} with torch {pins['torch']}" in text
     assert text.count(f"g++ {releases.OLDEST_GXX} or later") == 1
 
 

@@ -1,7 +1,7 @@
 """`FOCI_CHECK_CACHE=1`: every cache hit is rebuilt and compared, so that a key that is too narrow is an error, not a wrong number.
 
-A cache calls `compare` with what it found and with what it would build now. The suite runs in this mode in CI; it costs every call its
-preparation and planning again, and a replayed GPU pass runs twice.
+A cache calls `compare` with what it found and with what it would build now. Every call then pays for its preparation and planning again,
+and a replayed GPU pass runs twice.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "Keyed",
+    "MachineFact",
     "Noted",
     "Offsets",
     "Plan",
@@ -260,10 +261,18 @@ class SelfChecking(Protocol):
         ...
 
 
+class MachineFact(NamedTuple):
+    """What a backend found on this machine."""
+
+    value: str
+    tested: str = ""
+    """Whether foci was tested with it or supports it, in words of `foci.compat.releases`; empty where that does not matter."""
+
+
 @runtime_checkable
 class Informed(Protocol):
     """A backend that depends on more of a machine than a target says; `foci env` prints it."""
 
-    def facts(self) -> Mapping[str, str]:
+    def facts(self) -> Mapping[str, MachineFact]:
         """By name."""
         ...

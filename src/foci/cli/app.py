@@ -226,7 +226,7 @@ def env() -> None:
     console.print(facts_table())
     console.print(backends_table())
     for line in missing_names():
-        console.print(f"[yellow]{line}[/]", highlight=False)
+        console.print(line, style="yellow", highlight=False, markup=False)
 
 
 @contextlib.contextmanager

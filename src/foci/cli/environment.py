@@ -6,13 +6,12 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from foci import backends
 from foci.backends.contract import Informed
@@ -36,17 +35,21 @@ class Fact(NamedTuple):
 
 def facts_table() -> Table:
     """Versions, devices, threads and compilers, and whether each is one that was tested."""
-    table = Table("", "here", "tested?")
+    table = Table("", Column("here", overflow="fold"), "tested?")  # a report of a problem needs the end of a long value too
     for fact in (*_versions(), *_machine(), *_of_backends()):
-        is_fine = fact.tested in (releases.TESTED, "supported")
+        is_fine = fact.tested in (releases.TESTED, releases.SUPPORTED)
         table.add_row(fact.name, fact.value, f"[{'green' if is_fine else 'yellow'}]{fact.tested}[/]" if fact.tested else "")
     return table
 
 
 def missing_names() -> list[str]:
-    """A line for each private name of a dependency that the installed releases lack: what foci does without it."""
+    """What foci does for want of private names of its dependencies, each followed by a line for every name that is missing."""
     _import_names()
-    return [f"{name.path} is missing: foci {name.without}" for name in NAMES.values() if not name.is_found]
+    missing = [name for name in NAMES.values() if not name.is_found]
+    lines = []
+    for without in dict.fromkeys(name.without for name in missing):
+        lines += [f"foci {without}. Missing:", *(f"  {name.path}" for name in missing if name.without == without)]
+    return lines
 
 
 def _import_names() -> None:
@@ -83,9 +86,8 @@ def _machine() -> Iterator[Fact]:
 def _of_backends() -> Iterator[Fact]:
     for name in backends.names():
         backend = backends.load(name)
-        for fact, value in backend.facts().items() if isinstance(backend, Informed) else ():
-            version = re.search(r"\((\d+\.[^)]*)\)$", value)
-            yield Fact(f"{name} backend, {fact}", value, releases.describe_gxx(version[1] if version else "") if fact == "compiler" else "")
+        for fact, found in backend.facts().items() if isinstance(backend, Informed) else ():
+            yield Fact(f"{name} backend, {fact}", *found)
 
 
 # A problem that every backend knows: what a backend declines here, it declines because of the machine.

@@ -1,12 +1,19 @@
 """Releases of what foci builds on that its tests were run with. `make matrix`, `foci env`, README.md and pyproject.toml agree with this."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 __all__ = [
-    "OLDEST_GXX", "PYTHONS", "RELEASES", "TESTED", "Release", "describe_capability", "describe_gxx", "describe_release", "describe_system",
+    "OLDEST_GXX", "PYTHONS", "RELEASES", "SUPPORTED", "TESTED", "Release", "describe_capability", "describe_gxx", "describe_release",
+    "describe_system", "minor_of",
 ]  # fmt: skip
 
 # `tests/matrix.py` runs this file by itself, without torch: nothing of foci is imported here.
+
+TESTED: Final = "tested"
+TESTED_IN_PART: Final = "tested in part"
+SUPPORTED: Final = "supported"
 
 
 class Release(NamedTuple):
@@ -25,14 +32,15 @@ RELEASES: Final = (
 )
 """Oldest first."""
 
-PYTHONS: Final = ("3.11", "3.12", "3.13", "3.14")
+PYTHONS: Final[Mapping[str, str]] = MappingProxyType(
+    {"3.11": TESTED, "3.12": TESTED_IN_PART, "3.13": TESTED_IN_PART, "3.14": TESTED_IN_PART}
+)
+"""Oldest first, each with how much of the suite ran."""
 SYSTEM: Final = ("Linux", "x86_64")
 CAPABILITIES: Final = ((9, 0),)
 """Compute capabilities of GPUs that the tests ran on; kernels for 8.0 are compiled by the tests and not run."""
 OLDEST_GXX: Final = 12
 """The oldest g++ that builds the kernels of the backend cpu."""
-
-TESTED: Final = "tested"
 
 
 def minor_of(version: str) -> tuple[int, int]:
@@ -50,8 +58,11 @@ def describe_release(package: str, version: str, torch_version: str) -> str:
         torch_version: each torch was tested with one Triton.
     """
     known = {"python": list(PYTHONS), "torch": [each.torch for each in RELEASES], "triton": [each.triton for each in RELEASES]}[package]
-    if minor_of(version) not in map(minor_of, known):
+    same_minor = next((each for each in known if minor_of(each) == minor_of(version)), None)
+    if same_minor is None:
         return f"not tested: {known[0]} to {known[-1]} were"
+    if package == "python":
+        return PYTHONS[same_minor]
     if package == "triton":
         required = [each.triton for each in RELEASES if minor_of(each.torch) == minor_of(torch_version)]
         if required and minor_of(required[0]) != minor_of(version):
@@ -72,4 +83,4 @@ def describe_capability(capability: tuple[int, int]) -> str:
 def describe_gxx(version: str) -> str:
     """Whether a g++ builds the kernels of the backend cpu, in words; an empty version stands for no compiler."""
     major = version.split(".")[0]
-    return "supported" if major.isdecimal() and int(major) >= OLDEST_GXX else f"g++ {OLDEST_GXX} or later is needed"
+    return SUPPORTED if major.isdecimal() and int(major) >= OLDEST_GXX else f"g++ {OLDEST_GXX} or later is needed"

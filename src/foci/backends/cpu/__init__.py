@@ -9,13 +9,14 @@ from typing import Final
 
 import torch
 
-from foci.backends.contract import CaptureFacts, Kernel, Plan
+from foci.backends.contract import CaptureFacts, Kernel, MachineFact, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
 from foci.backends.cpu.price import seconds_per_score
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.paged_gather import Gathered, jagged_plan
+from foci.compat import releases
 from foci.ir.emit import UnsupportedOperation
 from foci.ir.expr import Expr
 from foci.problem import Layout, Problem, Target
@@ -45,7 +46,7 @@ class _Cpu:
         if odd:
             return f"reads captured tensors of real and integer dtypes; one is {odd[0]}"
         if "cxx" not in target.features:
-            return self.obstacle() or "no C++ compiler on the target; install g++ 12 or later"
+            return self.obstacle() or f"no C++ compiler on the target; install g++ {releases.OLDEST_GXX} or later"
         try:
             forward = forward_source(problem)
         except UnsupportedOperation as gap:
@@ -81,14 +82,17 @@ class _Cpu:
             return Gathered(plan, CpuKernel(jagged_plan(plan)))
         return CpuKernel(plan)
 
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, MachineFact]:
         """Compiler, flags and cache."""
-        found = build.toolchain()
-        directory = build.cache_directory()
+        found, directory = build.toolchain(), build.cache_directory()
+        if isinstance(found, str):
+            compiler = MachineFact(found, releases.describe_gxx(""))
+        else:
+            compiler = MachineFact(f"{found.path} ({found.version})", releases.describe_gxx(found.version))
         return {
-            "compiler": found if isinstance(found, str) else f"{found.path} ({found.version})",
-            "flags": " ".join(build.flags()),
-            "cache": "a temporary folder of each process" if directory is None else str(directory),
+            "compiler": compiler,
+            "flags": MachineFact(" ".join(build.flags())),
+            "cache": MachineFact("a temporary folder of each process" if directory is None else str(directory)),
         }
 
 
