@@ -108,20 +108,40 @@ def test_private_gradients_only_where_tasks_meet():
     bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
     full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
     by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
-    assert partition(find_sites(full, (True,)), (bias,), (1, 2, 4)).copies == ((1, 1, 1),)
-    assert partition(find_sites(full, (True,)), (bias,), (3, 2, 4)).copies == ((3, 1, 1),)
-    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 1)).copies == ((1, 1, 1),)
-    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 4)).copies == ((1, 1, 4),)
+    numbers = HeadNumbers(2, ())
+    assert partition(find_sites(full, (True,)), (bias,), (1, 2, 4), numbers).copies == ((1, 1, 1),)
+    assert partition(find_sites(full, (True,)), (bias,), (3, 2, 4), numbers).copies == ((3, 1, 1),)
+    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 1), numbers).copies == ((1, 1, 1),)
+    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 4), numbers).copies == ((1, 1, 4),)
 
 
 # SDPA-04
-@pytest.mark.parametrize(("rows", "copies"), [(8, (1, 1, 1)), (9, (1, 1, 1)), (7, (2, 8, 1)), (1, (2, 8, 1))])
-def test_a_bias_of_merged_batch_and_heads_has_no_copies_where_no_two_meet(rows, copies):
-    bias = torch.zeros(32, 8, 8)
+@pytest.mark.parametrize(
+    ("rows", "entries", "copies"),
+    [(8, 16, (1, 1, 1)), (9, 17, (1, 1, 1)), (7, 32, (2, 8, 1)), (1, 32, (2, 8, 1)), (8, 15, (2, 8, 1)), (9, 16, (2, 8, 1))],
+)
+def test_a_bias_of_merged_batch_and_heads_has_no_copies_where_no_two_meet(rows, entries, copies):
+    """Rows of fewer than 8 heads overlap; an index beyond the last entry reads the last entry, as others do."""
+    bias = torch.zeros(entries, 8, 8)
     bound = bind(lambda s, b, h, q, k: s + bias[b * rows + h, q, k], None, torch.device("cpu"))
     sites = find_sites(bound.variant.score, (True,))
     assert partition(sites, (bias,), (2, 8, 4), HeadNumbers(8, bound.ints)).copies == (copies,)
-    assert partition(sites, (bias,), (2, 8, 4)).copies == ((2, 8, 1),)
+
+
+# SDPA-04
+def test_the_rows_of_a_merged_bias_are_those_of_each_call(monkeypatch):
+    """They are a number of the call, not of its kernel, which all these calls share."""
+    copies = []
+
+    def record(*arguments):
+        copies.append(partition(*arguments).copies[0])
+        return partition(*arguments)
+
+    monkeypatch.setattr("foci.backends.cpu.kernel.partition", record)
+    tensors, bias = qkv(3, 4, 20, 8), torch.randn(12, 20, 20, requires_grad=True)
+    for rows in (4, 3, 4):
+        attention(*tensors, score=lambda s, b, h, q, k, rows=rows: s + bias[b * rows + h, q, k]).sum().backward()
+    assert copies == [(1, 1, 1), (3, 4, 1), (1, 1, 1)]
 
 
 # SDPA-04
@@ -156,7 +176,7 @@ def test_gradients_of_a_bias_of_merged_batch_and_heads(rows):
 def test_a_large_shared_bias_has_few_copies_of_its_gradient(heads, length, sizes, parts, copies):
     bias = torch.zeros(1).expand(heads, length, length)
     shared = bind(lambda s, b, h, q, k: s + (bias[h, q, k] if heads > 1 else bias[0, q, k]), None, torch.device("cpu")).variant.score
-    found = partition(find_sites(shared, (True,)), (bias,), sizes)
+    found = partition(find_sites(shared, (True,)), (bias,), sizes, HeadNumbers(sizes[1], ()))
     assert found.parts == parts
     assert math.prod(found.copies[0]) == copies
 

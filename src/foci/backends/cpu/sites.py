@@ -115,26 +115,31 @@ class HeadNumbers:
     """
 
     q_heads: int
-    ints: tuple[int, ...] = ()
+    ints: tuple[int, ...]
 
 
-def _owned_axes(sites: Sequence[CaptureDerivative], slot: int, numbers: HeadNumbers | None) -> tuple[bool, bool, bool]:
+def _owned_axes(sites: Sequence[CaptureDerivative], slot: int, shape: Sequence[int], batch: int, numbers: HeadNumbers) -> tuple[bool, ...]:
     """Whether each element of a captured tensor belongs to one batch entry, one head, one key."""
-    owners = [{name for index in site.indices for name in _determined(index, numbers)} for site in sites if site.slot == slot]
-    b, h, kv_idx = (all(name in one for one in owners) for name in ("b", "h", "kv_idx"))
-    return b, h, kv_idx
+    owners = [
+        {name for index, size in zip(site.indices, shape, strict=True) for name in _determined(index, size, batch, numbers)}
+        for site in sites
+        if site.slot == slot
+    ]
+    return tuple(all(name in one for one in owners) for name in ("b", "h", "kv_idx"))
 
 
-def _determined(index: Expr, numbers: HeadNumbers | None) -> tuple[str, ...]:
-    """The variables whose values follow from the index: of one that is a variable, and of `b * n + h`."""
+def _determined(index: Expr, size: int, batch: int, numbers: HeadNumbers) -> tuple[str, ...]:
+    """The variables whose values follow from the index of a dimension: of one that is a variable, and of `b * n + h`."""
     if index.op == "var":
-        return (str(index.value),)
-    if index.op != "add" or numbers is None:
+        return (str(index.value),)  # `prepare.check_room` has checked that the dimension has an entry for each value
+    if index.op != "add":
         return ()
     for head, rows in (index.args, index.args[::-1]):
         if head is variable("h") and rows.op == "mul":
-            for entry, n in (rows.args, rows.args[::-1]):
-                if entry is variable("b") and _number(n, numbers.ints) >= numbers.q_heads:
+            for entry, factor in (rows.args, rows.args[::-1]):
+                n = _number(factor, numbers.ints)
+                # indices beyond the dimension all read its last entry
+                if entry is variable("b") and n >= numbers.q_heads and (batch - 1) * n + numbers.q_heads <= size:
                     return ("b", "h")
     return ()
 
@@ -147,7 +152,7 @@ def _number(e: Expr, ints: tuple[int, ...]) -> int:
 
 
 def partition(
-    sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int], numbers: HeadNumbers | None = None
+    sites: Sequence[CaptureDerivative], captures: Sequence[Tensor], sizes: tuple[int, int, int], numbers: HeadNumbers
 ) -> Partition:
     """Groups tasks so that no two groups write to the same memory, by the sizes alone: threads do not change the order of sums.
 
@@ -158,10 +163,10 @@ def partition(
         sites: what is differentiated.
         captures: the captured tensors, by slot.
         sizes: number of batch entries, kv heads and splits.
-        numbers: of the call; without them an index that merges batch entries with heads counts as shared.
+        numbers: of the call.
     """
     wanted = {site.slot for site in sites}
-    owned = {slot: _owned_axes(sites, slot, numbers) for slot in wanted}
+    owned = {slot: _owned_axes(sites, slot, captures[slot].shape, sizes[0], numbers) for slot in wanted}
 
     def copies_of(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
         b, h, s = (1 if own else n for own, n in zip(owned[slot], parts, strict=True))
