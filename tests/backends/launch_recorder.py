@@ -146,7 +146,7 @@ class Passes(NamedTuple):
 
 
 def _without_tables(launches: Sequence[Launch]) -> list[Launch]:
-    """Without the kernels that make tables, and without `clear_turns` where the next kernel makes a table of what it cleared."""
+    """Without the kernels that make tables, and without `zero_counters` where the next kernel makes a table of the counters."""
     following = [*(launch.kernel for launch in launches[1:]), ""]
     return [
         launch

@@ -230,7 +230,7 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
 
 
 @pytest.mark.parametrize("name", ["causal", "causal D 64 alibi", "softcap", "document", "no gradient of queries", "plain"])
-def test_the_backward_pass_is_foreseen_as_it_will_be(name, keyed, monkeypatch):
+def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(name, keyed, monkeypatch):
     seen = []
 
     def note(function, args, options):
@@ -247,16 +247,16 @@ def test_the_backward_pass_is_foreseen_as_it_will_be(name, keyed, monkeypatch):
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", whole)
     made, operands = begun(CASES[name], 90)
     keyed.clear()
-    real, given = kernel.foresee, set()
+    real, given = kernel.precompile_backward, set()
 
-    def foresee(kernel_, operands, sequences, results):
+    def compile_and_compare(kernel_, operands, sequences, results):
         given.update(t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures))
         given.update(t.untyped_storage().data_ptr() for visits in found_in(sequences.visits) for t in visits.tensors if t is not None)
         before = found_in(sequences.visits), found_in(sequences.classes)
         real(kernel_, operands, sequences, results)
         assert (found_in(sequences.visits), found_in(sequences.classes)) == before
 
-    monkeypatch.setattr(kernel, "foresee", foresee)
+    monkeypatch.setattr(kernel, "precompile_backward", compile_and_compare)
     results = made.forward(operands)
     keyed.clear()
     made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))

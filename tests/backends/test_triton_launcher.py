@@ -1,5 +1,5 @@
-"""The short launch against the installed Triton's own launcher: what both hand to the driver's function is the same. No GPU is needed: the
-function, and what loads a kernel, are stand-ins; compiler, `JITFunction` and launcher are Triton's."""
+"""The short launch gives the driver's function the same arguments as the installed Triton's own launcher. No GPU is needed: stand-ins take
+the place of that function and of the loader; compiler, `JITFunction` and launcher are Triton's."""
 
 import gc
 import os
@@ -72,7 +72,7 @@ class Driver:
 
 
 def plain(value):
-    """Tensors as addresses, as the driver's function reads them; as None hooks that nobody added, and what only they are told."""
+    """Arguments as the driver's function reads them: tensors become addresses; empty chains of hooks, and the arguments of hooks, become None."""
     if isinstance(value, (tuple, list)):
         return tuple(map(plain, value))
     if isinstance(value, torch.Tensor):
@@ -86,7 +86,7 @@ def driver(monkeypatch):
     made, active = Driver(), triton.runtime.driver
     before = active.__dict__.copy()
     active.set_active(made)
-    if release() == (3, 6):  # whose launcher is a module of C compiled for each kernel
+    if release() == (3, 6):  # its launcher is a C module compiled for each kernel
         monkeypatch.setattr(nvidia, "library_dirs", list)
         monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **options: SimpleNamespace(launch=made.launch))
     # set by the C code that a real driver loads

@@ -100,9 +100,9 @@ class Given(NamedTuple):
 
 @runtime_checkable
 class Repeating(Protocol):
-    """A kernel that may know a pass by its geometry, of the last calls of `forward` and `backward` whose operands had it: their checks
-    and arithmetic on the host are a good part of a small call's time. Both ways give what `forward` and `backward` would, in the
-    layout that the geometry says, or None where the pass is not known or something in the surroundings stands against it.
+    """A kernel that can repeat an earlier launch for a call of the same geometry, without the checks and arithmetic on the host that are
+    a good part of a small call's time. Both methods give what `forward` and `backward` would, in the layout that the geometry says.
+    They give None where the launch is not known, or where the stream or a hook forbids it.
     """
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
@@ -141,8 +141,8 @@ class BackwardOfRows(Protocol):
 
 
 Fixed: TypeAlias = Callable[[Inputs], list[Tensor] | None]
-"""What `Repeating` gives, of tensors that are as they were but for where they lie, which nobody looks at again; None where something in
-the surroundings has changed."""
+"""A launch of `Repeating` for tensors that differ from the earlier ones in their addresses alone, unchecked; None where the stream or a
+hook has changed."""
 
 
 @runtime_checkable

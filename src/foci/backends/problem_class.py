@@ -12,7 +12,7 @@ from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
 from foci.variant import Variant
 
-__all__ = ["WORDS_AT_MOST", "find_pair_reads", "score_kind", "tile_bytes", "word_bytes"]
+__all__ = ["WORDS_AT_MOST", "find_pair_loads", "score_kind", "tile_bytes", "word_bytes"]
 
 WORDS_AT_MOST: Final = 1 << 26
 """Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
@@ -38,11 +38,11 @@ def score_kind(problem: Problem) -> str:
 @functools.lru_cache(maxsize=1024)
 def tile_bytes(variant: Variant) -> int:
     """Bytes that each score reads from captured tensors by (q, kv) at once."""
-    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_reads(variant.score) | find_pair_reads(variant.mask))
+    return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_loads(variant.score) | find_pair_loads(variant.mask))
 
 
-def find_pair_reads(expr: Expr) -> set[Expr]:
-    """What is read by (q, kv) at once."""
+def find_pair_loads(expr: Expr) -> set[Expr]:
+    """The loads whose index depends on both q_idx and kv_idx."""
     return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 

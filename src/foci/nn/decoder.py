@@ -27,7 +27,7 @@ from foci.nn.encoder import (
 )
 from foci.nn.fx_leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, detect_causal
-from foci.nn.packing import Packing, Pair, enter, enter_pair, is_nested, leave
+from foci.nn.packing import Packing, Pair, is_nested, pack_batch, pack_pair, restore_batch
 from foci.nn.rotary import RotaryEmbedding
 from foci.nn.skip_module_call import caller, is_alone, is_silent
 
@@ -136,14 +136,14 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         check_input(tgt=given[0][0], memory=given[1][0])
         if isinstance(given[0][1], Packing) and isinstance(given[1][1], Packing):
             for x, padding in given:
-                enter(x, padding, batch_first=True, may_pack=cache is None)
+                pack_batch(x, padding, batch_first=True, may_pack=cache is None)
             return self._layer(*given, masks, causal, cache)
         batch_first = self.self_attn.batch_first
         check_masks(*masks, given[0][1], given[1][1])
         reason = why_not_tokens(self, TransformerDecoderLayer, _BLOCKS)
         target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
         out = self._layer(target, source, masks, causal, cache)
-        return leave(out, target[1], batch_first=batch_first, given=given[0][1])
+        return restore_batch(out, target[1], batch_first=batch_first, given=given[0][1])
 
     def _layer(
         self, target: tuple[Tensor, Any], memory: tuple[Tensor, Any], masks: tuple[Tensor | None, ...], causal: tuple[bool, bool],
@@ -286,7 +286,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             )  # fmt: skip
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return leave(x, padding, batch_first=batch_first, given=tgt_padding)
+        return restore_batch(x, padding, batch_first=batch_first, given=tgt_padding)
 
 
 def check_masks(tgt_mask: Any, memory_mask: Any, tgt_key_padding_mask: Any, memory_key_padding_mask: Any) -> None:
@@ -301,9 +301,9 @@ def enter_both(
     target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool, may_pack: bool
 ) -> tuple[tuple[Tensor, Any], ...]:
     """Target and memory as layers compute with them, each with what stands for its padding mask."""
-    entered_target = enter(*target, batch_first=batch_first, may_pack=may_pack)
-    entered_memory = enter(*memory, batch_first=batch_first, may_pack=may_pack)
-    return enter_pair(entered_target, entered_memory, batch_first=batch_first)
+    packed_target = pack_batch(*target, batch_first=batch_first, may_pack=may_pack)
+    packed_memory = pack_batch(*memory, batch_first=batch_first, may_pack=may_pack)
+    return pack_pair(packed_target, packed_memory, batch_first=batch_first)
 
 
 def overridden(layer: torch.nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.fused_encoder import noted
 from foci.nn.fx_leaf import is_traced, leaf
 from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
-from foci.nn.packing import Packing, enter, is_nested, leave
+from foci.nn.packing import Packing, is_nested, pack_batch, restore_batch
 from foci.nn.rotary import RotaryEmbedding
 from foci.nn.skip_module_call import activated, caller, is_alone, is_silent
 
@@ -122,15 +122,15 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def _run(self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Any, is_causal: bool, cache: LayerCache | None) -> Tensor:
         check_input(src=src)
         if isinstance(src_key_padding_mask, Packing):
-            enter(src, src_key_padding_mask, batch_first=True, may_pack=cache is None)
+            pack_batch(src, src_key_padding_mask, batch_first=True, may_pack=cache is None)
             return self._layer(src, src_mask, src_key_padding_mask, is_causal=is_causal, cache=cache)
         check_mask("src_key_padding_mask", src_key_padding_mask)
         check_mask("src_mask", src_mask)
         batch_first = self.self_attn.batch_first
         can_pack = cache is None and why_not_tokens(self, TransformerEncoderLayer, _BLOCKS) is None
-        x, padding = enter(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
+        x, padding = pack_batch(src, src_key_padding_mask, batch_first=batch_first, may_pack=can_pack)
         x = self._layer(x, src_mask, padding, is_causal=is_causal, cache=cache)
-        return leave(x, padding, batch_first=batch_first)
+        return restore_batch(x, padding, batch_first=batch_first)
 
     def _layer(self, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
         if isinstance(padding, Packing) and cache is None and is_alone() and (stack := noted(self, TransformerEncoderLayer, (self,))):
@@ -242,7 +242,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         has_padding = cache is None and (src_key_padding_mask is not None or is_nested(src))
         stack = noted(self, TransformerEncoderLayer, [*layers]) if has_padding and is_alone() else None
         reason = None if stack else next((r for r in map(overridden, layers) if r is not None), None)
-        x, padding = enter(
+        x, padding = pack_batch(
             src, src_key_padding_mask, batch_first=batch_first, may_pack=self.use_nested_tensor and reason is None and cache is None
         )
         if reason is not None and isinstance(padding, Tensor):
@@ -261,7 +261,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return leave(x, padding, batch_first=batch_first, given=src_key_padding_mask)
+        return restore_batch(x, padding, batch_first=batch_first, given=src_key_padding_mask)
 
 
 def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:

@@ -29,15 +29,15 @@ __all__ = [
     "append_rows",
     "check_same_sequences",
     "clear_padding",
-    "enter",
-    "enter_pair",
     "is_jagged",
     "is_nested",
     "is_readable",
-    "leave",
+    "pack_batch",
     "pack_mask",
     "pack_nested",
+    "pack_pair",
     "pack_whole",
+    "restore_batch",
     "round_bound",
 ]
 
@@ -380,7 +380,7 @@ def clear_padding(tensor: Tensor, padding: Tensor | None, *, batch_first: bool) 
     return tensor.masked_fill(where.unsqueeze(-1), 0.0)
 
 
-def enter(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) -> tuple[Tensor, Any]:
+def pack_batch(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) -> tuple[Tensor, Any]:
     """A batch as layers compute with it, and what stands for its padding mask.
 
     Tokens [T, E] with their `Packing` where values may be read and there is padding to leave out; the batch as it is, with
@@ -426,8 +426,8 @@ def enter(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = True) 
     return clear_padding(x, padding, batch_first=batch_first), padding
 
 
-def leave(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
-    """The way back from `enter`: the batch as it came, zeros where there is padding; tokens that were `given` a packing as they are."""
+def restore_batch(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
+    """Undoes `pack_batch`: the batch in its first layout, with zeros for padding. Tokens that came with the packing `given` stay tokens."""
     if isinstance(given, Packing):
         return x
     if isinstance(padding, Packing):
@@ -435,7 +435,7 @@ def leave(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> T
     return clear_padding(x, padding, batch_first=batch_first)
 
 
-def enter_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool) -> tuple[tuple[Tensor, Any], ...]:
+def pack_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_first: bool) -> tuple[tuple[Tensor, Any], ...]:
     """Both with a `Packing`, or neither: one without padding is packed whole beside one that is packed."""
     packed = [isinstance(padding, Packing) for _, padding in (target, memory)]
     if packed[0] == packed[1]:

@@ -1,6 +1,6 @@
-"""Attention as torch sees it: one differentiable function, by the shortest way that the surroundings allow.
+"""Attention as torch sees it: one differentiable function, by the shortest way that modes and transforms allow.
 
-Plain eager calls go around the dispatcher (`eager`), torch.func has a way of its own (`transforms`), and everything that
+Plain eager calls go around the dispatcher (`autograd`), torch.func has a way of its own (`transforms`), and everything that
 traces or exports sees the operators (`library`). All end in `foci.execution`.
 """
 

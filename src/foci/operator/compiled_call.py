@@ -27,8 +27,8 @@ _TRIES: Final = 4
 
 
 class _Last(NamedTuple):
-    """What a place remembers: surroundings, whether query, key and value are aligned and whether captured tensors are, the call, its pass
-    where the kernel has one, and how often it was asked for."""
+    """The last call of a place in compiled code: the modes and switches around it, whether query, key and value are aligned and whether
+    captured tensors are, the call, its launches where the kernel keeps them, and how often they were asked for."""
 
     around: tuple[object, ...]
     aligned: tuple[bool, bool]

@@ -177,7 +177,7 @@ def _names(allowed: str) -> tuple[str, ...]:
 
 
 def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
-    """All that a pass is determined by, but for what tensors hold and the surroundings that recordings know of."""
+    """All that a pass is determined by, but for the values of tensors and the stream, which recordings check themselves."""
     query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
     address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     captured = None

@@ -429,13 +429,13 @@ def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
     assert came == ["hopper"] * 4 + ["triton", "hopper", "triton"]
 
 
-def test_a_backward_that_makes_tables_is_not_foreseen():
+def test_a_backward_that_makes_tables_is_not_precompiled():
     training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
     kernel = training.TrainingKernel(Plan("hopper", problem(**KINDS["window"], **TRAINED), H200))
     for takes_own in (True, False):
         kernel.takes_own = takes_own
-        assert kernel.foresees != takes_own
-    assert training.TrainingKernel(Plan("hopper", problem(**TRAINED), H200)).foresees
+        assert kernel.can_precompile_backward != takes_own
+    assert training.TrainingKernel(Plan("hopper", problem(**TRAINED), H200)).can_precompile_backward
 
 
 @pytest.mark.parametrize(

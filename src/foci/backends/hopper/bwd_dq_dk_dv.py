@@ -64,7 +64,7 @@ def load_keys(k, v, held, bars, place, span, n, c):
 
 
 @gluon.jit
-def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pitch, table, c):
+def fused_producer(sources, held, buffers, bars, queue, order, spans, size, pitch, table, c):
     """One warp: of task after task keys and values once, and the queries of each head that shares them, each tile for one after the other.
     The first queries come before the keys, which wait until the task before is done."""
     q, do, lse, delta, k, v = sources
@@ -83,7 +83,7 @@ def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pit
             span = sequence_span(place, spans, size, c)
             q_start, q_len, kv_start, kv_len = span
             runs = query_runs(table, order.ranks, place, kv_h * group, q_len, kv_len, c)
-            push_task(posted, tasks, place, runs)
+            push_task(queue, tasks, place, runs)
             count = count_query_tiles(runs) * group
             if count == 0:
                 load_keys(k, v, held, kv_bars, place, span, tasks, c)
@@ -107,7 +107,7 @@ def fused_producer(sources, held, buffers, bars, posted, order, spans, size, pit
             before += count
             tasks += 1
         ticket = tickets if c.ROUND else broadcast_ticket(fetch_ticket(order.turns, False))
-    push_end(posted, tasks)
+    push_end(queue, tasks)
 
 
 @gluon.jit
@@ -220,14 +220,14 @@ def accumulate_fused(
 
 @gluon.jit
 def fused_consumer(
-    half: gl.constexpr, held, buffers, bars, outputs, posted, told, c,
+    half: gl.constexpr, held, buffers, bars, outputs, queue, told, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: of task after task dk and dv of 64 keys, over every head that shares them, and half of their share in dq."""
     tasks = 0
     before = 0
-    while has_task(posted, tasks, 4):
-        place, runs = pop_task(posted, tasks, c, 4)
+    while has_task(queue, tasks, 4):
+        place, runs = pop_task(queue, tasks, c, 4)
         before = fold_task(half, held, buffers, bars, outputs, place, runs, tasks, before, told, c, pre, both, mask, bounds)
         tasks += 1
     tma.store_wait(0)
@@ -328,18 +328,18 @@ def attention_gradients(
         (make_barriers(1, 1).index(0), make_barriers(1, 2).index(0)), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1),
         make_barriers(c.STAGES, 2), make_barriers(2, 2), share_bars,
     )  # fmt: skip
-    posted = allocate_task_queue()
+    queue = allocate_task_queue()
     fence_async_shared()
     held = (k_tiles, v_tiles)
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
     told = (spans, size, table, scale, numbers, env)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, held, buffers, bars, (dk, dv), posted, told, c, pre, both, mask, bounds)),
-            (fused_consumer, (1, held, buffers, bars, (dk, dv), posted, told, c, pre, both, mask, bounds)),
-            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, posted, order, spans, size, pitch, table, c)),
-            (reduce_dq_shares, (dq, order, whole_shares, share_bars, posted, spans, size, table, c, 0)),
-            (reduce_dq_shares, (dq, order, whole_shares, share_bars, posted, spans, size, table, c, 1)),
+            (fused_consumer, (0, held, buffers, bars, (dk, dv), queue, told, c, pre, both, mask, bounds)),
+            (fused_consumer, (1, held, buffers, bars, (dk, dv), queue, told, c, pre, both, mask, bounds)),
+            (fused_producer, ((q, do, lse, delta, k, v), held, buffers, bars, queue, order, spans, size, pitch, table, c)),
+            (reduce_dq_shares, (dq, order, whole_shares, share_bars, queue, spans, size, table, c, 0)),
+            (reduce_dq_shares, (dq, order, whole_shares, share_bars, queue, spans, size, table, c, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -1,6 +1,6 @@
 """Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows.
 
-Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.streams.packed_dims`. `smem.load_pieces` and
+Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.tensor_descriptors.packed_dims`. `smem.load_pieces` and
 `smem.store_pieces` make the coordinates for both.
 """
 

@@ -207,7 +207,7 @@ RELEASE_DQ_TURN = gl.constexpr(
 
 
 @gluon.jit
-def reduce_dq_shares(sums, order, shares, bars, posted, spans, size, table, c, WHICH: gl.constexpr):
+def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WHICH: gl.constexpr):
     """One of two warps: adds every second share of tiles of keys in dq to the sums, each in its turn.
 
     While it waits until what it added is in memory, the other goes on.
@@ -218,8 +218,8 @@ def reduce_dq_shares(sums, order, shares, bars, posted, spans, size, table, c, W
     heads = decode(size.heads) * group
     tasks = 0
     before = 0
-    while has_task(posted, tasks, 1):
-        place, runs = pop_task(posted, tasks, c, 1)
+    while has_task(queue, tasks, 1):
+        place, runs = pop_task(queue, tasks, c, 1)
         b, memory_b, kv_h, tile, task = place[:5]
         q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
         count = count_query_tiles(runs) * group

@@ -212,7 +212,7 @@ def drop_bits(tile, at, odds, c):
 
 @gluon.jit
 def apply_dropout(p, words, c):
-    """Weights, those that dropout drops with a minus before them: `packed` rounds these to zero."""
+    """Weights, those that dropout drops with a minus before them: `pack_weights` rounds these to zero."""
     if c.DROPOUT:
         y, column, lane = by_column(p)
         place = column // 8 * 2 + column % 2

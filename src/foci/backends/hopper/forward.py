@@ -10,7 +10,7 @@ multiprocessor (N2, two of them, 104 registers a thread), or, where tasks are sh
 
 A program has one task, a tile of queries of a head. Persistent programs take one after another, the next that none has taken
 or every so-manieth: stages of keys and of values go on from one task to the next, of which the queries come with its first keys,
-while consumers finish the one before; its producer posts where it is (`foci.backends.hopper.task_queue`).
+while consumers finish the one before. The producer puts each task into a queue (`foci.backends.hopper.task_queue`).
 """
 
 from foci.backends.hopper.barriers import (
@@ -57,7 +57,7 @@ from foci.backends.hopper.softmax import (
     unpack_weights,
 )
 from foci.backends.hopper.task_queue import (
-    POSTS,
+    SLOTS,
     allocate_slots,
     broadcast_ticket,
     decode_ticket,
@@ -338,10 +338,10 @@ def produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, siz
 
 
 @gluon.jit
-def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds: gl.constexpr):
+def produce_all(q, k, v, q_tiles, q_full, q_free, rings, queue, spans, size, table, env, c, bounds: gl.constexpr):
     """The producer of a program that takes task after task: it copies for the next one while consumers finish the one before."""
     keys, values, k_full, k_free, v_full, v_free = rings
-    posts, post_full, post_free = posted
+    slots, slot_full, slot_free = queue
     programs = gl.num_programs(0)
     ticket = gl.program_id(0)
     ends = 2 * programs
@@ -360,9 +360,9 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
                 asked = fetch_ticket(table.tickets, c.JAGGED)
         if place[0] >= 0:
             run, cuts = plan_tiles(place, spans, size, table, env, c, bounds, 1)
-            mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
-            push_task(posts, n, place, run, cuts, half, size, table, c)
-            mbarrier.arrive(post_full.index(n % POSTS), count=1)
+            mbarrier.wait(slot_free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
+            push_task(slots, n, place, run, cuts, half, size, table, c)
+            mbarrier.arrive(slot_full.index(n % SLOTS), count=1)
             bars = (keys, values, k_full, k_free, v_full, v_free, base)
             produce(turn, q, k, v, q_tiles, q_full, q_free, bars, place, run, spans, size, table, c)
             count = run[2] + run[6]
@@ -384,27 +384,27 @@ def produce_all(q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, ta
                     reset_counter(table.tickets, c)
         else:
             ticket = tickets
-    mbarrier.wait(post_free.index(n % POSTS), ((n // POSTS) & 1) ^ 1)
-    push_end(posts, n)
-    mbarrier.arrive(post_full.index(n % POSTS), count=1)
+    mbarrier.wait(slot_free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
+    push_end(slots, n)
+    mbarrier.arrive(slot_full.index(n % SLOTS), count=1)
     drain_barriers(k_free, v_free, q_free, base, turn, c)
 
 
 @gluon.jit
 def consume_all(
-    me, q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+    me, q_tiles, q_full, q_free, rings, queue, spans, out, outs, lse, row_max, size, table, numbers, env, c,
     pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
 ):  # fmt: skip
     """One consumer of such a program."""
     keys, values, k_full, k_free, v_full, v_free = rings
-    posts, post_full, post_free = posted
+    slots, slot_full, slot_free = queue
     turn = 0
     base = 0
     n = 0
-    mbarrier.wait(post_full.index(0), 0)
-    while pushed_head(posts, n) >= 0:
-        place, run, cuts, away = pop_task(me, posts, n, c)
-        mbarrier.arrive(post_free.index(n % POSTS), count=1)
+    mbarrier.wait(slot_full.index(0), 0)
+    while pushed_head(slots, n) >= 0:
+        place, run, cuts, away = pop_task(me, slots, n, c)
+        mbarrier.arrive(slot_free.index(n % SLOTS), count=1)
         bars = (keys, values, k_full, k_free, v_full, v_free, base)
         consume(
             me, cuts, turn, away, q_tiles, q_full, q_free, bars, place, run, spans, out, outs, lse, row_max, size, table, numbers,
@@ -413,7 +413,7 @@ def consume_all(
         base += cuts[4]
         turn += gl.minimum(cuts[4], 1)
         n += 1
-        mbarrier.wait(post_full.index(n % POSTS), (n // POSTS) & 1)
+        mbarrier.wait(slot_full.index(n % SLOTS), (n // SLOTS) & 1)
     tma.store_wait(0)
 
 
@@ -448,16 +448,16 @@ def attention_forward(
         v_free = make_barriers(c.STAGES, c.CONSUMERS)
     rings = (keys, values, k_full, k_free, v_full, v_free)
     bars = (keys, values, k_full, k_free, v_full, v_free, 0)
-    posted = ()
+    queue = ()
     if c.PERSISTENT:
-        posted = (allocate_slots(), make_barriers(POSTS, 1), make_barriers(POSTS, c.CONSUMERS))
+        queue = (allocate_slots(), make_barriers(SLOTS, 1), make_barriers(SLOTS, c.CONSUMERS))
     fence_async_shared()
     if c.PERSISTENT:
         specialize(
             c.CONSUMERS, consume_all, ((), (), ()),
-            (q_tiles, q_full, q_free, rings, posted, spans, out, outs, lse, row_max, size, table, numbers, env, c,
+            (q_tiles, q_full, q_free, rings, queue, spans, out, outs, lse, row_max, size, table, numbers, env, c,
              pre, score, mask, bounds),
-            produce_all, (q, k, v, q_tiles, q_full, q_free, rings, posted, spans, size, table, env, c, bounds), c.REGISTERS,
+            produce_all, (q, k, v, q_tiles, q_full, q_free, rings, queue, spans, size, table, env, c, bounds), c.REGISTERS,
         )  # fmt: skip
     else:
         specialize(

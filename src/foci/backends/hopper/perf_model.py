@@ -1,4 +1,4 @@
-"""What a problem is estimated to cost: seconds of launches, and of flops at the rates of `rates`."""
+"""Estimated seconds of a problem: those of its launches, and those of its flops at the rates of `kernel_rates`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Tasks of persistent programs, which the producer posts in shared memory: where a task is, and which tiles each consumer folds.
+"""Task queue in shared memory for persistent programs. A slot says where a task is, and which tiles each consumer accumulates.
 
-The producer is ahead of the consumers, so that what it takes to find a task and its tiles passes beside their products. Two posts
-are in use at a time.
+The producer runs ahead of the consumers, so that it finds the next task and its tiles while they multiply. Two slots are in use
+at a time.
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon
@@ -11,7 +11,7 @@ from foci.backends.hopper.smem import FAR
 from foci.backends.triton.tiles import TICKETS, decode
 
 __all__ = [
-    "POSTS",
+    "SLOTS",
     "allocate_slots",
     "broadcast_ticket",
     "decode_ticket",
@@ -25,7 +25,7 @@ __all__ = [
     "write_slot",
 ]
 
-POSTS = gl.constexpr(2)
+SLOTS = gl.constexpr(2)
 # place, run, for each of three consumers what is its own of the cuts, and where a packed sequence lies
 FIELDS = gl.constexpr(5 + 7 + 3 * 6 + 4)
 HEAD = gl.constexpr(2)
@@ -36,30 +36,30 @@ ANSWER = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 @gluon.jit
 def allocate_slots():
-    """Shared memory of the posts, a number to each line."""
-    return gl.allocate_shared_memory(gl.int32, [POSTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """The slots in shared memory, one number a line."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def write_slot(posts, at, value):
+def write_slot(slots, at, value):
     """Puts a number in a line, by one warp."""
-    posts.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    slots.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def read_slot(posts, at, WARPS: gl.constexpr = 4):
+def read_slot(slots, at, WARPS: gl.constexpr = 4):
     """The number of a line, to so many warps."""
-    return gl.max(posts.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    return gl.max(slots.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
-def push_task(posts, n, place, run, cuts, half, size, table, c):
+def push_task(slots, n, place, run, cuts, half, size, table, c):
     """The n-th task, or a half of it."""
-    first = n % POSTS * FIELDS
+    first = n % SLOTS * FIELDS
     for i in gl.static_range(5):
-        write_slot(posts, first + i, place[i])
+        write_slot(slots, first + i, place[i])
     for i in gl.static_range(7):
-        write_slot(posts, first + 5 + i, run[i].to(gl.int32))
+        write_slot(slots, first + 5 + i, run[i].to(gl.int32))
     for me in gl.static_range(c.CONSUMERS):
         # of a halved task the first half has all consumers but the last; of a short one, of those that have rows
         second = me // (c.CONSUMERS - 1)
@@ -68,49 +68,49 @@ def push_task(posts, n, place, run, cuts, half, size, table, c):
             second = gl.where(me < (there + 1) // 2, 0, 1)
         other = (half >= 0) & (half != second)
         for i in gl.static_range(4):
-            write_slot(posts, first + OWN + 6 * me + i, gl.where(other, cuts[me][4], cuts[me][i]))
-        write_slot(posts, first + OWN + 6 * me + 4, cuts[me][5])
-        write_slot(posts, first + OWN + 6 * me + 5, gl.where(other, FAR, 0))
+            write_slot(slots, first + OWN + 6 * me + i, gl.where(other, cuts[me][4], cuts[me][i]))
+        write_slot(slots, first + OWN + 6 * me + 4, cuts[me][5])
+        write_slot(slots, first + OWN + 6 * me + 5, gl.where(other, FAR, 0))
     for i in gl.static_range(len(place) - 5):
-        write_slot(posts, first + SPAN + i, place[5 + i])
+        write_slot(slots, first + SPAN + i, place[5 + i])
 
 
 @gluon.jit
-def push_end(posts, n):
-    """That there is no n-th task."""
-    write_slot(posts, n % POSTS * FIELDS + HEAD, -1)
+def push_end(slots, n):
+    """Writes that there is no n-th task."""
+    write_slot(slots, n % SLOTS * FIELDS + HEAD, -1)
 
 
 @gluon.jit
-def pushed_head(posts, n):
+def pushed_head(slots, n):
     """The head of the n-th task; -1 behind the last."""
-    return read_slot(posts, n % POSTS * FIELDS + HEAD)
+    return read_slot(slots, n % SLOTS * FIELDS + HEAD)
 
 
 @gluon.jit
-def pop_task(me, posts, n, c):
+def pop_task(me, slots, n, c):
     """(place, run, the consumer's cuts, how far beyond are its rows) of the n-th task."""
-    at = n % POSTS * FIELDS
-    place = (read_slot(posts, at), read_slot(posts, at + 1), read_slot(posts, at + 2), read_slot(posts, at + 3), read_slot(posts, at + 4))
+    at = n % SLOTS * FIELDS
+    place = (read_slot(slots, at), read_slot(slots, at + 1), read_slot(slots, at + 2), read_slot(slots, at + 3), read_slot(slots, at + 4))
     if c.JAGGED:
         lies = at + SPAN
-        place = place + (read_slot(posts, lies), read_slot(posts, lies + 1), read_slot(posts, lies + 2), read_slot(posts, lies + 3))
-    line = read_slot(posts, at + 5)
+        place = place + (read_slot(slots, lies), read_slot(slots, lies + 1), read_slot(slots, lies + 2), read_slot(slots, lies + 3))
+    line = read_slot(slots, at + 5)
     if c.MODE == "lists":
         # entries of a table are found in 64 bits
         line = line.to(gl.int64)
-    full, part = read_slot(posts, at + 7), read_slot(posts, at + 11)
-    run = (line, read_slot(posts, at + 6), full, read_slot(posts, at + 8), read_slot(posts, at + 9), read_slot(posts, at + 10), part)
+    full, part = read_slot(slots, at + 7), read_slot(slots, at + 11)
+    run = (line, read_slot(slots, at + 6), full, read_slot(slots, at + 8), read_slot(slots, at + 9), read_slot(slots, at + 10), part)
     own = at + OWN + 6 * me
     cuts = (
-        read_slot(posts, own),
-        read_slot(posts, own + 1),
-        read_slot(posts, own + 2),
-        read_slot(posts, own + 3),
+        read_slot(slots, own),
+        read_slot(slots, own + 1),
+        read_slot(slots, own + 2),
+        read_slot(slots, own + 3),
         full + part,
-        read_slot(posts, own + 4),
+        read_slot(slots, own + 4),
     )
-    return place, run, cuts, read_slot(posts, own + 5)
+    return place, run, cuts, read_slot(slots, own + 5)
 
 
 @gluon.jit

@@ -33,8 +33,8 @@ class TrainingKernel(HopperKernel, HopperGradients):
         self.takes_split = takes_split(self.problem, plan.target)
 
     @property
-    def foresees(self) -> bool:
-        """Not where tables of a mask are made by themselves."""
+    def can_precompile_backward(self) -> bool:
+        """False where the backward kernels of this backend build tables of the mask, which would run at once."""
         return self.is_prefix or not self.takes_own
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:

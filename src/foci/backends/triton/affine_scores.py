@@ -2,7 +2,7 @@
 query.
 
 A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
-one operation (`foci.backends.triton.tiles.along`, `foci.backends.hopper.masking.affine_terms`). In the backward, where queries are
+one operation (`foci.backends.triton.tiles.affine_columns`, `foci.backends.hopper.masking.affine_terms`). In the backward, where queries are
 columns, each column's logsumexp takes its part of the line.
 """
 

@@ -92,7 +92,7 @@ class _Results(NamedTuple):
 
 
 class _Forward:
-    """A forward pass for rows of one kind, in its surroundings. `kept`: what all write lse to, where nobody reads it."""
+    """A forward pass for rows of one kind, for one stream and set of sequences. `kept`: what all write lse to, where nobody reads it."""
 
     __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Plan
 from foci.backends.mask_intervals import as_comparisons
-from foci.backends.problem_class import find_pair_reads, tile_bytes
+from foci.backends.problem_class import find_pair_loads, tile_bytes
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.triton.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
@@ -29,7 +29,7 @@ from foci.backends.triton.functions import KernelFunctions, build_functions, cap
 from foci.backends.triton.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.triton.launch_cache import KnownPasses, find_pass, keep_pass, source_of_places
 from foci.backends.triton.mask_convexity import begins_late, is_convex
-from foci.backends.triton.precompile_backward import foresee
+from foci.backends.triton.precompile_backward import precompile_backward
 from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import (
     Schedule,
@@ -110,7 +110,7 @@ class TritonKernel(KnownPasses):
         self.is_by_bounds = formula.block_size is None and as_comparisons(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
         # a mask that is read takes little room beside what is streamed: two programs share a multiprocessor; beside a bias they do not fit
-        is_whole = self.is_dense or bool(find_pair_reads(self.variant.score))
+        is_whole = self.is_dense or bool(find_pair_loads(self.variant.score))
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
         # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
         is_sloped = score_derivative(self.variant.score).op != "const"
@@ -122,8 +122,8 @@ class TritonKernel(KnownPasses):
         self.schedules: dict[str, Schedule] = {}
 
     @property
-    def foresees(self) -> bool:
-        """Whether a backward pass by a recorder touches nothing else, see `foresight`."""
+    def can_precompile_backward(self) -> bool:
+        """Whether a backward pass by a recorder touches nothing else, see `precompile_backward`."""
         return True
 
     def schedule(self, kind: str) -> Schedule:
@@ -154,7 +154,7 @@ class TritonKernel(KnownPasses):
         recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
             results = self._forward(operands, sequences, recorder)
-            foresee(self, operands, sequences, results)
+            precompile_backward(self, operands, sequences, results)
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
             keep_pass(key, sequences, self._read(operands.captures), made)

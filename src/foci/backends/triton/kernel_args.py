@@ -1,7 +1,7 @@
 """What kernels receive: named tuples that hosts fill and kernels read, and integers that never specialise a kernel.
 
 Triton compiles a kernel anew when an integer argument becomes 1 or a multiple of 16. Integers travel as 4 v + 3, which
-is neither for any v, and `tiles.number` undoes it, so that new lengths and values meet the same kernel. Alignment is
+is neither for any v, and `tiles.decode` undoes it, so that new lengths and values meet the same kernel. Alignment is
 said by `Config.UNIT` instead: strides travel in units of so many elements.
 """
 

@@ -1,4 +1,4 @@
-"""The backward pass's kernels, compiled while the forward pass is compiled, launched and followed by whatever comes between."""
+"""Compiles the backward pass's kernels while the forward pass compiles and runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from foci.backends.triton.kernel import TritonKernel
     from foci.backends.triton.tile_tables import Sequences
 
-__all__ = ["foresee"]
+__all__ = ["precompile_backward"]
 
 
-class _Foreseen(Recorder):
-    """Of a pass to come: what it makes takes no memory, nothing is launched, and nothing is kept."""
+class _PrecompileRecorder(Recorder):
+    """Records a pass that has not begun: its tensors take no memory, and it launches and keeps nothing."""
 
     is_ahead = True
 
@@ -37,7 +37,7 @@ class _Foreseen(Recorder):
 
     def another(self, inputs: Inputs, stream: int | None) -> Recorder:
         """Another of the kind."""
-        return _Foreseen()
+        return _PrecompileRecorder()
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Notes what will be launched."""
@@ -46,17 +46,25 @@ class _Foreseen(Recorder):
         launch_ahead(function, plain, options)
 
 
-def foresee(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> None:
-    """Has the kernels compiled that the backward pass of a forward pass will launch, where the latter brings new ones.
+def precompile_backward(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> None:
+    """Compiles the kernels that the backward pass will launch, where the forward pass has kernels to compile too.
 
-    Called within `compile_in_parallel`. Of packed sequences or block masks, and where captured tensors learn or schedules are timed, the
-    backward pass begins to compile when it comes; so does what it needs besides where gradients of more than the output come.
+    Called within `compile_in_parallel`. Four cases compile their backward kernels at the first backward pass instead: packed sequences,
+    block masks, captured tensors that require gradients, and schedules that are being timed. So does a backward pass that also gets a
+    gradient of the logsumexp or of another auxiliary output, for the kernels that only this gradient needs.
     """
     is_empty = 0 in (results.out.numel(), operands.key.shape[2])
     is_other = kernel.learns or kernel.problem.tuned or operands.cu_q is not None or operands.blocks is not None
-    if kernel.gradients == 0 or not kernel.foresees or is_empty or is_other or free_stream(operands.query) is None or not is_new():
+    if (
+        kernel.gradients == 0
+        or not kernel.can_precompile_backward
+        or is_empty
+        or is_other
+        or free_stream(operands.query) is None
+        or not is_new()
+    ):
         return
     given = Given(results.out, results.lse, results.out, None)
-    # what goes wrong here goes wrong in the backward pass, where somebody asked for it
+    # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
-        kernel._backward(operands, given, sequences, _Foreseen(), None)
+        kernel._backward(operands, given, sequences, _PrecompileRecorder(), None)

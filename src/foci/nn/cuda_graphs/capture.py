@@ -19,7 +19,7 @@ from foci.nn.cuda_graphs.buckets import Bucket, check_sizes, choose_shape
 from foci.nn.cuda_graphs.graphs import CUDA, Engine
 from foci.nn.cuda_graphs.replay import Batch, Recordings
 from foci.nn.masking import check_mask, detect_causal
-from foci.nn.packing import Packing, enter, is_nested, is_readable, leave, pack_whole
+from foci.nn.packing import Packing, is_nested, is_readable, pack_batch, pack_whole, restore_batch
 
 __all__ = ["Captured", "capture", "release"]
 
@@ -194,10 +194,10 @@ class Captured:
         if not isinstance(first, Tensor) or not (is_nested(first) or is_readable(first)) or torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         device = self._check(given)
-        call = self._entered(given)
+        call = self._pack_call(given)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             out = self._run(call, device)
-        return leave(out, call.packings[0], batch_first=self._batch_first, given=padding)
+        return restore_batch(out, call.packings[0], batch_first=self._batch_first, given=padding)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         given = dict(zip(self._defaults, args, strict=False))
@@ -230,14 +230,14 @@ class Captured:
                 raise ValueError(f"{name} must not require grad in a captured module")
         return device
 
-    def _entered(self, given: dict[str, Any]) -> _Call:
+    def _pack_call(self, given: dict[str, Any]) -> _Call:
         tokens, packings, lengths, batch_first = [], [], [], self._batch_first
         for name, mask in self._stack.inputs:
             x, padding = given[name], given[mask]
             if x.dim() == 2 and not isinstance(padding, Packing):
                 raise ValueError(f"{name} must be batched in a captured module, or tokens with a Packing; got {list(x.shape)}")
             lengths.append(None if is_nested(x) or isinstance(padding, Packing) else x.shape[1 if batch_first else 0])
-            x, packing = enter(x, padding, batch_first=batch_first)
+            x, packing = pack_batch(x, padding, batch_first=batch_first)
             if packing is None:
                 packing = pack_whole(x, batch_first=batch_first)
                 x = packing.pack(x)
