@@ -14,7 +14,7 @@ RELEASES ?=
 .PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs lint format bench clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## the environment that every other target uses
 
@@ -30,16 +30,16 @@ resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alo
 	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= $(BIN)/python -m pip install --quiet \
 		--dry-run --ignore-installed --constraint constraints.txt '.[demo,test]'
 
-demo: $(STAMP) ## a trained transformer and a GPT-2-style training step on foci; pictures in demo-output/
+demo: $(STAMP) ## a trained transformer on foci; pictures in demo-output/
 	$(BIN)/foci demo
 
-test: $(STAMP) ## the suite as CI runs it: of tests of many cases a sixth, another one after each commit
+test: $(STAMP) ## the suite as CI runs it: a sixth of the largest tests' cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(SAMPLE) $(ARGS)
 
-test-all: $(STAMP) ## every case of every test, and the whole grid: an hour or more
+test-all: $(STAMP) ## every case of every test: more than an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(ARGS)
 
-newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind, compiled by the newest Triton as well
+newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## GPU kernels of every kind, compiled by the newest Triton
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
 	PYTHONPATH=.newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/backends/hopper/test_forward_compile.py \
 		tests/backends/hopper/test_backward_compile.py tests/backends/test_triton_compile.py tests/backends/test_triton_compiling.py \
@@ -50,13 +50,13 @@ newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## kernels of every kind, co
 	rm -rf .newest
 	$(BIN)/python -m pip install --quiet --no-deps --target .newest triton==$(NEWEST)
 
-matrix: ## the contract tests on every release of torch, or on RELEASES="2.11.0 newest", each in its environment below .matrix/
+matrix: ## contract tests on each torch, or on RELEASES="2.11.0 newest"
 	$(PYTHON) tests/matrix.py --releases "$(RELEASES)" -n $(JOBS) $(SAMPLE) $(ARGS)
 
-matrix-quick: ## the same for the tests that a new release breaks first
+matrix-quick: ## the tests that a new release breaks first, on the same releases
 	$(PYTHON) tests/matrix.py --only quick --releases "$(RELEASES)" -n $(JOBS) $(SAMPLE) $(ARGS)
 
-matrix-install: ## the environments alone
+matrix-install: ## the environments of matrix, without running tests
 	$(PYTHON) tests/matrix.py --only install --releases "$(RELEASES)"
 
 docs: $(STAMP) ## the examples in README.md, docs/ and docstrings

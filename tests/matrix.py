@@ -57,6 +57,11 @@ class Outcome:
     skipped: int = 0
     seconds: float = 0.0
 
+    @property
+    def total(self):
+        """How many tests ran or were skipped."""
+        return self.passed + self.failed + self.skipped
+
 
 def chosen(names):
     """The releases that words name: versions of torch, "oldest" and "newest"; all for no word. Raises ValueError for other words."""
@@ -121,11 +126,13 @@ def test(release, python, files, pytest_options):
 
 
 def summary(outcomes):
-    """A line for each release."""
-    rows = [("torch", "triton", "verdict", "passed", "failed", "skipped", "seconds")]
-    rows += [(*o.release, o.verdict, str(o.passed), str(o.failed), str(o.skipped), f"{o.seconds:.0f}") for o in outcomes]
+    """A line for each release: counts of its tests, dashes where none ran, and the verdict."""
+    rows = [("torch", "triton", "passed", "failed", "skipped", "seconds", "verdict")]
+    for o in outcomes:
+        counts = [str(n) if o.total else "-" for n in (o.passed, o.failed, o.skipped)]
+        rows.append((*o.release, *counts, f"{o.seconds:.0f}" if o.seconds else "-", o.verdict))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}" for row in rows)
 
 
 def run(release, files, pytest_options):
@@ -140,8 +147,10 @@ def run(release, files, pytest_options):
 
 def main(words):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--releases", default="", help="versions of torch, oldest or newest, with spaces; all if empty")
-    parser.add_argument("--only", choices=["install", "quick"], help="install and test nothing, or test the quick part")
+    parser.add_argument("--releases", default="", help="versions of torch, 'oldest' or 'newest', with spaces between; all if empty")
+    parser.add_argument(
+        "--only", choices=["install", "quick"], help="install: make the environments and test nothing; quick: run fewer tests"
+    )
     options, pytest_options = parser.parse_known_args(words)
     try:
         releases = chosen(options.releases.split())

@@ -591,5 +591,5 @@ def test_no_head_dim_gives_equal_weights(entry):
     gradients = torch.autograd.grad(found.sin().sum(), (q, k, v))
     assert [tuple(g.shape) for g in gradients[:2]] == [(2, 4, 5, 0)] * 2
     torch.testing.assert_close(gradients[2], torch.autograd.grad(means.sin().sum(), v)[0])
-    with torch.no_grad():
-        torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    with torch.no_grad():  # torch 2.12 gives zeros here, other releases what stands below
+        torch.testing.assert_close(foci.scaled_dot_product_attention(q, k, v), v.mean(2, keepdim=True).expand_as(v))

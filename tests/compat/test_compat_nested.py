@@ -60,6 +60,16 @@ whole = torch.nested.nested_tensor([p.flatten(1) for p in parts], layout=torch.j
 found = layer(whole)
 torch.testing.assert_close(found.values()[:3], layer(parts[0].flatten(1)[None])[0])
 found.values().sum().backward()
+def causal(x):
+    heads = x.transpose(1, 2)
+    return foci.attention(heads, heads, heads, mask=foci.masks.causal())
+compiled = torch.compile(causal, backend="aot_eager", fullgraph=True)
+for lengths in ((3, 5), (2, 7, 4), (6, 1), (4, 4)):
+    x, again = (torch.nested.nested_tensor([torch.arange(16.0 * n).view(n, 2, 8).cos() for n in lengths], layout=torch.jagged, requires_grad=True) for _ in "ab")
+    found, expected = compiled(x), causal(again)
+    torch.testing.assert_close(found.values(), expected.values())
+    found.values().sin().sum().backward(), expected.values().sin().sum().backward()
+    torch.testing.assert_close(x.grad.values(), again.grad.values())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"FOCI_WITHOUT": "*ested*"})
     assert done.returncode == 0, done.stderr

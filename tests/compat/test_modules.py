@@ -59,6 +59,10 @@ ours = foci.nn.convert(copy.deepcopy(theirs))
 x, padding = torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[5], [2], [3]])
 torch.testing.assert_close(ours(x, src_key_padding_mask=padding)[~padding], theirs(x, src_key_padding_mask=padding)[~padding])
 ours(x).sum().backward()
+compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+for batch, length in ((3, 5), (2, 7), (4, 6)):
+    x = torch.randn(batch, length, 16)
+    torch.testing.assert_close(compiled(x), theirs(x))
 assert ACTIVE_COLLECTOR is None
 config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)
 model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="foci").eval()
