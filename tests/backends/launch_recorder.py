@@ -1,29 +1,22 @@
 """Record which kernels a call would launch on a GPU, without a GPU: stand-ins take the place of the Triton kernels.
 
-Tensors stay on the CPU and are never computed on. A launch is its kernel, its grid and a digest of its arguments; pointers count by the
-tensor that they point into and the distance from its start, so that two runs compare equal.
+Tensors stay on the CPU and are never computed on. A launch is its kernel, its grid and a digest of its arguments and options; pointers
+count by the tensor that they point into and the distance from its start, so that two runs compare equal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from launched import LAUNCHED
-from recordings import Function, flat
+from recordings import Function, forget_launches, plan_for_a_gpu, replace_hopper_kernels, replace_kernels
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from foci import call_cache, execution, planner
-from foci.backends.triton import launch_cache, launch_program, recorder, tile_tables, weak_cache
 from foci.compat.triton import release
-from foci.operator import op_impl
-from foci.problem import Target
 
 FIRST_ADDRESS = 1 << 32  # smaller numbers are no addresses
 RELEASE = ".".join(map(str, release()))
@@ -71,30 +64,11 @@ def recording_launches(monkeypatch: Any, arch: int, stand_in: Callable[[JITFunct
     """Plan calls of CPU tensors for a GPU of this compute capability, with a stand-in for each kernel; by default they are recorded."""
     log = Log([], [])
     with monkeypatch.context() as patch:
-        for module, names in LAUNCHED.items():
-            for name in names:
-                patch.setattr(module, name, stand_in(getattr(module, name), log))
-        for host in ("kernel", "backward"):
-            module = importlib.import_module(f"foci.backends.hopper.{host}")
-            for name, function in list(vars(module).items()):
-                if isinstance(function, JITFunction):
-                    patch.setattr(module, name, stand_in(function, log))
-        patch.setattr(recorder, "direct", keep_descriptors)
-        patch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", f"triton-{RELEASE}"})))
-        for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
-            patch.setattr(module, name, type(getattr(module, name))())
-        patch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
-        patch.setattr(tile_tables, "_sequence_cache", OrderedDict())
-        patch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
-        patch.setattr(tile_tables, "_recording_cache", weak_cache.WeakCache(256))
-        patch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
+        for replace in (replace_kernels, replace_hopper_kernels):
+            replace(patch, lambda function: stand_in(function, log))
+        plan_for_a_gpu(patch, arch, f"triton-{RELEASE}")
+        forget_launches(patch)
         yield log
-
-
-def keep_descriptors(compiled: Any, place: Any, noted: Any) -> Any:
-    """In place of `recorder.direct`: a replayed launch is given the tensor descriptors that Triton would be given."""
-    maps = [(at, role, launch_program.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
-    return launch_program.Launch(compiled.run, noted._replace(tiles=maps).after((*place, compiled.packed_metadata, None, None, None)))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -103,8 +77,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for part in value for t in tensors_in(part)] if isinstance(value, tuple | list) else []
 
 
+class Temporary(NamedTuple):
+    """An address within a tensor that only the pass knows."""
+
+    address: int
+
+
 def normalize(raw: Sequence[Any], tensors: Sequence[Tensor]) -> list[Launch]:
-    """Launches with pointers as (number of the tensor, distance); pointers into temporary tensors are all "temporary"."""
+    """Launches with pointers as (number of the tensor, distance), or as `Temporary`."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -114,7 +94,7 @@ def normalize(raw: Sequence[Any], tensors: Sequence[Tensor]) -> list[Launch]:
         if isinstance(value, bool) or not isinstance(value, int) or value < FIRST_ADDRESS:
             return value
         inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < max(t.nbytes, 1)]
-        return inside[0] if inside else "temporary"
+        return inside[0] if inside else Temporary(value)
 
     return [Launch(kernel, grid, plain(arguments)) for kernel, grid, arguments in raw]
 
@@ -124,9 +104,21 @@ def describe_function(function: JITFunction) -> str:
     return f"function {hashlib.sha256(function.src.encode()).hexdigest()[:12]}"
 
 
+def number_temporaries(launches: Sequence[Launch]) -> list[Launch]:
+    """Addresses that only the pass knows as numbers, in the order in which launches are first given them."""
+    numbers: dict[Temporary, str] = {}
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, Temporary):
+            return numbers.setdefault(value, f"temporary {len(numbers)}")
+        return tuple(map(numbered, value)) if isinstance(value, tuple) else value
+
+    return [launch._replace(arguments=numbered(launch.arguments)) for launch in launches]
+
+
 def digest(launches: Sequence[Launch]) -> str:
     """A number for the grids and arguments of launches. Kernels' names are left out: renaming a kernel does not change it."""
-    text = repr([(launch.grid, launch.arguments) for launch in launches])
+    text = repr([(launch.grid, launch.arguments) for launch in number_temporaries(launches)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -148,11 +140,13 @@ class Passes(NamedTuple):
 def _without_tables(launches: Sequence[Launch]) -> list[Launch]:
     """Without the kernels that make tables, and without `zero_counters` where the next kernel makes a table of the counters."""
     following = [*(launch.kernel for launch in launches[1:]), ""]
-    return [
-        launch
-        for launch, after in zip(launches, following, strict=False)
-        if launch.kernel not in TABLE_KERNELS and not (launch.kernel == "zero_counters" and after in TABLE_KERNELS)
-    ]
+    return number_temporaries(
+        [
+            launch
+            for launch, after in zip(launches, following, strict=False)
+            if launch.kernel not in TABLE_KERNELS and not (launch.kernel == "zero_counters" and after in TABLE_KERNELS)
+        ]
+    )
 
 
 def run(log: Log, call: Callable[..., Any], inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> Passes:

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
 from launched import LAUNCHED
+from triton.runtime.jit import JITFunction
 
 from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables, weak_cache
 from foci.operator import op_impl
@@ -28,31 +29,33 @@ class Compiled:
     packed_metadata = (4, 1, 0)
     function = 7
 
-    def __init__(self, name, launched, count):
-        self.name, self.launched, self.count = name, launched, count
+    def __init__(self, name, launched, count, options=()):
+        self.name, self.launched, self.count, self.options = name, launched, count, options
 
     def run(self, x, y, z, stream, function, metadata, *rest):
         assert rest[:3] == (None, None, None)
         assert len(rest[3:]) == self.count
         assert_plain((x, y, z, rest[3:]))
-        self.launched.append((self.name, (x, y, z), flat(rest[3:])))
+        self.launched.append((self.name, (x, y, z), flat(rest[3:]) + self.options))
 
 
 class Function:
-    """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`."""
+    """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`. Options such as num_warps follow the arguments."""
 
     def __init__(self, function, worked_out, launched):
-        name = function.__name__
-        self.signature = function.signature
-        self.name, self.worked_out, self.compiled = name, worked_out, Compiled(name, launched, len(self.signature.parameters))
+        self.signature, self.name = function.signature, function.__name__
+        self.worked_out, self.launched, self.compiled = worked_out, launched, {}
 
     def __getitem__(self, grid):
         def run(*args, **options):
             assert_plain((grid, args))
             bound = self.signature.bind(*args)
             bound.apply_defaults()
-            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values()))))
-            return self.compiled
+            chosen = tuple(sorted(options.items()))
+            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
+            if chosen not in self.compiled:
+                self.compiled[chosen] = Compiled(self.name, self.launched, len(self.signature.parameters), chosen)
+            return self.compiled[chosen]
 
         return run
 
@@ -82,31 +85,47 @@ def flat(value):
 def put_stand_ins(monkeypatch):
     """In place of the kernels, with nothing kept from before: what was worked out, and what was launched at once."""
     worked_out, launched = [], []
-    for module, names in MODULES.items():
+    replace_kernels(monkeypatch, lambda function: Function(function, worked_out, launched), MODULES)
+    forget_launches(monkeypatch)
+    return worked_out, launched
+
+
+def replace_kernels(monkeypatch, stand_in, modules=LAUNCHED):
+    """stand_in(kernel) in place of each kernel of the backend triton that these modules launch."""
+    for module, names in modules.items():
         for name in names:
-            monkeypatch.setattr(module, name, Function(getattr(module, name), worked_out, launched))
+            monkeypatch.setattr(module, name, stand_in(getattr(module, name)))
+
+
+def replace_hopper_kernels(monkeypatch, stand_in):
+    """The same of all kernels of the backend hopper, where its Gluon is installed."""
+    for host in ("kernel", "backward"):
+        module = pytest.importorskip(f"foci.backends.hopper.{host}")
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(module, name, stand_in(function))
+
+
+def forget_launches(monkeypatch):
+    """Tables of tiles, and launches, that nothing knows from before."""
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(tile_tables, "_sequence_cache", type(tile_tables._sequence_cache)())
     monkeypatch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
     monkeypatch.setattr(tile_tables, "_recording_cache", weak_cache.WeakCache(256))
     monkeypatch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
-    return worked_out, launched
 
 
-def mapped(compiled, place, noted):
-    """In place of `recorder.direct`: descriptors become maps, which are known by address."""
-    tiles = [
-        (at, role, launch_program.Maps(made, lambda tiles, facts: [("map", tiles.base.data_ptr(), *tiles.shape)], {}))
-        for at, role, made in noted.tiles
-    ]
+def keep_descriptors(compiled, place, noted):
+    """In place of `recorder.direct`: a repeated launch is given the tensor descriptors that Triton would be given."""
+    tiles = [(at, role, launch_program.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
     arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
     return launch_program.Launch(compiled.run, arguments)
 
 
-def plan_for_a_gpu(monkeypatch):
+def plan_for_a_gpu(monkeypatch, arch=90, *features):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
-    monkeypatch.setattr(recorder, "direct", mapped)
-    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    monkeypatch.setattr(recorder, "direct", keep_descriptors)
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", *features})))
     for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 

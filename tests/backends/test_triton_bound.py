@@ -7,7 +7,7 @@ import foci
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from recordings import Function, placed
+from recordings import Function, placed, replace_hopper_kernels
 from triton import knobs
 
 from foci import masks, planner
@@ -139,11 +139,9 @@ def test_whoever_watches_launches_is_told_of_them(launched):
 
 @pytest.fixture
 def hopper(launched, monkeypatch):
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    replace_hopper_kernels(monkeypatch, lambda function: Function(function, *launched))
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton", "triton-3.6"})))
-    monkeypatch.setattr(kernel, "count_sms", lambda device: 4)
-    for name in ("zero_fill_gaps", "attention_forward"):
-        monkeypatch.setattr(kernel, name, Function(getattr(kernel, name), *launched))
+    monkeypatch.setattr("foci.backends.hopper.kernel.count_sms", lambda device: 4)
     with foci.use("hopper"):
         yield launched[1]
 
@@ -165,8 +163,8 @@ def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, learns):
     names = ["attention_forward"] if whole else ["attention_forward", "zero_fill_gaps"]
     assert [name for name, *_ in hopper] == names * count
     taken = [args for name, _, args in hopper if name == "attention_forward"]
-    assert [args[3][1] for args in taken] == [out.data_ptr() for out, *_ in found]
-    assert not {args[3][1] for args in taken} & {out.data_ptr() for out, *_ in early}
+    assert [args[3][0] for args in taken] == [out.data_ptr() for out, *_ in found]
+    assert not {args[3][0] for args in taken} & {out.data_ptr() for out, *_ in early}
     assert len({args[4] for args in taken}) == (count if learns else 1)
     assert not learns or [args[4] for args in taken] == [lse.data_ptr() for _, lse in found]
     # in the table of tasks

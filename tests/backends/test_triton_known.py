@@ -7,8 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from recordings import DOCUMENTS, SLOPES, Function, addressed, flat
-from triton.runtime.jit import JITFunction
+from recordings import DOCUMENTS, SLOPES, Function, addressed, flat, replace_hopper_kernels
 
 import foci
 from foci import call_cache, execution, masks, planner, scores
@@ -165,12 +164,8 @@ def moved_call(tokens, options, *, separate, wanted=(True, True, True)):
 
 
 def hopper_functions(monkeypatch, worked_out, launched):
-    """Stand-ins for the kernels of the backend hopper, where its Gluon is installed."""
-    hosts = [pytest.importorskip(f"foci.backends.hopper.{name}") for name in ("kernel", "backward")]
-    for module in hosts:
-        for name, function in list(vars(module).items()):
-            if isinstance(function, JITFunction):
-                monkeypatch.setattr(module, name, Function(function, worked_out, launched))
+    """Stand-ins for the kernels of the backend hopper, for which calls are planned."""
+    replace_hopper_kernels(monkeypatch, lambda function: Function(function, worked_out, launched))
     target = Target("cuda", 90, frozenset({"triton", "triton-3.6"}))
     monkeypatch.setitem(planner._targets, torch.device("cpu"), target)
 
