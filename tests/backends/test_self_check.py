@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
-from foci import call_cache, execution, masks, planner
+from foci import cache_check, call_cache, execution, masks, planner
 from foci.backends import blocked, disk, hopper, self_check
 from foci.backends import triton as triton_backend
 from foci.backends.contract import Plan, Unbuildable
@@ -120,14 +120,19 @@ def test_verdicts_are_kept_and_hold_for_one_release_and_kind(installed, monkeypa
             monkeypatch.setattr(self_check._self_check, "_verdicts", {})  # as in the next process
         assert len(kinds) == 1
         assert (hopper.BACKEND.reject(asked, UNSEEN) is None) == (verdict.failure is None)
-    for part, name in (("_triton", "3.99.7"), ("_source_digest", "another"), (None, None)):
+    changes = {
+        "Triton": lambda: monkeypatch.setattr(self_check, "_triton", lambda: "3.99.7"),
+        "foci": lambda: monkeypatch.setattr(self_check, "_source_digest", lambda: "another"),
+        "torch": lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
+        "GPU": lambda: monkeypatch.setattr(self_check._self_check, "_find_device", lambda target: Device(0, "NVIDIA H200")),
+    }
+    for name, change in changes.items():
         kinds = installed(Verdict(None), "3.99.0")
-        if part is None:
-            monkeypatch.setattr(torch, "__version__", "2.99.0")
-        else:
-            monkeypatch.setattr(self_check, part, lambda name=name: name)
+        change()
         self_check._self_check.verdict(kind, UNSEEN)
-        assert len(kinds) == 1, part
+        assert len(kinds) == 1, name
+        self_check._self_check.verdict(kind, UNSEEN)
+        assert len(kinds) == 1, name
 
 
 def test_what_is_not_final_is_not_kept(installed, tmp_path):
@@ -157,13 +162,51 @@ def test_a_checker_that_raises_says_nothing_of_the_kernels(installed, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# NOW-02
-def test_another_backend_runs_with_one_warning_for_each_that_fails(installed, monkeypatch):
-    installed(Verdict("out wrong"))
+@pytest.fixture
+def unseen(monkeypatch):
+    """Calls of tensors on the CPU are planned for a GPU with an unseen release; nothing is known from before."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), UNSEEN)
     for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.setattr(execution, "_warned", set())
+
+
+# NOW-02
+def test_a_backend_that_alone_is_allowed_and_fails_is_an_error_with_its_cause(installed, unseen):
+    installed(Verdict("out wrong"))
+    q = torch.randn(1, 2, 16, 64).to(torch.bfloat16)
+    for error in (Unbuildable, planner.NoViableBackend):  # as it is found, then as it is known
+        with foci.use("hopper"), pytest.raises(error, match="fails its self-check with Triton 3.99.0.*out wrong"):
+            foci.attention(q, q, q)
+
+
+# NOW-02
+def test_a_failure_in_a_compiled_call_and_with_caches_that_check_themselves(installed, unseen, monkeypatch):
+    kinds = installed(Verdict("out wrong"))
+    monkeypatch.setattr(cache_check, "ENABLED", True)
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q: foci.attention(q, q, q, mask=masks.causal()), backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 2, 64, 64).to(torch.bfloat16)
+    with foci.use("hopper", "triton", "blocked"), foci.observe() as log, pytest.warns(UserWarning, match="fails its self-check"):
+        found = [attend(q) for _ in range(3)]
+    assert {call.backend for call in log.calls} == {"blocked"}
+    assert sorted(kind.backend for kind in kinds) == ["hopper", "triton"]
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), q.double(), q.double(), is_causal=True)
+    for out in found:
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+# NOW-02
+def test_kernels_that_are_checked_are_not_tuned(installed):
+    installed(Verdict(None))
+    asked = problem(masks.causal(), tuned=True)
+    made = {target: triton_backend.BACKEND.compile(Plan("triton", asked, target)) for target in (UNSEEN, H200)}
+    assert [type(made[target]).__name__ for target in (UNSEEN, H200)] == ["TritonKernel", "TunedKernel"]
+
+
+# NOW-02
+def test_another_backend_runs_with_one_warning_for_each_that_fails(installed, unseen):
+    installed(Verdict("out wrong"))
     q = torch.randn(1, 2, 2048, 64).to(torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught, foci.use("hopper", "triton", "blocked"), foci.observe() as log:
         warnings.simplefilter("always")

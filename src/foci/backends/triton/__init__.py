@@ -120,7 +120,7 @@ class TritonBackend:
 
         if plan.problem.formula.layout is Layout.PAGED:
             return PagedKernel(plan)
-        if plan.problem.tuned:
+        if plan.problem.tuned and not self_check.is_needed(plan.target):  # a check is of the kernels' usual schedules
             return TunedKernel(plan, TritonKernel)
         return TritonKernel(plan)
 
