@@ -1,4 +1,6 @@
-"""NestedTensors past their own operations, each of which takes Python longer than attention takes a GPU: by the tensors inside."""
+"""Attention of NestedTensors in plain eager calls, by their inner tensors: each NestedTensor operator of torch takes longer on the host
+than attention takes on a GPU.
+"""
 
 from __future__ import annotations
 

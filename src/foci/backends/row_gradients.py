@@ -33,10 +33,10 @@ def _is_constant_in_rows(derivative: CaptureDerivative) -> bool:
 
 
 def add_row_gradients(gradients: Gradients, problem: Problem, operands: Operands, lse: Tensor, grad_lse: Tensor | None) -> Gradients:
-    """Adds what the derivatives that are constant along rows contribute: zero without a gradient of lse.
+    """Adds the contribution of the derivatives that are constant along rows. It is zero without a gradient of lse.
 
     Args:
-        gradients: those of the other derivatives.
+        gradients: the sums over the other derivatives.
         problem: which captured tensors want a gradient.
         operands: the call.
         lse: [B, Hq, Sq], -inf for rows that attend to nothing.
@@ -61,7 +61,7 @@ def add_row_gradients(gradients: Gradients, problem: Problem, operands: Operands
 def _scattered(total: Tensor, derivative: CaptureDerivative, flowing: Tensor, env: Env) -> Tensor:
     """`total` and each row's contribution at its indices, added in one order."""
     weight, *indices = evaluate((derivative.weight, *derivative.indices), env)
-    terms = torch.where(flowing == 0, 0.0, flowing * weight)  # a weight may be infinite where nothing flows
+    terms = torch.where(flowing == 0, 0.0, flowing * weight)  # a derivative may be infinite in a row whose gradient is zero
     place = torch.zeros((), dtype=torch.int64, device=total.device)
     for length, index in zip(total.shape, indices, strict=True):
         wide = index.to(torch.int64)
@@ -85,7 +85,7 @@ def _rows(operands: Operands, formula: Formula) -> dict[str, Tensor]:
     q_lengths = starts.diff() if operands.q_lengths is None else operands.q_lengths
     kv_lengths = operands.cu_kv.diff() if operands.kv_lengths is None else operands.kv_lengths
     q_len, kv_len = q_lengths[b], kv_lengths[b]
-    # tokens of no sequence have no weight, but must not read beyond a captured tensor
+    # tokens of no sequence contribute nothing, but must not index beyond a captured tensor
     q_idx = torch.minimum(token - starts[b], q_len - 1).clamp(min=0)
     by_token = {"b": b, "q_idx": q_idx, "q_len": q_len, "kv_len": kv_len}
     heads = torch.arange(query.shape[1], dtype=torch.int32, device=device).view(1, -1, 1, 1)

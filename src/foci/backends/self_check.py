@@ -1,9 +1,9 @@
 """Self-check: kernels under a release of Triton that foci was not tested with are compared with the plain formula before they run.
 
-The first plan of each kind of problem starts a process that computes a small problem of that kind twice, by the backend and by
-`reference` (`foci.check_kernels`). A process of its own, because a wrong kernel or compiler may end the process that runs it, and because
-the caller's may be capturing a CUDA graph or tracing fake tensors. The verdict is kept on disk, under all that it holds for. Tested
-releases are never checked.
+The first plan of each kind of problem starts a process (`foci.check_kernels`) that runs a small problem of that kind twice by the backend
+and compares both results with `reference`. The check has its own process because a wrong kernel or compiler may end the process that runs
+it, and because the caller may be capturing a CUDA graph or tracing fake tensors. The verdict is stored on disk with all that it depends on.
+Tested releases are never checked.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ENABLED: Final = os.environ.get("FOCI_SELF_CHECK", "1") != "0"
 """The environment variable FOCI_SELF_CHECK=0 runs kernels under any release unchecked, as the check's own process does."""
 
 LENGTHS: Final = ((1, 1), (128, 100), (1024, 700), (2048, 1300), (4096, 2500), (1 << 62, 4300))
-"""(up to which length, what length stands for it): schedules differ by the length, up to 8192."""
+"""(largest length, length that the check uses for it): schedules differ by the length, up to 8192."""
 
 LIMIT: Final = 600
-"""Seconds until a check that does not end counts as failed."""
+"""Seconds after which a check counts as failed."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ class Kind:
     """The problems that one check stands for.
 
     Attributes:
-        backend: whose kernels are checked.
+        backend: the backend whose kernels are checked.
         variant: the kind of mask and score, a word of `foci.backends.problem_class.score_kind`, or "prefix" for a mask that keeps
             the first keys of a row but is not the causal one.
         layout, dtype: names.
         head_dim, value_dim: D and Dv.
         q_len, kv_len: of the small problem.
-        is_grouped: several query heads share keys.
-        has_dropout, has_blocks, has_backward: what is asked; `has_blocks`: the caller gives a block mask.
-        is_learned: captured tensors get gradients.
+        is_grouped: whether several query heads share a key head.
+        has_dropout, has_backward: whether the call has dropout, and a backward pass.
+        has_blocks: whether the caller gives a block mask.
+        is_learned: whether captured tensors require gradients.
         aux: auxiliary outputs beside the logsumexp, separated by commas.
     """
 
@@ -102,7 +103,7 @@ class Kind:
 
     @property
     def text(self) -> str:
-        """In a few words, for `explain`."""
+        """The kind in a few words, for `explain`."""
         parts = [self.variant, self.layout, self.dtype, f"D {self.head_dim}", f"Dv {self.value_dim}", f"{self.q_len} x {self.kv_len}"]
         named = {
             "shared heads": self.is_grouped, "dropout": self.has_dropout, "block mask": self.has_blocks,
@@ -116,7 +117,7 @@ def _length(length: int) -> int:
 
 
 class Verdict(NamedTuple):
-    """The outcome of a check: what is wrong, None if nothing is, and whether another check would say the same."""
+    """The outcome of a check: the failure, None if there is none, and whether another check would come to the same verdict."""
 
     failure: str | None
     is_final: bool = True
@@ -150,7 +151,7 @@ os.write(answer, check_kernels.answer(sys.stdin.read(), sys.argv[2]).encode())
 
 
 def run_in_process(kind: Kind, device: str, code: str = _CHILD, limit: float = LIMIT) -> Verdict:
-    """The verdict of a process that ends with the check, whatever becomes of it."""
+    """Runs the check in a process of its own and returns its verdict, also where the process crashes or hangs."""
     if not sys.executable:
         return Verdict("there is no Python to start", is_final=False)
     command = [sys.executable, "-c", code, json.dumps(sys.path), device]
@@ -190,12 +191,12 @@ class SelfCheck:
         self._turns = threading.Lock()
 
     def known(self, kind: Kind, target: Target) -> Verdict | None:
-        """A verdict from before; None if there is none. Nothing runs."""
+        """The stored verdict, or None. Runs nothing."""
         device = self._find_device(target)
         return None if device is None else self._known(_key(kind, device))
 
     def verdict(self, kind: Kind, target: Target) -> Verdict:
-        """The verdict from before, or else of a check that runs now."""
+        """The stored verdict, or that of a check that runs now."""
         device = self._find_device(target)
         if device is None:
             return Verdict("this machine has no such GPU, or another release of Triton", is_final=False)
@@ -242,7 +243,7 @@ class SelfCheck:
 
 
 def _key(kind: Kind, device: Device) -> str:
-    """All that a verdict holds for."""
+    """The key of a stored verdict: everything it depends on."""
     return "\n".join((f"triton {_triton()}", f"torch {torch.__version__}", device.name, _source_digest(), json.dumps(asdict(kind))))
 
 
@@ -252,7 +253,7 @@ def _triton() -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """Of foci's own code."""
+    """A digest of foci's source code."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -271,7 +272,7 @@ def is_needed(target: Target) -> bool:
 
 
 def failure_of(backend: str, problem: Problem, target: Target) -> str | None:
-    """Why a backend's kernels must not run, as far as it is known from before; None if they may, or if nothing is known yet."""
+    """Why a stored verdict forbids a backend's kernels; None if they may run, or if there is no verdict yet."""
     if not is_needed(target):
         return None
     kind = Kind.of(backend, problem)
@@ -280,7 +281,7 @@ def failure_of(backend: str, problem: Problem, target: Target) -> str | None:
 
 
 def check(plan: Plan) -> None:
-    """Checks the kernels of a plan, where that was not done.
+    """Checks the kernels of a plan, unless a verdict is stored.
 
     Raises:
         Unbuildable: if they are wrong, do not compile, or could not be checked.
@@ -303,12 +304,12 @@ def _reason(kind: Kind, verdict: Verdict) -> str | None:
 
 
 def is_failure(reason: str) -> bool:
-    """Whether a reason to decline comes of a check."""
+    """Whether a self-check gave this reason to decline."""
     return reason in _failures
 
 
 def note_of(target: Target) -> str:
-    """What `explain` says of kernels that are checked before they run; empty under tested releases."""
+    """The note of `explain` for kernels that are checked before they run; empty under tested releases."""
     if not is_needed(target):
         return ""
     return f"not tested with Triton {untested_release(target.features)}: the first call checks its kernels in another process; "

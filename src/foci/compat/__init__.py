@@ -1,5 +1,5 @@
-"""Every name of torch, Triton or transformers that is not public. No other module of foci reads one; `tests/compat/` checks that.
+"""Private names of torch, Triton and transformers. `tests/compat/test_private_names.py` lists the few modules elsewhere that read one.
 
-A module here holds the names of one area. Each name is looked up by `lookup.find`, which notes it with the releases that have it and
-what foci does without it: something slower by public means, never something wrong. `FOCI_WITHOUT` takes names away to test that.
+A module here holds the names of one area. `lookup.find` looks up each name and notes the releases that have it and what foci does
+without it: something slower by public means, never something wrong. `FOCI_WITHOUT` takes names away to test that.
 """

@@ -49,8 +49,8 @@ _TREES: Final = "torch._inductor.cudagraph_trees"
 
 
 def is_inductor_stream(device: int, stream: int) -> bool:
-    """Whether Inductor captures CUDA graphs on this stream. It first runs there what it will capture, in the memory of its graphs, and
-    lets nothing stay in that but results.
+    """Whether Inductor captures CUDA graphs on this stream. It first runs the program there once, in the memory pool of its
+    graphs, where only results may remain.
 
     Where torch does not tell, True on any stream but the default one, which is never Inductor's, once Inductor has made CUDA graphs.
     """

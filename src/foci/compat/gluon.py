@@ -17,7 +17,7 @@ CallerContext = find(
     without="has the consumers' functions read once for each warpgroup, which takes Triton longer",
     seen=("3.6", "3.9"),
 )
-"""`CallerContext(num_warps=...)`: as what a partition of a program calls a function. None where Triton has none."""
+"""`CallerContext(num_warps=...)`: the context in which a warp partition calls a function. None where Triton has none."""
 
 
 def reinterpreted(buffer: Any) -> Any:

@@ -1,5 +1,5 @@
-"""NestedTensors by the tensors inside, NestedTensors of tokens made past their constructor, and a kind of them whose parts autograd reads
-at once. Where torch lacks a name of these, all of it goes through torch's public functions, which is slower.
+"""Reads the inner tensors of NestedTensors, makes NestedTensors without their constructor, and has a subclass whose parts autograd reads
+at once. Where torch lacks one of the names, foci calls torch's public functions instead, which are slower.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ strided_sizes: Final[Callable[[Tensor], Tensor]] = (
 
 
 class _LearnedNested(NestedTensor):
-    """A NestedTensor that gradients are wanted of. All it does is torch's.
+    """A NestedTensor that requires gradients, with the results of torch's own.
 
-    The gradient of `values()` asks a NestedTensor for its offsets, lengths and so on, one operator each, and makes another of them. torch
-    looks each of these up and its arguments over, in Python, which takes longer than a layer's backward; here they are answered at once.
+    The gradient of `values()` reads offsets, lengths and so on with one operator each, and makes another NestedTensor of them. torch
+    dispatches each of these in Python, which takes longer than a layer's backward; this subclass answers them directly.
     """
 
     def values(self) -> Tensor:
@@ -164,7 +164,7 @@ class _LearnedNested(NestedTensor):
 
 
 class _Values(torch.autograd.Function):
-    """The view that `values()` is; its gradient is nested at once, where torch puts nine questions to the NestedTensor first."""
+    """The view that `values()` returns. Its gradient is nested in one step, where torch calls nine operators on the NestedTensor first."""
 
     @staticmethod
     def forward(ctx: Any, nested: Any) -> Tensor:
@@ -181,11 +181,11 @@ class _Values(torch.autograd.Function):
 
 
 _values_of: Final[Any] = super(torch.autograd.Function, _Values).apply
-"""`_Values.apply` less what serves torch.func alone."""
+"""`_Values.apply` without the part that only torch.func needs."""
 
 
 def _is_eager() -> bool:
-    """Whether nobody but autograd looks on."""
+    """Whether autograd alone is active: no mode, transform or tracing."""
     return count_dispatch_modes() == 0 and not are_transforms_open() and not is_jit_tracing() and not is_forward_ad_open()
 
 
@@ -197,8 +197,8 @@ KINDS: Final = frozenset((NestedTensor, LearnedNested))
 
 
 def nested_like(tokens: Tensor, like: Any, kind: type[NestedTensor] = NestedTensor) -> Tensor:
-    """A NestedTensor of tokens [T, ...] with the sequences of another: what the constructor makes, which works out sizes and strides, as
-    numbers with symbols in them, that another of the same features has already."""
+    """A NestedTensor of tokens [T, ...] with the sequences of another. The constructor would compute symbolic sizes and strides, which a
+    NestedTensor of the same features has already."""
     if not _IS_FAST:
         longest, shortest = known_extremes(like)
         return torch.nested.nested_tensor_from_jagged(tokens.detach(), like.offsets(), min_seqlen=shortest, max_seqlen=longest)
@@ -250,7 +250,7 @@ def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
 def _view(
     values: Tensor, offsets: Tensor, dummy: Any, lengths: Tensor | None = None, ragged: int = 1, shortest: Any = None, longest: Any = None
 ) -> Tensor:
-    """What torch makes of a gradient of `values()`; `dummy` is whose gradient it will be."""
+    """The NestedTensor that torch makes of a gradient of `values()`; `dummy` is the tensor that the gradient belongs to."""
     cache = {name: extreme for name, extreme in (("min_seqlen", shortest), ("max_seqlen", longest)) if extreme is not None}
     if dummy._offsets is offsets and lengths is None and ragged == 1:
         return _made(values, dummy, cache, NestedTensor)
@@ -258,7 +258,7 @@ def _view(
 
 
 _ANSWERS: Final[dict[Any, Any]] = {}
-"""What a NestedTensor's operators give, at once."""
+"""The results of a NestedTensor's operators, without dispatch."""
 
 if _IS_FAST:
     _aten: Final = torch.ops.aten

@@ -1,6 +1,6 @@
-"""Torch's state that foci asks for before it takes a short way: modes, transforms, tracing, autograd, autocast, torch's SDPA switches.
+"""The state of torch that foci reads before it goes around the dispatcher: modes, transforms, tracing, autograd, autocast, SDPA switches.
 
-Where a name is missing, the answer is the careful one: somebody looks on, so the call goes through the dispatcher.
+Where a name is missing, foci assumes that a mode or transform is active, so the call goes through the dispatcher.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ _tls_guard: Final[Any] = find("torch._C._ForceDispatchKeyGuard", without="runs t
 def with_autograd(function: Callable[[], _T]) -> _T:
     """What a function computes where autograd records, also inside an operator's kernel, which runs below autograd's dispatch keys."""
     if _tls_excluded is None or _tls_included is None or _tls_guard is None:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # dispatch keys are left out in each thread by itself
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # excluded dispatch keys are per thread
             return thread.submit(function).result()
     keys = torch._C.DispatchKey
     excluded = _tls_excluded()

@@ -27,7 +27,7 @@ COMPILE_OPTIONS: Final = {"enable_fp_fusion": True}
 
 @functools.cache
 def release() -> tuple[int, int]:
-    """Of the Triton that is installed; (0, 0) where there is none."""
+    """The installed release of Triton; (0, 0) where there is none."""
     if importlib.util.find_spec("triton") is None:
         return (0, 0)
     major, minor = importlib.metadata.version("triton").split(".")[:2]
@@ -42,7 +42,7 @@ def untested_release(features: Collection[str]) -> str | None:
 
 @functools.cache
 def async_compile_mode() -> ContextVar[Any] | None:
-    """Where Triton looks for what compiles a kernel in its stead; None where it has no such place."""
+    """The context variable with the asynchronous compiler that Triton uses; None where Triton has no such variable."""
     found: ContextVar[Any] | None = find(
         "triton.runtime._async_compile.active_mode", without="compiles new kernels one after the other", seen=("3.6", "3.9")
     )
@@ -50,15 +50,15 @@ def async_compile_mode() -> ContextVar[Any] | None:
 
 
 class Bottom(NamedTuple):
-    """The compiled function at the bottom of Triton's launcher, around which Python doubles the cost of a small launch."""
+    """The compiled function that Triton's launcher calls. The Python around it doubles the cost of a small launch."""
 
     run: Callable[..., None]
     metadata: Sequence[Any]
-    """Of each argument that describes tiles."""
+    """The metadata of each tensor descriptor."""
     make_map: Callable[[Any, Any], list[Any]]
-    """The copy engine's map of such an argument, by its metadata, first of a list."""
+    """Makes a TMA map of a tensor descriptor and its metadata, as the first entry of a list."""
     settings: tuple[Any, ...]
-    """What follows grid, stream and function."""
+    """The arguments after grid, stream and function."""
     are_packed: bool
     """Whether the kernel's arguments come as one tuple."""
 

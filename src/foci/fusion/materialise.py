@@ -1,8 +1,8 @@
 """Which values of a graph stay tensors.
 
-What a bias is made of can be drawn into the score function, which computes it again for every score, or be made once, as the graph
-does, and read. Drawing saves memory and finds masks; but an index that is no run of neighbours is a read of its own for each score,
-and what all heads or batch entries share is computed for each of them. So each value is priced both ways, from the leaves upward.
+foci can inline the operations behind a bias into the score function, which computes them again for every score, or let the graph compute
+the bias once and read it. Inlining saves memory and finds masks. But a gather costs one read for each score, and a value that all heads
+or batch entries share is computed again for each of them. So foci prices each value both ways, from the leaves upward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from foci.problem import Target
 __all__ = ["Materialise", "prices_of"]
 
 _GAIN: Final = 0.9
-"""A tensor must cost less than this part of what drawing it costs: estimates are rough, and drawing takes no memory."""
+"""A value stays a tensor only below this fraction of the price of inlining it: estimates are rough, and inlining takes no memory."""
 _MOST_NODES: Final = 64
 
 
@@ -41,7 +41,7 @@ class Materialise:
     """Prices of one attention's values.
 
     Attributes:
-        target: where it would run.
+        target: the device that it would run on.
         scores: how many there are.
         coordinates: each atom as an expression of the positions.
         needs_backward: whether gradients are wanted.
@@ -55,10 +55,10 @@ class Materialise:
     copied: set[fx.Node] = field(default_factory=set)
 
     def stays_tensor(self, node: fx.Node, drawn: Expr, indices: tuple[Expr, ...], leaves: Mapping[int, fx.Node]) -> bool:
-        """Whether a node's element is read from its tensor, which then has to be made.
+        """Whether a node's element is read from its tensor, which the graph then computes.
 
         Args:
-            node: whose element is asked for.
+            node: the node that the element belongs to.
             drawn: the element as an expression of others.
             indices: where it lies in the node's tensor.
             leaves: nodes of the captured tensors so far, by slot.
@@ -88,7 +88,7 @@ class Materialise:
         return _facts_of(tensor, is_copied=leaf in self.copied)
 
     def _reads(self, expr: Expr, facts: Sequence[CaptureFacts]) -> float | None:
-        """Seconds of an expression in all scores; None where the target does not mind."""
+        """Seconds of an expression over all scores; None on targets without prices."""
         placed = simplify(substitute(expr, dict(self.coordinates)))
         each = seconds_per_score(placed, tuple(facts), self.target, needs_backward=self.needs_backward)
         return None if each is None else each * self.scores
@@ -97,7 +97,7 @@ class Materialise:
         return seconds_of_elements("contiguous", _elements(node), needs_backward=self.needs_backward and needs_grad(node)) / _readers(node)
 
     def _making(self, node: fx.Node, below: Collection[fx.Node]) -> float:
-        """Seconds of the operations from the tensors `below` up to the node, which run if it stays one."""
+        """Seconds of the operations from the tensors `below` up to the node, which run if the node stays a tensor."""
         total, seen, stack = 0.0, set[fx.Node](), [node]
         while stack and len(seen) < _MOST_NODES:
             at = stack.pop()
@@ -137,7 +137,7 @@ def prices_of(
 
 
 def _elements(node: fx.Node) -> float:
-    """Those that a tensor has in memory: one for all along a dimension that it is expanded by."""
+    """How many elements a tensor has in memory: an expanded dimension counts once."""
     tensor = example_tensor(node)
     assert tensor is not None
     return float(math.prod(size_hint(n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_hint(stride) != 0))
@@ -155,7 +155,7 @@ def _is_dense_in_rows(tensor: Tensor) -> bool:
 
 
 def _readers(node: fx.Node) -> int:
-    """How many operations read a tensor or a view of it: what makes it runs once for all."""
+    """How many operations read a tensor or a view of it: they share the cost of making it."""
     found, stack, seen = 0, [node], {node}
     while stack:
         for user in stack.pop().users:

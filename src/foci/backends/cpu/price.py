@@ -15,10 +15,10 @@ from foci.ir.expr import DType, Expr, variable
 __all__ = ["seconds_per_score"]
 
 
-_FUNCTION: Final = 0.05e-9  # that there is one: products are met again
+_FUNCTION: Final = 0.05e-9  # any score function at all: it needs a second pass over the products
 _OPERATION: Final = 0.025e-9
-_WIDE: Final = 3  # integers of 64 bits are that many operations
-_DIVISION: Final = 0.2e-9  # of integers, by no power of two
+_WIDE: Final = 3  # an operation on 64-bit integers costs this many
+_DIVISION: Final = 0.2e-9  # integer division by a number that is no power of two
 _LANES: Final = 3.0e-9  # a function of the C library, lane by lane
 _RUN, _STRIDED, _GATHERED = 0.15e-9, 1.2e-9, 1.3e-9  # an element of a captured tensor: of neighbours, of a run with gaps, from anywhere
 _ADDED_RUN, _ADDED_STRIDED, _ADDED_ANYWHERE = 0.8e-9, 3.0e-9, 5.0e-9  # its gradient
@@ -34,7 +34,7 @@ _SLOW: Final[Mapping[str, float]] = {
 
 @functools.lru_cache(maxsize=4096)
 def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], *, needs_backward: bool) -> float:
-    """What a score function adds to each score: operations that belong to neither the row nor the column, and reads of captured tensors."""
+    """Seconds that a score function adds to each score: its operations that belong to neither row nor column, and reads of captured tensors."""
     if score is variable("score"):
         return 0.0
     functor = Functor(())
@@ -59,7 +59,7 @@ def _operation(e: Expr) -> float:
 
 
 def _gradient(indices: Sequence[Expr], facts: CaptureFacts) -> float:
-    """Of a captured element that a score reads at these indices."""
+    """Seconds of the gradient of a captured element that a score reads at these indices."""
     moving = [dim for dim, index in enumerate(indices) if "kv_idx" in index.variables()]
     if not moving:
         return _OPERATION
