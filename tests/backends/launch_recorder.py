@@ -41,13 +41,13 @@ class Launch(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What Triton was asked to launch, and what was launched again without it."""
+    """Launches that went through Triton, and replayed launches that did not."""
 
     new: list[Any]
     replayed: list[Any]
 
     def take(self) -> list[Any]:
-        """All launches so far, in order; the log is empty then. A pass is either new or replayed."""
+        """All launches so far, in order, and empties the log. A pass is either new or replayed."""
         taken = [*self.new, *self.replayed]
         self.new.clear()
         self.replayed.clear()
@@ -129,7 +129,7 @@ class Passes(NamedTuple):
     backward: list[Launch]
 
     def without_tables(self) -> Passes:
-        """What is launched once the tables of a mask are there."""
+        """The launches of a call whose mask tables are already built."""
         return Passes(*map(_without_tables, self))
 
     def lines(self) -> list[str]:

@@ -107,7 +107,7 @@ def replace_hopper_kernels(monkeypatch, stand_in):
 
 
 def forget_launches(monkeypatch):
-    """Tables of tiles, and launches, that nothing knows from before."""
+    """Empties the caches of tile tables and launches."""
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(tile_tables, "_sequence_cache", type(tile_tables._sequence_cache)())
     monkeypatch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))

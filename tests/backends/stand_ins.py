@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU: what stands in for a kernel compiles it where it would be launched."""
+"""Compiles kernels without a GPU: a stand-in for each kernel compiles it where the call would launch it."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ class Compiled:
 
 
 def told(kernel, flag, file):
-    """What cuobjdump says of a kernel; empty without it."""
+    """The output of cuobjdump for a kernel; empty where it is not installed."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -59,7 +59,7 @@ class StandIn:
         return compile_it
 
     def specialize(self, args, options):
-        """What Triton compiles for these arguments: source, target, backend and parsed options."""
+        """Triton's inputs for these arguments: source, target, backend and parsed options."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, make_backend
         from triton.experimental.gluon._runtime import GluonASTSource

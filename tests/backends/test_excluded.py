@@ -166,7 +166,7 @@ def test_what_lies_beyond_a_tensor_is_not_read(device, backend, length, causal):
 # JAG-01
 @pytest.mark.parametrize(("device", "backend"), [each for each in EVERYWHERE if "aten" not in getattr(each, "values", each)])
 def test_tokens_of_no_sequence_are_not_read(device, backend):
-    """Before the first, behind the last, and those of a cache that a sequence does not use."""
+    """Tokens before the first sequence, after the last, and cache slots that a sequence does not use."""
     dtype = dtype_on(device, backend)
     width = 24 if device == "cpu" else 64
     tensors = [torch.randn(60, 2, width).to(dtype) for _ in range(4)]

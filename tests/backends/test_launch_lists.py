@@ -1,4 +1,4 @@
-"""Calls launch the kernels that they launched when `golden/launches_sm_*.txt` were recorded, first call or later, eager or compiled.
+"""Each call launches the kernels recorded in `golden/launches_sm_*.txt`: at the first call and later ones, eager and compiled.
 
 After a change that is meant to launch something else, record them anew and read the difference:
 

@@ -64,7 +64,7 @@ def by_hand(tensors, added, keep, cotangents):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_has_the_gradient_of_the_logsumexp(backend, shape, dtype):
-    """Rows 5 to 7 attend to nothing: whatever flows into their logsumexp reaches nothing."""
+    """Rows 5 to 7 attend to nothing, so the gradient of their logsumexp contributes nothing."""
     query, key, value = draw(2, 4, 19, 24, dtype=dtype), draw(2, 2, 35, 24, dtype=dtype), draw(2, 2, 35, 16, dtype=dtype)
     bias = draw(*SHAPES[shape], dtype=dtype)
     rows = torch.arange(19)

@@ -1,4 +1,4 @@
-"""What foci.compat.nested reads and makes by private names, beside what it does by public means."""
+"""foci.compat.nested gives the same results by private names and by public means."""
 
 # NOW-03
 

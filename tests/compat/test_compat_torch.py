@@ -1,4 +1,4 @@
-"""Each answer that foci.compat.torch has from a private name, beside what it answers by public means."""
+"""foci.compat.torch gives the same answers by private names and by public means, or the careful answer."""
 
 # NOW-03
 

@@ -1,4 +1,4 @@
-"""What foci.compat.modules reads of torch.nn by private names, beside what it does by public means."""
+"""foci.compat.modules gives the same results by private names of torch.nn and by public means."""
 
 # NOW-03
 

@@ -34,7 +34,7 @@ _SLOW: Final[Mapping[str, float]] = {
 
 @functools.lru_cache(maxsize=4096)
 def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], *, needs_backward: bool) -> float:
-    """Seconds that a score function adds to each score: its operations that belong to neither row nor column, and reads of captured tensors."""
+    """Seconds that a score function adds to each score: operations that belong to neither row nor column, and reads of captures."""
     if score is variable("score"):
         return 0.0
     functor = Functor(())
