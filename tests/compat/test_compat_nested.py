@@ -29,6 +29,15 @@ def test_the_tensors_inside(ragged):
         assert torch.equal(again.values(), made.values() * 2) and again.shape == made.shape
 
 
+def test_sequences_with_gaps_between_them():
+    padded = torch.randn(3, 6, 4, requires_grad=True)
+    made = torch.nested.narrow(padded, 1, torch.tensor([0, 2, 1]), torch.tensor([3, 4, 2]), layout=torch.jagged)
+    for module in (compat, public):
+        assert module.inner_lengths(made).tolist() == [3, 4, 2] and module.length_extremes(made) == (4, 2)
+        assert torch.equal(module.inner_values(made), padded.flatten(0, 1))
+    assert not public.inner_values(made).requires_grad
+
+
 def test_without_names_nested_tensors_are_made_by_public_functions():
     like = torch.nested.nested_tensor([torch.randn(n, 4) for n in (3, 5)], layout=torch.jagged)
     found = public.nested_like(torch.ones(8, 4), like)

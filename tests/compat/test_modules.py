@@ -39,12 +39,15 @@ def test_attention_parameters_are_drawn_alike(options):
     drawn = []
     for module in (compat, public):
         attention = torch.nn.MultiheadAttention(8, 2, **options)
+        for parameter in attention.parameters():
+            torch.nn.init.constant_(parameter, 9.0)
         torch.manual_seed(0)
         module.reset_attention_parameters(attention)
         drawn.append(dict(attention.named_parameters()))
     first, second = drawn
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first if name != "out_proj.weight")
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert [name for name in first if (second[name] == 9.0).any()] == ["out_proj.weight"]  # which torch leaves as its Linear draws it
 
 
 def test_an_encoder_and_transformers_without_the_names():

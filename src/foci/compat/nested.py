@@ -77,7 +77,7 @@ def _detached_values(nested: Any) -> Any:
 
 
 inner_values: Final[Callable[[Any], Any]] = operator.attrgetter("_values") if HAS_FIELDS else _detached_values
-"""The values of a NestedTensor of jagged layout, without autograd."""
+"""The values of a NestedTensor of jagged layout, for code that autograd does not record."""
 inner_offsets: Final[Callable[[Any], Any]] = operator.attrgetter("_offsets") if HAS_FIELDS else lambda nested: nested.offsets()
 """Its offsets, [B + 1]."""
 inner_lengths: Final[Callable[[Any], Any]] = operator.attrgetter("_lengths") if HAS_FIELDS else lambda nested: nested.lengths()
