@@ -420,6 +420,8 @@ def test_the_environment_turns_checks_off():
         "unseen = Target('cuda', 90, frozenset({'triton', 'triton-3.99'}))\n"
         "assert not self_check.ENABLED and not self_check.note_of(unseen)\n"
         "assert self_check.failure_of('hopper', None, unseen) is None\n"
+        "from foci.cli.environment import _of_backends\n"
+        "assert [fact.value for fact in _of_backends() if fact.name == 'triton backend, self-check'] == ['off (FOCI_SELF_CHECK=0)']\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "FOCI_SELF_CHECK": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

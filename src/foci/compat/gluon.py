@@ -49,3 +49,4 @@ def _begin_add(target: Any, coord: Any, source: Any, _semantic: Any = None) -> N
 HAS_ADD = _named_add is not None or _ir is not None
 """Whether a tile in shared memory can be added to one of a tensor by TMA. Where it cannot, no kernel that adds may be launched."""
 begin_add = _named_add or _begin_add
+"""Adds a tile in shared memory to one of a tensor by TMA. Triton 3.6 and 3.7 compile the copy, but their Gluon has no name for it."""

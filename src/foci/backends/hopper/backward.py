@@ -56,7 +56,6 @@ from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
 from foci.backends.hopper.layouts import smem_layout
 from foci.backends.hopper.mask_bits import pack_queries
 from foci.backends.hopper.schedules import count_sms
-from foci.backends.hopper.tma_reduce import HAS_ADD
 from foci.backends.hopper.zero_fill import zero_counters
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import WORDS_AT_MOST
@@ -70,6 +69,7 @@ from foci.backends.triton.recorder import Recorder
 from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.symbolic_tokens import at_most
 from foci.backends.triton.tile_tables import Sequences, TileTable
+from foci.compat.gluon import HAS_ADD
 from foci.ir.expr import const
 from foci.problem import Operands
 

@@ -17,8 +17,8 @@ from foci.backends.hopper.bwd_task_queue import has_task, pop_task
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma, tma_store
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.smem import sequence_span
-from foci.backends.hopper.tma_reduce import begin_add
 from foci.backends.triton.tiles import RECORD, decode, sequence_at
+from foci.compat.gluon import begin_add
 
 
 class Order(NamedTuple):

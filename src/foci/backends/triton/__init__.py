@@ -12,7 +12,7 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.causal import is_causal
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import Kernel, MachineFact, Plan
 from foci.backends.row_kernels import RowKernels
 from foci.backends.sequences import shapeless_weights
 from foci.backends.triton.schedules import (
@@ -123,6 +123,10 @@ class TritonBackend:
         if plan.problem.tuned and not self_check.is_needed(plan.target):  # a check is of the kernels' usual schedules
             return TunedKernel(plan, TritonKernel)
         return TritonKernel(plan)
+
+    def facts(self) -> dict[str, MachineFact]:
+        """Whether the environment turned the self-check off."""
+        return {} if self_check.ENABLED else {"self-check": MachineFact("off (FOCI_SELF_CHECK=0)")}
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
         """Those in Triton, wherever it runs; nothing checks them, so a release that foci was not tested with has none."""
