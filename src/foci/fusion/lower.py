@@ -152,7 +152,7 @@ def captured_nodes(emitter: Emitter, bound: Bound, lift: Lift, device: torch.dev
     found = []
     for tensor in bound.captures:
         node = lift.leaves[lift.tracer.slot(tensor)]
-        if lift.prices is not None and node in lift.prices.copied:
+        if node in lift.copied:
             node = emitter.copy_contiguous(node)
         if tensor.device != device:
             if tensor.dim():

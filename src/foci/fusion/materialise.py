@@ -8,9 +8,9 @@ or batch entries share is computed again for each of them. So foci prices each v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +29,10 @@ from foci.ir.simplify import simplify
 from foci.planner import seconds_per_score, target_of
 from foci.problem import Target
 
-__all__ = ["Materialise", "prices_of"]
+__all__ = ["Choice", "Materialise", "prices_of"]
+
+Choice: TypeAlias = Literal["inline", "tensor", "copy"]
+"""The kernel computes an element for every score, reads it from its tensor, or from a copy where a row's elements are neighbours."""
 
 _GAIN: Final = 0.9
 """A value stays a tensor only below this fraction of the price of inlining it: estimates are rough, and inlining takes no memory."""
@@ -45,47 +48,39 @@ class Materialise:
         scores: how many there are.
         coordinates: each atom as an expression of the positions.
         needs_backward: whether gradients are wanted.
-        copied: nodes whose elements are laid out anew, so that those of a row's keys are neighbours.
     """
 
     target: Target
     scores: float
     coordinates: Mapping[Expr, Expr]
     needs_backward: bool
-    copied: set[fx.Node] = field(default_factory=set)
 
-    def stays_tensor(self, node: fx.Node, drawn: Expr, indices: tuple[Expr, ...], leaves: Mapping[int, fx.Node]) -> bool:
-        """Whether a node's element is read from its tensor, which the graph then computes.
+    def choose(self, node: fx.Node, drawn: Expr, indices: tuple[Expr, ...], leaves: Mapping[int, fx.Node], copied: Set[fx.Node]) -> Choice:
+        """How a node's element is read.
 
         Args:
             node: the node that the element belongs to.
             drawn: the element as an expression of others.
             indices: where it lies in the node's tensor.
             leaves: nodes of the captured tensors so far, by slot.
+            copied: those of the leaves that are read from a contiguous copy.
         """
         tensor = example_tensor(node)
         if tensor is None or drawn.dtype is not DType.FLOAT or tensor.dim() < 2 or any(is_low(e) for e in drawn.walk()):
-            return False
-        facts = tuple(self._facts(leaves[slot]) for slot in sorted(leaves))
+            return "inline"
+        facts = tuple(_facts_of(_tensor(leaves[slot]), is_copied=leaves[slot] in copied) for slot in sorted(leaves))
         expression = self._reads(drawn, facts)
         if not expression:
-            return False
+            return "inline"
         below = {leaves[int(str(e.value))] for e in drawn.walk() if e.op == "load"}
-        expression += sum(self._copying(leaf) for leaf in below if leaf in self.copied)
+        expression += sum(self._copying(leaf) for leaf in below if leaf in copied)
         load = ir.load(len(facts), indices, DType.FLOAT)
         as_it_is, laid_out = (self._reads(load, (*facts, _facts_of(tensor, is_copied=copied))) or 0.0 for copied in (False, True))
         laid_out = math.inf if _is_dense_in_rows(tensor) else laid_out + self._copying(node)
         made = min(as_it_is, laid_out) + self._making(node, below) / _readers(node)
         if made >= _GAIN * expression:
-            return False
-        if laid_out < as_it_is:
-            self.copied.add(node)
-        return True
-
-    def _facts(self, leaf: fx.Node) -> CaptureFacts:
-        tensor = example_tensor(leaf)
-        assert tensor is not None
-        return _facts_of(tensor, is_copied=leaf in self.copied)
+            return "inline"
+        return "copy" if laid_out < as_it_is else "tensor"
 
     def _reads(self, expr: Expr, facts: Sequence[CaptureFacts]) -> float | None:
         """Seconds of an expression over all scores; None on targets without prices."""
@@ -136,10 +131,15 @@ def prices_of(
     return Materialise(target_of(device), scores, coordinates(groups, number), needs_backward)
 
 
-def _elements(node: fx.Node) -> float:
-    """How many elements a tensor has in memory: an expanded dimension counts once."""
+def _tensor(node: fx.Node) -> Tensor:
     tensor = example_tensor(node)
     assert tensor is not None
+    return tensor
+
+
+def _elements(node: fx.Node) -> float:
+    """How many elements a tensor has in memory: an expanded dimension counts once."""
+    tensor = _tensor(node)
     return float(math.prod(size_hint(n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_hint(stride) != 0))
 
 

@@ -88,6 +88,7 @@ class Lift:
     Attributes:
         tracer: holds the captured example tensors and the symbolic numbers.
         leaves: the captured nodes, by slot.
+        copied: those of them that are read from a contiguous copy.
         prices: of values as tensors and as expressions; where there are none, whatever can be read becomes an expression.
     """
 
@@ -96,6 +97,7 @@ class Lift:
     ) -> None:
         self.tracer = Tracer(device)
         self.leaves: dict[int, fx.Node] = {}
+        self.copied: set[fx.Node] = set()
         self._score, self._on_path, self._grad = score, on_path, grad
         self.prices: Materialise | None = None
         self._slots: dict[fx.Node, int] = {}
@@ -148,7 +150,10 @@ class Lift:
         made = made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
         if self.prices is not None and node not in self._on_path:
             indices = tuple(value_of_digits(d, self.number) for d in index)
-            if self.prices.stays_tensor(node, made, indices, self.leaves):
+            choice = self.prices.choose(node, made, indices, self.leaves, self.copied)
+            if choice == "copy":
+                self.copied.add(node)
+            if choice != "inline":
                 return self.captured(node, index)
         return made
 
