@@ -73,9 +73,9 @@ def test_is_chosen_over_the_other_backends():
 
 def test_info_names_compiler_flags_and_cache():
     info = BACKEND.facts()
-    assert re.search(r"\d+\.\d+", info["compiler"])
-    assert "-O2" in info["flags"]
-    assert info["cache"]
+    assert re.search(r"\d+\.\d+", info["compiler"].value)
+    assert "-O2" in info["flags"].value
+    assert info["cache"].value
 
 
 # Sources ---------------------------------------------------------------------------------------------------------------
