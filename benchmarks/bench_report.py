@@ -14,7 +14,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from foci.bench import Line, draw
+from foci.cli.bench import Line, draw
 
 
 def _as_line(row: dict) -> dict:

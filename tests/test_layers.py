@@ -43,8 +43,8 @@ LAYERS = (
     ("foci.integrations.patch", "foci.fusion"),
     ("foci.torch_compile",),
     ("foci",),
-    ("foci.integrations", "foci.nn", "foci.plots"),
-    ("foci.demo", "foci.bench"),
+    ("foci.integrations", "foci.nn", "foci.cli.mask_picture"),
+    ("foci.cli.demo", "foci.cli.bench"),
     ("foci.cli",),
 )
 

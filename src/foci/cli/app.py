@@ -68,7 +68,7 @@ def demo(
 ) -> None:
     """A trained transformer on eager, sdpa and foci attention, and a training step with three attention patterns."""
     _require("demo")
-    from foci import demo as demonstration
+    from foci.cli import demo as demonstration
 
     console = Console()
     broken = demonstration.run(console, output, device=device)
@@ -130,8 +130,8 @@ def mask(
     _require("plots")
     with _explained_errors():
         from foci.cli.expr_parser import read_mask
+        from foci.cli.mask_picture import draw_mask, draw_masks
         from foci.mask_examples import Sizes
-        from foci.plots import draw_mask, draw_masks
 
         kv = q if kv is None else kv
         sizes = Sizes(B=entry + 1, Hq=head + 1, Hkv=head + 1, Sq=q, Skv=kv)

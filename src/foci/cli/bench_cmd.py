@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from foci.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts, measure, measure_beside, summary, table
-from foci.bench.calls import PEERS
-from foci.bench.measure import Request
+from foci.cli.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts, measure, measure_beside, summary, table
+from foci.cli.bench.calls import PEERS
+from foci.cli.bench.measure import Request
 from foci.cli.expr_parser import Unknown
 
 __all__ = ["Measuring", "run_bench"]

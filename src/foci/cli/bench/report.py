@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from foci.bench.measure import Line
+from foci.cli.bench.measure import Line
 
 __all__ = ["draw", "summary", "table"]
 

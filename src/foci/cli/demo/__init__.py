@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from foci.demo.decoder import Decoder, Pattern, Step, patterns, sample_text, train_one_step
-from foci.demo.encoder import IMPLEMENTATIONS, Answer, Comparison, Encoder, answers, compare, load_encoder
-from foci.demo.texts import passages
-from foci.plots import draw_mask, draw_masks
+from foci.cli.demo.decoder import Decoder, Pattern, Step, patterns, sample_text, train_one_step
+from foci.cli.demo.encoder import IMPLEMENTATIONS, Answer, Comparison, Encoder, answers, compare, load_encoder
+from foci.cli.demo.texts import passages
+from foci.cli.mask_picture import draw_mask, draw_masks
 
 __all__ = ["Scale", "run"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import foci
-from foci.demo.encoder import count_backends
-from foci.demo.texts import corpus
+from foci.cli.demo.encoder import count_backends
+from foci.cli.demo.texts import corpus
 
 __all__ = ["Decoder", "Pattern", "Step", "patterns", "sample_text", "train_one_step"]
 

@@ -19,9 +19,9 @@ from typing import Final, TypeAlias
 
 import torch
 
-from foci.bench.calls import make_calls
-from foci.bench.cases import CASES, Asked, Case, Sizes
-from foci.bench.measure import Line, Request, describe_case, failed, list_sides, measure
+from foci.cli.bench.calls import make_calls
+from foci.cli.bench.cases import CASES, Asked, Case, Sizes
+from foci.cli.bench.measure import Line, Request, describe_case, failed, list_sides, measure
 
 __all__ = ["compile_ahead", "dealt", "measure_beside", "shares"]
 
@@ -38,7 +38,7 @@ def compile_ahead(cases: Sequence[Case], square: Sizes, request: Request, jobs: 
     What fails there fails again where it is measured, and is reported there.
 
     Args:
-        cases, square, request: as `foci.bench.measure` takes them, one case at a time; the cases are some of `foci.bench.CASES`.
+        cases, square, request: as `foci.cli.bench.measure` takes them, one case at a time; the cases are some of `foci.cli.bench.CASES`.
         jobs: processes; none for less than 1.
     """
     spawned = multiprocessing.get_context("spawn")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import foci
-from foci.bench.calls import Calls, list_peers, make_calls
-from foci.bench.cases import Asked, Case, Sizes, sequence_lengths
+from foci.cli.bench.calls import Calls, list_peers, make_calls
+from foci.cli.bench.cases import Asked, Case, Sizes, sequence_lengths
 from foci.mask_mods import create_mask
 
 __all__ = ["Line", "Request", "describe_case", "facts", "failed", "list_sides", "measure"]

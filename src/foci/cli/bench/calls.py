@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foci
-from foci.bench.cases import Asked, Case, Sizes, sequence_lengths
+from foci.cli.bench.cases import Asked, Case, Sizes, sequence_lengths
 
 __all__ = ["PEERS", "Calls", "list_peers", "make_calls"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.demo.memory import peak_memory
-from foci.demo.texts import QUESTIONS, module_summaries, passages
+from foci.cli.demo.memory import peak_memory
+from foci.cli.demo.texts import QUESTIONS, module_summaries, passages
 
 __all__ = ["IMPLEMENTATIONS", "Answer", "Comparison", "Encoder", "answers", "compare", "load_encoder"]
 
