@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, Literal, overload
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from foci.api import AuxOutput, AuxRequest, returned
+from foci.compat.distributed import all_gather_autograd
 from foci.dispatch import run
 from foci.errors import ArgumentError
 from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, mask_parts, score_parts
@@ -17,9 +17,6 @@ from foci.prepare import Extras, Part, check_is_tensor, check_tensors
 __all__ = ["attention"]
 
 _SHARDS: Final = ("sequence", "heads")
-
-# torch 2.13 gave the same function another name.
-_all_gather: Final = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 def __dir__() -> list[str]:
@@ -146,8 +143,7 @@ def attention(
 
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, H, S, D] of all ranks' [B, H, S / n, D]. Positions go first: parts of an outermost dim join without a copy."""
-    whole: Tensor = _all_gather(part.movedim(2, 0).contiguous(), 0, group)
-    return whole.movedim(0, 2)
+    return all_gather_autograd(part.movedim(2, 0).contiguous(), group).movedim(0, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, shards: str, mask: MaskLike) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from torch import fx
 
-__all__ = ["backend", "register"]
+from foci.compat.dynamo import BACKENDS, register_backend
 
-_REGISTRY: Final = "torch._dynamo.backends.registry"
+__all__ = ["backend", "register"]
 
 
 def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -36,24 +36,18 @@ def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **optio
 
 def register() -> None:
     """Registers the backend now, or as soon as Dynamo is imported."""
-    loaded = sys.modules.get(_REGISTRY)
+    loaded = sys.modules.get(BACKENDS)
     if loaded is not None:
-        _register_in(loaded)
+        register_backend(loaded, "foci", backend)
     else:
         sys.meta_path.insert(0, _AfterDynamo())
-
-
-def _register_in(registry: ModuleType) -> None:
-    # An entry point registers itself: maybe right now, with the import of this module.
-    if "foci" not in registry._COMPILER_FNS and "foci" not in registry._BACKENDS:
-        registry.register_backend(backend, name="foci")
 
 
 class _AfterDynamo(MetaPathFinder):
     """Finds nothing itself: sees the import of Dynamo's registry go by, and leaves."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != BACKENDS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -63,7 +57,7 @@ class _AfterDynamo(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register_in(module)
+            register_backend(module, "foci", backend)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -5,6 +5,7 @@
 import copy
 import datetime as dt
 import functools
+import os
 import traceback
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 import foci
 import foci.distributed
 import foci.nn
+from foci.compat.lookup import NAMES
 from foci.prepare import Extras, Part, prepare
 from foci.problem import Outputs
 
@@ -122,11 +124,13 @@ def fully_sharded(model):
 WRAPPERS = {"DistributedDataParallel": torch.nn.parallel.DistributedDataParallel, "FSDP": fully_sharded}
 
 
-def work(rank, file, results):
+def work(rank, file, tried, results):
+    gathers = [name.is_found for name in NAMES.values() if name.path.startswith("torch.distributed.")]
+    assert gathers == ["FOCI_WITHOUT" not in os.environ]
     torch.set_num_threads(1)
     timeout = dt.timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timeout)
-    for shards, name, compiled in TRIED:
+    for shards, name, compiled in tried:
         try:
             if shards == "refusal":
                 check_refusal()
@@ -147,17 +151,22 @@ TRIED = [
     *(("modules", name, False) for name in WRAPPERS),
     ("refusal", "DTensor", False),
 ]
+FEW = [("sequence", "lengths mask", False), ("sequence", "auxiliary", False), ("sequence", "sink", True)]
 
 
-def test_each_rank_finds_its_part(tmp_path):
+# NOW-03
+@pytest.mark.parametrize(("without", "tried"), [(None, TRIED), ("torch.distributed.*", FEW)], ids=["all names", "public names"])
+def test_each_rank_finds_its_part(tmp_path, monkeypatch, without, tried):
+    if without is not None:
+        monkeypatch.setenv("FOCI_WITHOUT", without)
     # One test of all: processes that each import torch are what takes time, and workers of pytest share no fixture.
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(work, (str(tmp_path / "store"), results), nprocs=RANKS)
+        torch.multiprocessing.spawn(work, (str(tmp_path / "store"), tried, results), nprocs=RANKS)
         found = dict(results)
-    for tried in TRIED:
+    for each in tried:
         for rank in range(RANKS):
-            assert found.get((*tried, rank), "not reached") is None, tried
+            assert found.get((*each, rank), "not reached") is None, each
 
 
 PART = torch.zeros(1, 2, 4, 8)

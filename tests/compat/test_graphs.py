@@ -101,6 +101,24 @@ def test_a_view_knows_its_base_where_torch_tells():
     assert public_fx.base_of_view(x[1:]) is None
 
 
+def test_composed_views_stay_where_torch_tells_no_schemas(monkeypatch):
+    from foci.fusion import composite_views
+
+    def opened():
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        turned = graph.call_function(torch.ops.aten.mT.default, (x,))
+        for node, value in ((x, torch.ones(2, 3)), (turned, torch.ones(3, 2))):
+            node.meta["example_value"] = value
+        graph.output(turned)
+        composite_views.open_views(graph, None)
+        return [node.target for node in graph.nodes if node.op == "call_function"]
+
+    assert torch.ops.aten.mT.default not in opened()
+    monkeypatch.setattr(composite_views, "schema_of", public_aten.schema_of)
+    assert opened() == [torch.ops.aten.mT.default]
+
+
 def test_products_with_relu():
     x, weight, bias = torch.randn(5, 3), torch.randn(4, 3), torch.randn(4)
     want = torch.relu(x @ weight.T + bias)

@@ -1,12 +1,14 @@
 """Names of dependencies that are not public stand in foci.compat alone, and each is looked up with what foci does without it."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import foci
 from foci.compat import lookup
@@ -83,9 +85,8 @@ OWN = own_names(tree for path, tree in TREES.items() if path.parent.name != "com
 # Modules that still read such names themselves. The list only shrinks: a module that reads none any more fails until it is taken out.
 REMAINING = frozenset((
     "dynamo_hop.py", "cli/profile_cmd.py",
-    "distributed.py", "fusion/composite_views.py", "fusion/inductor_lowering.py", "fusion/inductor_backend.py", "fusion/inductor.py",
-    "padding/lowering.py", "padding/options.py", "operator/library.py",
-    "torch_compile.py",
+    "fusion/inductor_lowering.py", "fusion/inductor_backend.py", "fusion/inductor.py",
+    "padding/lowering.py", "padding/options.py",
 ))  # fmt: skip
 
 
@@ -132,6 +133,27 @@ def test_a_name_taken_away_by_the_environment_gives_no_warning(monkeypatch):
     monkeypatch.setattr(lookup, "_patterns", ["torch.nn.Lin*"])
     assert lookup.find("torch.nn.Linear", 1, without="does nothing") == 1
     assert lookup.find("torch.nn.Bilinear", 1, without="does nothing") != 1
+
+
+def test_the_first_of_several_names_is_taken(monkeypatch):
+    def found():
+        return lookup.find_first(("torch.nn.no_such", ("3.0", "3.1")), ("torch.nn.Linear", ("2.11", "3.1")), fallback=sum, without="adds")
+
+    monkeypatch.setattr(lookup, "_names", {})
+    assert found() is torch.nn.Linear and list(lookup._names) == ["torch.nn.Linear"]
+    monkeypatch.setattr(lookup, "_patterns", ["torch.nn.*"])
+    assert found() is sum
+
+
+def test_a_name_of_a_module_that_is_being_imported(tmp_path, monkeypatch):
+    package = tmp_path / "foci_half_imported"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    looks = "from foci.compat.lookup import find\nNAME = 1\nFOUND = find('foci_half_imported.part.NAME', without='fails')\n"
+    (package / "part.py").write_text(looks)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(lookup, "_names", {})
+    assert importlib.import_module("foci_half_imported.part").FOUND == 1
 
 
 # NOW-01

@@ -14,7 +14,7 @@ from foci.compat.lookup import find
 __all__ = [
     "EFFICIENT_FORWARD", "ENCODER_LAYER", "FLASH_BACKWARD", "FLASH_CPU_BACKWARD", "FLASH_CPU_FORWARD", "FLASH_FORWARD", "LOG_SOFTMAX",
     "LOG_SOFTMAX_BACKWARD", "MKLDNN_LINEAR", "SOFTMAX", "SOFTMAX_BACKWARD", "TO_COPY", "UNSAFE_VIEW", "Absent", "OpOverload",
-    "is_mkldnn_enabled", "linear_with_relu", "schema_of",
+    "OpOverloadPacket", "is_mkldnn_enabled", "linear_with_relu", "schema_of",
 ]  # fmt: skip
 
 
@@ -78,13 +78,14 @@ ENCODER_LAYER: Final = find("torch._transformer_encoder_layer_fwd", Absent("torc
 """What torch.nn.TransformerEncoderLayer calls in eval mode."""
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload, OpOverloadPacket
 else:
-    OpOverload = type(torch.ops.aten.add.Tensor)
+    OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 
 
 _has_schemas: Final[bool] = (
-    find("torch.ops.aten.add.Tensor._schema", without="takes no operation for element-wise, so pads fewer shapes") is not None
+    find("torch.ops.aten.add.Tensor._schema", without="takes no operation for element-wise or for a view, so pads and fuses less")
+    is not None
 )
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-__all__ = ["NAMES", "PrivateName", "find", "is_taken_away"]
+__all__ = ["NAMES", "PrivateName", "find", "find_first", "is_taken_away"]
 
 
 class PrivateName(NamedTuple):
@@ -31,6 +31,7 @@ NAMES: Final[Mapping[str, PrivateName]] = MappingProxyType(_names)
 """Each name looked up so far, by its path."""
 
 SEEN: Final = ("2.11", "2.15")
+_MISSING: Final = object()
 
 _patterns: Final[list[str]] = [pattern for pattern in os.environ.get("FOCI_WITHOUT", "").split(",") if pattern]
 """Patterns of names that `find` does not find, from the environment variable FOCI_WITHOUT."""
@@ -52,32 +53,45 @@ def find(path: str, fallback: Any = None, *, without: str, seen: tuple[str, str]
         without: what foci does without the name; continues "without it, foci ...".
         seen: the first and the last release of the package that are known to have the name.
     """
-    missing = object()
-    found = missing if is_taken_away(path) else _resolve(path, missing)
+    found = _MISSING if is_taken_away(path) else _resolve(path)
     is_new = path not in _names
     if is_new:
-        _names[path] = PrivateName(path, seen, without, found is not missing)
-    if found is not missing:
+        _names[path] = PrivateName(path, seen, without, found is not _MISSING)
+    if found is not _MISSING:
         return found
     if is_new and not is_taken_away(path):
         warnings.warn(f"{path} is missing in the installed release: without it, foci {without}. `foci env` has a list.", stacklevel=2)
     return fallback
 
 
-def _resolve(path: str, missing: object) -> Any:
+def find_first(*names: tuple[str, tuple[str, str]], fallback: Any = None, without: str) -> Any:
+    """The first of these names that the installed release has, each with the first and the last release known to have it.
+
+    Where it has none of them, the last one is noted as missing.
+    """
+    for path, seen in names[:-1]:
+        if not is_taken_away(path) and _resolve(path) is not _MISSING:
+            return find(path, without=without, seen=seen)
+    path, seen = names[-1]
+    return find(path, fallback, without=without, seen=seen)
+
+
+def _resolve(path: str) -> Any:
+    """What a dotted path names, or `_MISSING`."""
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])
     for n, name in enumerate(parts[1:], 2):
         owner = found
         if isinstance(owner, type):
-            found = getattr(owner, name, getattr(owner, "__annotations__", {}).get(name, missing))  # or a field of each instance
+            found = getattr(owner, name, getattr(owner, "__annotations__", {}).get(name, _MISSING))  # or a field of each instance
+        elif hasattr(owner, name):
+            found = getattr(owner, name)
         else:
-            if not hasattr(owner, name):
-                try:
-                    importlib.import_module(".".join(parts[:n]))
-                except ImportError:
-                    return missing
-            found = getattr(owner, name, missing)
-        if found is missing:
-            return missing
+            try:
+                # a module that is being imported is no attribute of its package yet
+                found = importlib.import_module(".".join(parts[:n]))
+            except ImportError:
+                return _MISSING
+        if found is _MISSING:
+            return _MISSING
     return found

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from foci.compat.aten import OpOverload, OpOverloadPacket, schema_of
+from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
 from foci.fusion.fx_utils import as_call, example_value, is_tensor
 from foci.fusion.symbolic_element import PASSED
@@ -35,9 +36,9 @@ def open_views(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
 def _is_view(node: fx.Node) -> bool:
     """Whether an operator of ATen gives one tensor that lies in the memory of its first argument, and writes nothing."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
-    elif isinstance(target, torch._ops.OpOverload):
+    elif isinstance(target, OpOverload):
         overloads = [target]
     else:
         return False
@@ -45,7 +46,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _gives_a_view(overload: Any) -> bool:
-    schema = overload._schema
+    schema = schema_of(overload)
+    if schema is None:
+        return False
     aliases = [value.alias_info for value in (*schema.arguments[:1], *schema.returns)]
     return len(schema.returns) == 1 and len(aliases) == 2 and all(a is not None and not a.is_write for a in aliases)
 

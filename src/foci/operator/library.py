@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 
+from foci.compat.library import register_autograd
 from foci.execution import Allowed, Needs
 from foci.operator import op_impl
 from foci.operator.op_schema import OPTIONAL, Flat, call_backward, formula_kernel, name_cotangents, unflatten
@@ -210,27 +210,6 @@ def _backward_vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, 
 # as they were when the graph was made: what runs was chosen for those strides
 _TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library: Final = torch.library.Library("foci", "FRAGMENT")  # type: ignore[no-untyped-call]
-_KERNELS: Final = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-_BELOW: Final = torch._C._after_ADInplaceOrView_keyset
-
-
-def _autograd(op: Any, run: Callable[..., Any], derivative: tuple[Any, Any]) -> Callable[..., Any]:
-    """`torch.library.register_autograd`, but that a call without gradients and modes, as compiled code makes, is run where it is: another
-    turn of the dispatcher costs as much as what it would find.
-    """
-    whole = make_autograd_impl(op, Info(*derivative))
-    plain: dict[int, bool] = {}
-
-    def call(keyset: Any, *args: Any) -> Any:
-        keys = keyset.raw_repr()
-        is_plain = plain.get(keys)
-        if is_plain is None:
-            is_plain = plain[keys] = (keyset & _BELOW).highestPriorityTypeId() in _KERNELS
-        if is_plain and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return run(*args)
-        return whole(keyset, *args)
-
-    return call
 
 
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], derivative: tuple[Any, Any], vmap: Callable[..., Any]) -> None:
@@ -239,7 +218,7 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], deri
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     whole = f"foci::{name}"
     torch.library.register_fake(whole, fake, lib=_library)
-    _library.impl(name, _autograd(getattr(torch.ops.foci, name).default, run, derivative), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    register_autograd(_library, name, run, *derivative)
     torch.library.register_vmap(whole, vmap, lib=_library)
 
 
