@@ -68,6 +68,37 @@ def compare(
     return compiled
 
 
+def resize(args: Sequence[Any], sizes: dict[int, int], *, batch: tuple[int, int] = (0, 0)) -> list[Any]:
+    """The arguments with other lengths, as a further call of a compiled function takes them.
+
+    Every dim of a size in `sizes` gets the size beside it, a first dim of size `batch[0]` gets `batch[1]`, and so do numbers that are
+    lengths. Strides keep their order, and what requires a gradient still does. Finite floating values are drawn; positions go on
+    counting; all others (masks, indices, infinities) are repeated from the start, so that no row of a mask loses its keys.
+    """
+    return [_resize(arg, sizes, batch, seed) for seed, arg in enumerate(args)]
+
+
+def _resize(arg: Any, sizes: dict[int, int], batch: tuple[int, int], seed: int) -> Any:
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(resize(arg, sizes, batch=batch))
+    if not isinstance(arg, torch.Tensor):
+        return sizes.get(arg, arg) if type(arg) is int else arg
+    old = arg.detach()
+    shape = [batch[1] if dim == 0 and n == batch[0] and arg.ndim > 1 else sizes.get(n, n) for dim, n in enumerate(old.shape)]
+    if old.ndim == 1 and not old.is_floating_point() and torch.equal(old, torch.arange(len(old), dtype=old.dtype)):
+        return torch.arange(*shape, dtype=old.dtype)
+    if old.is_floating_point() and old.isfinite().all():
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed)).to(old)
+    else:
+        values = old
+        for dim, n in enumerate(shape):
+            values = values.index_select(dim, torch.arange(n) % old.shape[dim])
+    order = sorted(range(old.ndim), key=old.stride, reverse=True)
+    stored = values.permute(order).contiguous().permute([order.index(dim) for dim in range(old.ndim)])
+    spread = stored[tuple(slice(0, 1) if old.stride(dim) == 0 else slice(None) for dim in range(old.ndim))].expand(shape)
+    return spread.requires_grad_(arg.requires_grad)
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 

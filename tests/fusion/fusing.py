@@ -1,12 +1,15 @@
 """A function run through the pass and beside eager."""
 
+import copy
 import math
 
 import torch
 
+from compiled import check_variety, resize
 from foci.fusion import fuse
 
 B, H, S, D = 2, 4, 20, 8
+LENGTH = 36  # six by six
 
 
 def draw(*shape, seed=0):
@@ -33,11 +36,34 @@ class Fusing:
         return fused.graph_module.forward
 
 
-def fused(function, *args, dynamic=None):
-    """The fused function's backend after a run, with its result compared to eager's, gradients included."""
+def fused(function, *args, dynamic=None, others=None):
+    """The backend after the first call of the fused function, whose results and gradients are compared with eager's.
+
+    So are two further calls of the same compiled function, with other batch sizes and lengths (`compiled.resize`), and the graphs made
+    for them must have the same attentions fused.
+
+    Args:
+        function, args: what is compiled, and the arguments of the first call; lengths are `S` or `LENGTH`, the batch size is `B`.
+        dynamic: as torch.compile takes it.
+        others: arguments of further calls, where sizes depend on each other.
+    """
     torch._dynamo.reset()
     backend = Fusing()
     compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+    beside_eager(function, compiled, args)
+    first = copy.copy(backend)
+    first.before, first.after, first.sites = list(backend.before), list(backend.after), list(backend.sites)
+    calls = [resize(args, {S: S + n, LENGTH: LENGTH + n}, batch=(B, B + n)) for n in (3, 9)] if others is None else others
+    check_variety([args, *calls])
+    for call in calls:
+        beside_eager(function, compiled, call)
+    later = [site.fused for site in backend.sites[len(first.sites) :]]
+    assert later == [site.fused for site in first.sites] * (len(later) // max(1, len(first.sites)))
+    return first
+
+
+def beside_eager(function, compiled, args):
+    """Compares results and gradients."""
     leaves = [
         a.detach().clone().requires_grad_(a.is_floating_point() and a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
     ]
@@ -54,7 +80,6 @@ def fused(function, *args, dynamic=None):
             torch.autograd.grad(flat(got)[0], ours, cotangent, allow_unused=True),
         ):
             torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-8)
-    return backend
 
 
 def learned(*tensors):

@@ -19,7 +19,7 @@ DECLINED = {
     "other rows": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "mixed rows": lambda q, k, v: (lambda s: (s + s.mT).softmax(-1) @ v)(q @ k.mT),
     "weights of two": lambda q, k, v: ((q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1)) @ v,
-    "a temperature of keys": lambda q, k, v: ((q @ k.mT).softmax(-1) * torch.arange(S)) @ v,
+    "a temperature of keys": lambda q, k, v: ((q @ k.mT).softmax(-1) * torch.arange(k.shape[2])) @ v,
     "sharpened weights": lambda q, k, v: (q @ k.mT).softmax(-1).pow(2) @ v,
     "less the largest of other rows": lambda q, k, v: (lambda s: (s - s.amax(-1).unsqueeze(-2)).softmax(-1) @ v)(q @ k.mT),
     "less the largest, beside a sink": lambda q, k, v: (
@@ -80,7 +80,7 @@ def test_a_cache_that_is_written_before_it_is_read_does_not_block():
 
 
 def block_mask(q):
-    mask = torch.full((S, S), torch.finfo(q.dtype).min, dtype=q.dtype)
+    mask = torch.full((q.shape[2], q.shape[2]), torch.finfo(q.dtype).min, dtype=q.dtype)
     mask[:7, :7] = 0
     mask[7:, 7:] = 0
     return mask[None, None]

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from fusing import B, D, H, draw, fused, learned, qkv, reasons
+from fusing import LENGTH, B, D, H, draw, fused, learned, qkv, reasons
 
 from foci.fusion.profitable import seconds_of_elements
 
-LENGTH = 36  # six by six
 LENGTHS = (36, 48, 60)
 
 
@@ -36,9 +35,12 @@ def test_a_decomposed_bias(way, grad):
         bias = rows[..., None] + columns[..., None, :]  # [B, H, Sq, 6, 6]
         return torch.softmax(raw + (bias.view(raw.shape) if way == "view" else bias.reshape_as(raw)), -1) @ v
 
-    rows, columns = draw(B, H, LENGTH, 6, seed=4), draw(B, H, LENGTH, 6, seed=5)
-    tensors = (*qkv(length=LENGTH), rows, columns)
-    backend = fused(function, *(learned(*tensors) if grad else tensors))
+    def tensors(rows, columns):
+        length = rows * columns
+        found = (*qkv(length=length), draw(B, H, length, rows, seed=4), draw(B, H, length, columns, seed=5))
+        return learned(*found) if grad else found
+
+    backend = fused(function, *tensors(6, 6), others=[tensors(7, 8), tensors(8, 9)])
     assert variants(backend) == ["score + c0[b, h, q_idx, kv_idx]"]
 
 
@@ -95,7 +97,7 @@ def test_gathered_scores(grad):
 
     def function(q, k, v, positions):
         at = torch.arange(q.shape[2])
-        index = (at[:, None] - at + 40).clamp(0, 79).expand(B, H, -1, -1)
+        index = (at[:, None] - at + 40).clamp(0, 79).expand(q.shape[0], H, -1, -1)
         to_position = torch.gather(q @ positions.mT, -1, index) / 3
         to_content = torch.gather(k @ positions.mT, -1, index).transpose(-1, -2) / 3
         return attend(q, k, v, to_position + to_content)
@@ -144,7 +146,10 @@ def test_a_bias_that_many_layers_share_is_made_once_for_them(layers, shared, is_
             q = attend(q, k, v, biases[0 if shared else layer])
         return q
 
-    backend = fused(function, *qkv(length=LENGTH), *(draw(layers, B, H, LENGTH, seed=seed) for seed in (4, 5)))
+    def tensors(length):
+        return (*qkv(length=length), *(draw(layers, B, H, length, seed=seed) for seed in (4, 5)))
+
+    backend = fused(function, *tensors(LENGTH), others=[tensors(LENGTH + 3), tensors(LENGTH + 9)])
     assert [variant == "score + c0[b, h, q_idx, kv_idx]" for variant in variants(backend)] == [is_tensor] * layers
 
 

@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from fusing import S, fused, learned, qkv, reasons
+from fusing import fused, learned, qkv, reasons
 
-HIDDEN, OTHERS = torch.arange(S) % 3 == 1, torch.arange(S) % 5 == 2
+
+def hidden(scores):
+    return torch.arange(scores.shape[-1]) % 3 == 1
+
+
+def others(scores):
+    return torch.arange(scores.shape[-1]) % 5 == 2
 
 
 def of(weigh, derive=lambda ctx, grad: torch._softmax_backward_data(grad, *ctx.saved_tensors, -1, grad.dtype)):
@@ -22,8 +28,20 @@ def of(weigh, derive=lambda ctx, grad: torch._softmax_backward_data(grad, *ctx.s
     return lambda q, k, v: Own.apply(q @ k.mT / 3) @ v
 
 
-def filled(scores, first=HIDDEN, last=HIDDEN, value=-1e30, zero=0.0):
-    return scores.masked_fill(first, value).softmax(-1).masked_fill(last, zero)
+# The numbers are literals: Dynamo makes a symbol of a float that a function has as a default or closes over.
+def filled(scores):
+    mask = hidden(scores)
+    return scores.masked_fill(mask, -1e30).softmax(-1).masked_fill(mask, 0.0)
+
+
+def filled_with_half(scores):
+    mask = hidden(scores)
+    return scores.masked_fill(mask, 0.5).softmax(-1).masked_fill(mask, 0.0)
+
+
+def weighing_a_tenth(scores):
+    mask = hidden(scores)
+    return scores.masked_fill(mask, -1e30).softmax(-1).masked_fill(mask, 0.1)
 
 
 FUSED = {
@@ -34,10 +52,10 @@ FUSED = {
         grad_output=grad, output=ctx.saved_tensors[0], dim=-1, input_dtype=grad.dtype)),
 }  # fmt: skip
 LEFT = {
-    "filled before alone": of(lambda scores: scores.masked_fill(HIDDEN, -1e30).softmax(-1)),
-    "filled behind alone": of(lambda scores: scores.softmax(-1).masked_fill(HIDDEN, 0.0)),
-    "filled under two masks": of(lambda scores: filled(scores, last=OTHERS)),
-    "filled with another number": of(lambda scores: filled(scores, zero=0.1)),
+    "filled before alone": of(lambda scores: scores.masked_fill(hidden(scores), -1e30).softmax(-1)),
+    "filled behind alone": of(lambda scores: scores.softmax(-1).masked_fill(hidden(scores), 0.0)),
+    "filled under two masks": of(lambda scores: scores.masked_fill(hidden(scores), -1e30).softmax(-1).masked_fill(others(scores), 0.0)),
+    "filled with another number": of(weighing_a_tenth),
     "scaled within": of(lambda scores: (scores * 2).softmax(-1)),
     "scaled from the left": of(lambda scores: (2 * scores).softmax(-1)),
     "nothing of the scores": of(lambda scores: torch.ones_like(scores).softmax(-1)),
@@ -54,7 +72,7 @@ def test_a_softmax_with_its_derivative_is_fused(name):
 
 
 def test_weights_that_are_zeroed_though_they_count_are_declined_for_that():
-    backend = fused(of(lambda scores: filled(scores, value=0.5)), *learned(*qkv()))
+    backend = fused(of(filled_with_half), *learned(*qkv()))
     assert reasons(backend) == ["weights that the scores do not mask are zeroed after the softmax"]
 
 

@@ -106,7 +106,7 @@ def _read(node: fx.Node, forward: fx.Graph, backward: fx.Graph) -> _Softmax | No
 def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
     """The softmax that the steps are, with their one mask; else None."""
     found = [softmax for step in steps if (softmax := as_softmax(step)) is not None]
-    if len(found) != 1 or not all(map(is_tensor, steps)):
+    if len(found) != 1 or not all(is_tensor(step) or _is_size(step) for step in steps):
         return None
     (softmax,) = found
     before, after = as_call(softmax.source), [step for step in steps if step in softmax.node.users]
@@ -117,7 +117,7 @@ def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
     others = tuple(step for step in steps if step not in spelled)
     if any(call is None or call.in_place for call in map(as_call, others)) or node_dtype(softmax.node) != node_dtype(scores):
         return None
-    if _readers(scores) != {softmax.node if before is None else softmax.source}:
+    if {user for user in _readers(scores) if not _is_size(user)} != {softmax.node if before is None else softmax.source}:
         return None
     if before is None:
         return None if after else _Softmax(scores, softmax.node, softmax.dim, (), frozenset({softmax.node}), others)
@@ -131,6 +131,12 @@ def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
 def _readers(node: fx.Node) -> set[fx.Node]:
     """Operations that read a node. Some versions of Dynamo have a forward give all that it computes; nobody reads that."""
     return {user for user in node.users if user.op != "output"}
+
+
+def _is_size(node: Any) -> bool:
+    """Whether a node is a tensor's shape or one of its sizes, which Dynamo asks for where sizes are symbols."""
+    call = as_call(node) if isinstance(node, fx.Node) else None
+    return call is not None and (call.name == "size" or (call.name == "getitem" and _is_size(call.args[0])))
 
 
 def _fill_alike(graph: fx.Graph, before: Call, after: Call) -> bool:
