@@ -57,7 +57,7 @@ def qkv(B=1, H=2, S=64, D=16, dtype=torch.float32):
     [
         (lambda: problem(dtype=torch.float64), CPU, "float64"),
         (lambda: problem(outputs=Outputs(weights=True)), CPU, "weights"),
-        (lambda: problem(head_dim=1024), CPU, "512"),
+        (lambda: problem(head_dim=2048), CPU, "1024"),
         (lambda: problem(), Target("cuda", 90), "cuda"),
         (lambda: problem(), Target("cpu", 0, frozenset({"avx512"})), "compiler"),
     ],
@@ -68,6 +68,12 @@ def test_says_why_not(asked, target, words):
 
 def test_is_chosen_over_the_other_backends():
     asked = problem(mask=lambda b, h, q, k: q >= k, q_len=2048, kv_len=2048, head_dim=64, value_dim=64)
+    assert choose(asked, CPU).plan.backend == "cpu"
+
+
+def test_attention_over_channels_has_a_kernel():
+    """XCiT's: scores between features, the tokens are the head dim."""
+    asked = problem(q_len=48, kv_len=48, head_dim=784, value_dim=784, batch=4, q_heads=8, kv_heads=8)
     assert choose(asked, CPU).plan.backend == "cpu"
 
 
@@ -333,6 +339,36 @@ def test_odd_strides():
     torch.testing.assert_close(attention(q, k, v), exact(q, k, v).float(), atol=2e-6, rtol=0)
 
 
+# SDPA-12
+@pytest.mark.parametrize(
+    ("heads", "q_len", "kv_len", "D", "Dv"), [((2, 2), 48, 48, 40, 40), ((4, 2), 37, 133, 17, 33), ((2, 1), 200, 70, 48, 24)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_transposed_tensors(heads, q_len, kv_len, D, Dv, dtype, causal):
+    """Neighbours in memory are neighbours along the tokens: channels of an image, or attention over channels. Around them lies NaN."""
+
+    def transposed(heads, length, width):
+        around = torch.full((2, heads, width + 2, length + 2), torch.nan, dtype=dtype)
+        return around[:, :, 1:-1, 1:-1].copy_(torch.randn(2, heads, width, length)).mT
+
+    shapes = ((heads[0], q_len, D), (heads[1], kv_len, D), (heads[1], kv_len, Dv), (heads[0], q_len, Dv))
+    query, key, value, grad_out = (transposed(*shape) for shape in shapes)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out = attention(*leaves, mask=foci.masks.causal() if causal else None)
+    got = (out, *torch.autograd.grad(out, leaves, grad_out))
+    q, k, v = (t.detach().double().requires_grad_() for t in leaves)
+    groups = heads[0] // heads[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT / math.sqrt(D)
+    if causal:
+        scores = scores.masked_fill(torch.ones(q_len, kv_len, dtype=torch.bool).triu(1), -math.inf)
+    exact_out = torch.softmax(scores, -1) @ v.repeat_interleave(groups, 1)
+    expected = (exact_out, *torch.autograd.grad(exact_out, (q, k, v), grad_out.double()))
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("heads_in_rows", [True, False])
 def test_gradients_lie_as_the_tensors_do(heads_in_rows):
     rows = torch.randn(2, 3, 70, 48, requires_grad=True)
@@ -362,7 +398,7 @@ def test_gradients_side_by_side_have_the_bits_of_those_apart():
 
 
 # SDPA-10
-@pytest.mark.parametrize("D", [1, 3, 17, 512])
+@pytest.mark.parametrize("D", [1, 3, 17, 512, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_head_dim(D, dtype):
     tensors = qkv(1, 2, 70, D, dtype)

@@ -37,13 +37,14 @@ template <int HEAD, int VALUE, bool DROPS> struct Plan {
 
 struct Array {
   STORAGE* data;
-  int heads, rows, columns;
-  Array(int h, int r, int c) : data((STORAGE*)malloc(sizeof(STORAGE) * h * r * c)), heads(h), rows(r), columns(c) {
+  int heads, rows, columns, row, column;  // the last two are strides
+  Array(int h, int r, int c, bool transposed = false)
+      : data((STORAGE*)malloc(sizeof(STORAGE) * h * r * c)), heads(h), rows(r), columns(c), row(transposed ? 1 : c), column(transposed ? r : 1) {
     for (int i = 0; i < h * r * c; ++i) narrow(data + i, (float)rand() / (float)RAND_MAX - 0.5f);
   }
   ~Array() { free(data); }
-  double at(int h, int r, int c) const { return (double)widen(data[(h * rows + r) * columns + c]); }
-  Tensor tensor() const { return {data, 0, (int64_t)rows * columns, columns, 1}; }
+  double at(int h, int r, int c) const { return (double)widen(data[h * rows * columns + r * row + c * column]); }
+  Tensor tensor() const { return {data, 0, (int64_t)rows * columns, row, column}; }
 };
 
 static int failures = 0;
@@ -54,9 +55,10 @@ static void expect(const char* what, double found, double wanted) {
   }
 }
 
-template <int HEAD, int VALUE, bool DROPS = false> void check(int heads, int kv_heads, int rows, int keys, int splits) {
+template <int HEAD, int VALUE, bool DROPS = false> void check(int heads, int kv_heads, int rows, int keys, int splits, bool transposed = false) {
   const int group = heads / kv_heads;
-  Array q(heads, rows, HEAD), k(kv_heads, keys, HEAD), v(kv_heads, keys, VALUE), out(heads, rows, VALUE), go(heads, rows, VALUE);
+  Array q(heads, rows, HEAD, transposed), k(kv_heads, keys, HEAD, transposed), v(kv_heads, keys, VALUE, transposed), go(heads, rows, VALUE, transposed);
+  Array out(heads, rows, VALUE);
   Array gq(heads, rows, HEAD), gk(kv_heads, keys, HEAD), gv(kv_heads, keys, VALUE);
   float* lse = (float*)malloc(sizeof(float) * heads * rows);
   Call call = {};
@@ -135,6 +137,9 @@ int main() {
   check<16, 16, true>(2, 2, 131, 700, 2);
   check<16, 16, true>(2, 1, 5, 40, 1);  // a first tile that ends within a block of rows
   check<64, 64>(1, 1, 200, 600, 2);
+  check<40, 24>(4, 2, 70, 130, 1, true);
+  check<17, 33>(2, 2, 130, 66, 2, true);
+  check<8, 8>(4, 1, 3, 700, 4, true);
   printf("%d lanes, %d failures\n", WIDTH, failures);
   return failures != 0;
 }

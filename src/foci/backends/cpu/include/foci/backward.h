@@ -44,15 +44,23 @@ template <class P> struct QueryTile {
     const T* q = call.query.at<T>(s.batch, h, s.q_start + q0);
     const T* go = call.grad_out.at<T>(s.batch, h, s.q_start + q0);
     const int64_t at = row_offset(call, s, h) + q0;
+    const bool query_transposed = is_transposed(call.query.row, call.query.column), grad_transposed = is_transposed(call.grad_out.row, call.grad_out.column);
+    if (query_transposed) pack_transposed<typename G::E>(query, G::Q_PANEL, q, call.query.column, rows, ROWS, P::D, G::D_WORDS);
+    if (grad_transposed) pack_transposed<typename G::E>(grad_out, G::Q_PANEL, go, call.grad_out.column, rows, ROWS, P::DV, G::DV_WORDS);
     for (int r = 0; r < ROWS; ++r) {
       const bool real = r < rows;
       const int i = real ? r : rows - 1;
       row[r] = P::row(call, s.b, h, q0 + i, s.q_len, s.kv_len);
-      pack_row<typename G::E>(query + r * PANEL, G::Q_PANEL, q + i * call.query.row, call.query.column, P::D, G::D_WORDS);
-      pack_row<typename G::E>(grad_out + r * PANEL, G::Q_PANEL, go + i * call.grad_out.row, call.grad_out.column, P::DV, G::DV_WORDS);
+      if (!query_transposed) pack_row<typename G::E>(query + r * PANEL, G::Q_PANEL, q + i * call.query.row, call.query.column, P::D, G::D_WORDS);
+      if (!grad_transposed) pack_row<typename G::E>(grad_out + r * PANEL, G::Q_PANEL, go + i * call.grad_out.row, call.grad_out.column, P::DV, G::DV_WORDS);
       const T* o = call.out.at<T>(s.batch, h, s.q_start + q0 + i);
       vf sum{};
-      for (int d = 0; d < P::DV; d += WIDTH) sum += row_words(Single(), o, call.out.column, d, P::DV) * row_words(Single(), go + i * call.grad_out.row, call.grad_out.column, d, P::DV);
+      if (grad_transposed)
+        for (int d = 0; d < G::DV_WORDS; d += WIDTH)
+          sum = G::E::multiply_add(sum, load<typename G::E::vector>(grad_out + d / PANEL * G::Q_PANEL + r * PANEL + d % PANEL),
+                                   (typename G::E::vector)row_words(typename G::E(), o, call.out.column, d, P::DV));
+      else
+        for (int d = 0; d < P::DV; d += WIDTH) sum += row_words(Single(), o, call.out.column, d, P::DV) * row_words(Single(), go + i * call.grad_out.row, call.grad_out.column, d, P::DV);
       delta[r] = reduce_sum(sum) - (call.grad_lse ? call.grad_lse[at + i] : 0.0f);
       const float l = call.lse[at + i];
       lse[r] = real && l != -__builtin_inff() ? l * G::Exp::UNIT : __builtin_inff();

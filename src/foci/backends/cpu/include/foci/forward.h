@@ -94,13 +94,17 @@ template <class P> struct ForwardTile {
     ahead.rows = 0;
     unit = P::PLAIN_SCORE && call.scale != 0 ? __builtin_fabsf((float)call.scale) : 1.0f;
     padded = round_up(count, count <= 4 ? 4 : MR);
+    const bool transposed = is_transposed(call.query.row, call.query.column) && first / s.q_len == (first + count - 1) / s.q_len;
+    if (transposed)
+      pack_transposed<E>(q, Q_PANEL, call.query.at<T>(s.batch, hkv * group + (int)(first / s.q_len), s.q_start + first % s.q_len), call.query.column, count,
+                         padded, P::D, K::D_WORDS);
     for (int r = 0; r < padded; ++r) {
       const int64_t i = first + min_int(r, count - 1);
       head[r] = hkv * group + (int)(i / s.q_len);
       position[r] = (int)(i % s.q_len);
       const T* from = call.query.at<T>(s.batch, head[r], s.q_start + position[r]);
       fetch_row(from + AHEAD * call.query.row, call.query.column, P::D);
-      pack_row<E>(q + r * PANEL, Q_PANEL, from, call.query.column, P::D, K::D_WORDS);
+      if (!transposed) pack_row<E>(q + r * PANEL, Q_PANEL, from, call.query.column, P::D, K::D_WORDS);
       if (P::PLAIN_SCORE && call.scale <= 0)  // the largest product stays the largest score
         for (int i = 0; i < K::D_WORDS; ++i) {
           word& x = q[i / PANEL * Q_PANEL + r * PANEL + i % PANEL];

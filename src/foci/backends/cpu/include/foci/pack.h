@@ -68,29 +68,25 @@ FOCI_INLINE void transpose(vu (&m)[WIDTH]) {
   }
 }
 
-// PANEL rows as columns: panel[word][row]. Rows from `rows` on are zero.
+// WIDTH rows as columns: to[i * PANEL + row] is word `at + i` of a row, as far as there are `words`. Rows from `rows` on are zero.
 template <class E, class T>
-void pack_columns(typename E::word* panel, const T* from, int64_t row_stride, int64_t column_stride, int rows, int columns) {
-  const int words = (columns + E::PAIR - 1) / E::PAIR;
-  for (int half = 0; half < PANEL; half += WIDTH)
-    for (int at = 0; at < words; at += WIDTH) {
-      vu m[WIDTH];
-      if (half + WIDTH <= rows && whole_words<E>(column_stride, at, columns)) {
-        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) {
-          const T* row = from + (half + i) * row_stride;
-          __builtin_prefetch(row + WIDTH * row_stride + E::PAIR * at);
-          m[i] = (vu)load_words(E(), row, at);
-        }
-      } else {
-        vu edge[WIDTH];
-#pragma GCC unroll 1
-        for (int i = 0; i < WIDTH; ++i) edge[i] = half + i < rows ? (vu)row_words(E(), from + (half + i) * row_stride, column_stride, at, columns) : vu{};
-        FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) m[i] = edge[i];
-      }
-      transpose(m);
-      FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
-        if (at + i < words) store(panel + (at + i) * PANEL + half, m[i]);
+FOCI_INLINE void pack_block(typename E::word* to, const T* from, int64_t row_stride, int64_t column_stride, int rows, int at, int columns, int words) {
+  vu m[WIDTH];
+  if (WIDTH <= rows && whole_words<E>(column_stride, at, columns)) {
+    FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) {
+      const T* row = from + i * row_stride;
+      __builtin_prefetch(row + WIDTH * row_stride + E::PAIR * at);
+      m[i] = (vu)load_words(E(), row, at);
     }
+  } else {
+    vu edge[WIDTH];
+#pragma GCC unroll 1
+    for (int i = 0; i < WIDTH; ++i) edge[i] = i < rows ? (vu)row_words(E(), from + i * row_stride, column_stride, at, columns) : vu{};
+    FOCI_UNROLL for (int i = 0; i < WIDTH; ++i) m[i] = edge[i];
+  }
+  transpose(m);
+  FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
+    if (at + i < words) store(to + i * PANEL, m[i]);
 }
 
 template <class T> FOCI_INLINE vu stacked_words(Single, const T* from, int64_t row_stride, int64_t stride, int row, int rows, int at, int columns) {
@@ -115,9 +111,32 @@ template <class T> FOCI_INLINE vu stacked_words(Pair, const T* from, int64_t row
 }
 #endif
 
+// Whether the elements of a column are neighbours, as in a transposed tensor: heads of channels that lie along the tokens.
+FOCI_INLINE bool is_transposed(int64_t row_stride, int64_t column_stride) { return row_stride == 1 && column_stride != 1; }
+
+// PANEL rows as columns: panel[word][row]. Rows from `rows` on are zero.
+template <class E, class T>
+void pack_columns(typename E::word* panel, const T* from, int64_t row_stride, int64_t column_stride, int rows, int columns) {
+  const int words = (columns + E::PAIR - 1) / E::PAIR;
+  for (int half = 0; half < PANEL; half += WIDTH) {
+    if (is_transposed(row_stride, column_stride))
+      for (int word = 0; word < words; ++word) store(panel + word * PANEL + half, stacked_words(E(), from, column_stride, 1, word, columns, half, rows));
+    else
+      for (int at = 0; at < words; at += WIDTH)
+        pack_block<E>(panel + at * PANEL + half, from + half * row_stride, row_stride, column_stride, rows - half, at, columns, words);
+  }
+}
+
 // Rows as the depth of a product: panels[column / PANEL][row / PAIR][column % PANEL], `padded` rows (zero from `rows` on).
 template <class E, class T>
 void pack_rows(typename E::word* panels, int64_t panel_stride, const T* from, int64_t row_stride, int64_t column_stride, int rows, int padded, int columns) {
+  if (is_transposed(row_stride, column_stride)) {
+    for (int column = 0; column < columns; column += WIDTH)
+      for (int at = 0; at < padded / E::PAIR; at += WIDTH)
+        pack_block<E>(panels + column / PANEL * panel_stride + (int64_t)at * PANEL + column % PANEL, from + column * column_stride, column_stride, 1,
+                      columns - column, at, rows, padded / E::PAIR);
+    return;
+  }
   for (int row = 0; row < padded / E::PAIR; ++row) {
     FOCI_UNROLL for (int i = 0; i < E::PAIR; ++i) fetch_row(from + (int64_t)(E::PAIR * (row + AHEAD) + i) * row_stride, column_stride, columns);
     for (int at = 0; at < columns; at += WIDTH)
@@ -161,6 +180,23 @@ FOCI_INLINE uint32_t negative_word(uint32_t pair) { return pair ^ 0x80008000u; }
 template <class E, class T>
 FOCI_INLINE void pack_row(typename E::word* to, int64_t panel_stride, const T* row, int64_t column_stride, int columns, int words) {
   for (int at = 0; at < words; at += WIDTH) store(to + at / PANEL * panel_stride + at % PANEL, row_words(E(), row, column_stride, at, columns));
+}
+
+// The same for rows of a transposed tensor, each PANEL words after the one before; the last one again from `rows` up to `padded`.
+template <class E, class T>
+void pack_transposed(typename E::word* to, int64_t panel_stride, const T* from, int64_t column_stride, int rows, int padded, int columns, int words) {
+  for (int at = 0; at < words; at += WIDTH) {
+    typename E::word* panel = to + at / PANEL * panel_stride + at % PANEL;
+    for (int first = 0; first < rows; first += WIDTH) {
+      vu m[WIDTH];
+#pragma GCC unroll 1
+      for (int i = 0; i < WIDTH; ++i) m[i] = stacked_words(E(), from, column_stride, 1, at + i, columns, first, rows);
+      transpose(m);
+      FOCI_UNROLL for (int i = 0; i < WIDTH; ++i)
+        if (first + i < rows) store(panel + (first + i) * PANEL, m[i]);
+    }
+    for (int r = rows; r < padded; ++r) store(panel + r * PANEL, load<vu>(panel + (rows - 1) * PANEL));
+  }
 }
 
 }  // namespace foci
