@@ -12,14 +12,13 @@ import torch
 import foci
 from foci import cache_check, call_cache, execution, trace_functions
 from foci.cache_check import StaleCacheError, compare, compare_tensors
-from foci.operator import op_impl
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """The mode switched on, with every cache empty."""
     monkeypatch.setattr(cache_check, "ENABLED", True)
-    for module, name in ((execution, "_decisions"), (call_cache, "_known"), (op_impl, "_known"), (trace_functions, "_traces")):
+    for module, name in ((execution, "_decisions"), (call_cache, "_calls"), (trace_functions, "_traces")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 
@@ -80,9 +79,9 @@ def test_dropout_draws_the_same_weights_in_this_mode(monkeypatch):
 def test_a_wrong_prepared_call_is_found():
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind(0)
     foci.attention(q, k, v)
-    ((key, known),) = call_cache._known.items()
-    call_cache._known[key] = dataclasses.replace(known, outline=known.outline._replace(scale=3.0))
-    with pytest.raises(StaleCacheError, match=r"the cache of prepared calls .* scale: cached 3\.0, rebuilt 0\.25"):
+    ((key, known),) = call_cache._calls.items()
+    call_cache._calls[key] = known._replace(outline=known.outline._replace(scale=3.0))
+    with pytest.raises(StaleCacheError, match=r"the cache of planned calls .* scale: cached 3\.0, rebuilt 0\.25"):
         foci.attention(q, k, v)
 
 
@@ -112,8 +111,8 @@ def test_a_wrong_operator_call_is_found():
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind(0)
     compiled = torch.compile(foci.attention, backend="aot_eager", fullgraph=True)
     compiled(q, k, v)
-    ((key, known),) = op_impl._known.items()
-    op_impl._known[key] = known._replace(outline=known.outline._replace(scale=3.0))
+    ((key, known),) = call_cache._calls.items()
+    call_cache._calls[key] = known._replace(outline=known.outline._replace(scale=3.0))
     with pytest.raises(StaleCacheError, match="the cache of operator calls .* scale"):
         compiled(q, k, v)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foci.environment import Allowed
 from foci.errors import ArgumentError
-from foci.execution import Allowed
 from foci.ir.expr import DType, Expr, const, load, variable
 from foci.ir.ops import apply
 from foci.ir.rewrite import substitute

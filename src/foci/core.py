@@ -3,86 +3,213 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci import cache_check
-from foci.call_cache import compare_with_prepared, find_site, remember
-from foci.compat.torch import is_cudnn_sdp_enabled, is_flash_sdp_enabled, is_math_sdp_enabled, is_mem_efficient_sdp_enabled
-from foci.context import allowed_backends
-from foci.execution import Allowed, decide
-from foci.operator import Optional, Outline, as_batch, attend, attend_outlined, packed_rows
+from foci import cache_check, call_cache
+from foci.compat.torch import is_forward_ad_open
+from foci.environment import Allowed, allowed_backends, allowed_by_torch, read_environment
+from foci.execution import choose_kernel, decide
+from foci.ir.function_fingerprint import Fingerprint, fingerprint
+from foci.operator import (
+    NOTHING,
+    Optional,
+    Outline,
+    as_batch,
+    attend,
+    attend_outlined,
+    is_plain_eager,
+    make_outline,
+    optional_tensors,
+    packed_rows,
+)
 from foci.planner import Decision
-from foci.prepare import Extras, prepare
-from foci.problem import Formula, Operands, Results
+from foci.prepare import Extras, draw_seed, prepare
+from foci.problem import Formula, Geometry, Operands, Results
+from foci.spec import CallSpec, Needs, find_needs, spec_of_functions
+from foci.trace_functions import is_kept
 
-__all__ = ["Check", "Function", "Tensors", "allowed_for", "decision", "packed_call", "run_now", "run_packed_now"]
+__all__ = ["Check", "Function", "PlannedCall", "Tensors", "allowed_for", "decision", "find_call", "run_now", "run_packed_now"]
 
 Function = Callable[..., Any] | None
 Tensors = tuple[Tensor, Tensor, Tensor]
 Check = Callable[[Tensors, Extras], None]
 
 
+class PlannedCall(NamedTuple):
+    """What `foci.operator.attend_outlined` takes.
+
+    Attributes:
+        outline: the call without its tensors.
+        tensors: query, key, value and captured tensors.
+        optional: the others.
+    """
+
+    outline: Outline
+    tensors: tuple[Tensor, ...]
+    optional: Optional
+
+
+class _Arguments(NamedTuple):
+    """Of `find_call`."""
+
+    tensors: Tensors
+    score: Function
+    mask: Function
+    extras: Extras
+    packed: bool
+    needs_all: bool
+
+
+class _Site(NamedTuple):
+    """A call's spec, its functions' fingerprints and its arguments."""
+
+    spec: CallSpec
+    functions: tuple[Fingerprint, Fingerprint]
+    arguments: _Arguments
+
+    @property
+    def closed(self) -> list[Tensor]:
+        """The tensors that the functions close over."""
+        return self.functions[0].tensors + self.functions[1].tensors
+
+
+class _Known(NamedTuple):
+    """A planned call without its tensors; `spots` says which closed-over tensor each captured one is."""
+
+    outline: Outline
+    spots: tuple[int, ...]
+
+
 def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
     """Attention without its sink, eagerly or while a graph is made of tensor operations. Arguments as `foci.dispatch.run`."""
-    site = find_site(tensors, score, mask, extras, allowed)
-    if site is None:
-        formula, operands = prepare(tensors, score, mask, extras)
-        return attend(formula, operands, allowed)
-    found = site.recalled(extras)
-    if found is not None:
-        if cache_check.ENABLED:
-            formula, operands = _prepared_again(tensors, score, mask, extras)
-            compare_with_prepared(found, site, formula, operands, allowed)
-        return attend_outlined(*found)
+    call = find_call(tensors, score, mask, extras, allowed)
+    if call is not None:
+        return attend_outlined(*call)
     formula, operands = prepare(tensors, score, mask, extras)
-    return attend_outlined(*remember(site, tensors, formula, operands, allowed))
+    return attend(formula, operands, allowed)
 
 
 def run_packed_now(
     tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, check: Check | None = None
 ) -> Results:  # fmt: skip
     """`run_now` of packed tensors [T, H, D]; out is [T, Hq, Dv], and lse, the only other output it may be asked for, [Hq, T]."""
-    found = packed_call(tensors, score, mask, extras, allowed, check)
-    if found is None:
-        results = run_now(_batches(tensors), score, mask, extras, allowed)
-        return Results(packed_rows(results.out), results.lse.squeeze(0))
-    return attend_outlined(*found)
+    call = find_call(tensors, score, mask, extras, allowed, check=check, packed=True)
+    if call is not None:
+        return attend_outlined(*call)
+    results = run_now(_batches(tensors), score, mask, extras, allowed)
+    return Results(packed_rows(results.out), results.lse.squeeze(0))
 
 
-def packed_call(
-    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, check: Check | None = None, *, learns: bool = False
-) -> tuple[Outline, tuple[Tensor, ...], Optional] | None:
-    """A call of packed tensors as `foci.operator` takes it; None for one that must be prepared each time.
+def find_call(
+    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, *, check: Check | None = None,
+    packed: bool = False, needs_all: bool = False,
+) -> PlannedCall | None:  # fmt: skip
+    """The planned call, from the cache or planned now; None for one that has no spec, or where more than autograd watches.
 
-    `check` is called unless the call is known, of which it held. `learns`: it is asked for gradients of query, key and value, whatever
-    they say.
+    Args:
+        tensors: query, key and value.
+        score, mask: the functions.
+        extras: the rest.
+        allowed: backends that it may use.
+        check: called with tensors and extras, unless the call was planned before: then it passed.
+        packed: tensors are [T, H, D].
+        needs_all: gradients of query, key and value, and of these alone, are wanted, whatever the tensors say.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
     """
-    site = find_site(tensors, score, mask, extras, allowed, learns=learns)
-    found = None if site is None else site.recalled(extras)
-    if site is not None and found is not None:
+    site = _find_site(_Arguments(tensors, score, mask, extras, packed, needs_all), allowed)
+    known: _Known | None = None if site is None else call_cache.recall(site.spec)
+    if site is not None and known is not None:
+        call = _with_tensors(known, site)
         if cache_check.ENABLED:
-            with torch.no_grad():
-                formula, operands = _prepared_again(_batches(tensors), score, mask, extras)
-            compare_with_prepared(found, site, formula, operands, allowed, packed=True, learns=learns)
-        return found
+            _compare(call, site)
+        return call
     if check is not None:
         check(tensors, extras)
-    if site is None:
+    return None if site is None else _plan(site)
+
+
+def _find_site(arguments: _Arguments, allowed: Allowed) -> _Site | None:
+    tensors, score, mask, extras, _, needs_all = arguments
+    if not is_plain_eager(tensors) or is_forward_ad_open():
         return None
-    with torch.no_grad():  # autograd takes the tensors as they are
-        batches = _batches(tensors)
-    formula, operands = prepare(batches, score, mask, extras)
-    return remember(site, batches, formula, operands, allowed, packed=True, learns=learns)
+    scored, masked = fingerprint(score), fingerprint(mask)
+    if scored is None or masked is None:
+        return None
+    requires_grad: object = needs_all
+    if not needs_all and torch.is_grad_enabled():
+        requires_grad = tuple([t.requires_grad for t in (*tensors, *scored.tensors, *masked.tensors)])
+    spec = spec_of_functions(tensors, (scored, masked), extras, allowed, requires_grad)
+    return None if spec is None else _Site(spec, (scored, masked), arguments)
 
 
-def _prepared_again(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> tuple[Formula, Operands]:
-    """`prepare` without moving the generator that dropout draws its seed from."""
+def _with_tensors(known: _Known, site: _Site) -> PlannedCall:
+    """A call that was planned for other tensors, and a dropout seed of its own."""
+    tensors: tuple[Tensor, ...] = site.arguments.tensors
+    e, optional = site.arguments.extras, NOTHING
+    if known.spots:
+        closed = site.closed
+        tensors += tuple([closed[n] for n in known.spots])
+    has_dropout = known.outline.dropout_p > 0
+    if has_dropout or e.cu_q is not None or e.page_table is not None or e.blocks is not None:
+        seed = draw_seed(tensors[0].device) if has_dropout else None
+        optional = (seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
+    return PlannedCall(known.outline, tensors, optional)
+
+
+def _plan(site: _Site) -> PlannedCall:
+    """Prepares and plans a call, and keeps the plan if the spec says all that it depends on."""
+    tensors, score, mask, extras, packed, _ = site.arguments
+    given = tensors
+    if packed:
+        with torch.no_grad():  # autograd takes the tensors as they are
+            given = _batches(tensors)
+    formula, operands = prepare(given, score, mask, extras)
+    spots = {id(t): n for n, t in enumerate(site.closed)}
+    as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
+    has_blocks = extras.blocks is not None
+    is_complete = (
+        as_given
+        and is_kept(*site.functions, operands.query.device, has_blocks=has_blocks)
+        and all(id(t) in spots for t in operands.captures)
+    )
+    # which blocks of a block mask are empty is looked up by value
+    geometry = Geometry(packed=packed) if is_complete and not has_blocks else None
+    call = _outlined(site, formula, operands, geometry)
+    if is_complete:
+        call_cache.keep(site.spec, _Known(call.outline, tuple(spots[id(t)] for t in operands.captures)))
+    return call
+
+
+def _outlined(site: _Site, formula: Formula, operands: Operands, geometry: Geometry | None) -> PlannedCall:
+    tensors, packed = site.arguments.tensors, site.arguments.packed
+    needs: Needs = (True, True, True, (False,) * len(operands.captures))
+    if not site.arguments.needs_all:
+        needs = find_needs((*tensors, *operands.captures))
+    chosen = choose_kernel(formula, operands, needs, site.spec.environment)
+    outline = make_outline(chosen, operands, packed=packed, geometry=geometry)
+    first = tensors if packed else (operands.query, operands.key, operands.value)
+    return PlannedCall(outline, (*first, *operands.captures), optional_tensors(operands))
+
+
+def _compare(cached: PlannedCall, site: _Site) -> None:
+    """Compares a call of the cache with the same call prepared and planned anew.
+
+    Raises:
+        StaleCacheError: if they differ.
+    """
+    tensors, score, mask, extras, packed, _ = site.arguments
     device = tensors[0].device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        return prepare(tensors, score, mask, extras)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        formula, operands = prepare(_batches(tensors) if packed else tensors, score, mask, extras)
+    rebuilt = _outlined(site, formula, operands, None)
+    # each call draws a seed of its own
+    one, other = ({**call.outline.comparable(), "tensors": call.tensors, "optional": call.optional[1:]} for call in (cached, rebuilt))
+    cache_check.compare("the cache of planned calls", one, other)
 
 
 def _batches(tensors: Tensors) -> Tensors:
@@ -93,29 +220,10 @@ def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) 
     """What the planner would do with a call; nothing runs."""
     with torch.random.fork_rng(devices=[]):  # a seed that nobody will use must not move the generator
         formula, operands = prepare(tensors, score, mask, extras)
-    grad = torch.is_grad_enabled()
-    flags = [grad and t.requires_grad for t in (operands.query, operands.key, operands.value, *operands.captures)]
-    return decide(formula, operands, (flags[0], flags[1], flags[2], tuple(flags[3:])), allowed_for(extras))
+    needs = find_needs((operands.query, operands.key, operands.value, *operands.captures))
+    return decide(formula, operands, needs, read_environment(allowed_for(extras), operands.query.device.type))
 
 
 def allowed_for(extras: Extras) -> Allowed:
     """The backends that `foci.use` and, for torch's entry point, torch's switches leave; None for all."""
-    allowed = allowed_backends()
-    if extras.honour_sdp_flags:
-        by_torch = _allowed_by_torch()
-        if by_torch is not None:
-            return by_torch if allowed is None else tuple(name for name in by_torch if name in allowed)
-    return allowed
-
-
-def _allowed_by_torch() -> Allowed:
-    """torch's `sdpa_kernel` context and global flags, read as foci backends.
-
-    MATH is the formula, `reference`; every other flag allows the fused backends; no flag at all allows none.
-    """
-    from foci import backends
-
-    math = is_math_sdp_enabled()
-    if is_flash_sdp_enabled() or is_mem_efficient_sdp_enabled() or is_cudnn_sdp_enabled():
-        return None if math else tuple(name for name in backends.names() if name != "reference")
-    return ("reference",) if math else ()
+    return allowed_by_torch() if extras.honour_sdp_flags else allowed_backends()

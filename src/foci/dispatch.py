@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.backends.contract import BackwardOfRows, ForwardOfRows
 from foci.column_sums import column_sums
 from foci.context import observers
-from foci.core import Check, Function, Tensors, allowed_for, packed_call, run_now, run_packed_now
+from foci.core import Check, Function, Tensors, allowed_for, find_call, run_now, run_packed_now
 from foci.errors import ArgumentError
 from foci.operator import Optional, Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
 from foci.prepare import Extras, prepare
@@ -106,8 +106,8 @@ class PackedCall(NamedTuple):
     def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool, whole: bool = False) -> PackedCall | None:
         """The call, with gradients of query, key and value if it `learns`, else of what requires them; None where there is something to
         work out each time. `whole`: each row is a token of a sequence."""
-        found = packed_call(tensors, score, mask, extras, allowed_for(extras), learns=learns)
-        return None if found is None else PackedCall(found[0], found[1][3:], found[2], Passes(whole=whole))
+        found = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=learns)
+        return None if found is None else PackedCall(found.outline, found.tensors[3:], found.optional, Passes(whole=whole))
 
     def moved(self, offsets: Tensor) -> PackedCall:
         """The same of other sequences, of which there are as many."""

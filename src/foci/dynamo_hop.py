@@ -18,7 +18,7 @@ from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVar
 from torch._ops import HigherOrderOperator
 
 from foci.core import run_now
-from foci.execution import Allowed
+from foci.environment import Allowed
 from foci.prepare import Extras, Part
 from foci.problem import Outputs, Results
 

@@ -28,7 +28,8 @@ from foci.backends.contract import (
     Unbuildable,
 )
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
-from foci.context import Call, is_tuning, observers
+from foci.context import Call, observers
+from foci.environment import Allowed, Environment, autocast_dtype
 from foci.planner import Decision, NoViableBackend, choose, target_of
 from foci.prepare import check_room
 from foci.problem import (
@@ -43,11 +44,10 @@ from foci.problem import (
     bucket,
     is_aligned,
 )
+from foci.spec import Needs
 
 __all__ = [
-    "Allowed",
     "Chosen",
-    "Needs",
     "as_written",
     "backward_again",
     "choose_kernel",
@@ -57,10 +57,6 @@ __all__ = [
     "run_forward",
 ]
 
-Allowed = tuple[str, ...] | None
-Needs = tuple[bool, bool, bool, tuple[bool, ...]]
-"""Whether query, key, value and each captured tensor want a gradient."""
-
 _CAPACITY: Final = 1024
 _Decided: TypeAlias = tuple[Decision, Kernel, Repeating | None, Binding | None]
 """The kernel twice more, where it is that."""
@@ -68,7 +64,7 @@ _decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
 _kernels: OrderedDict[Hashable, tuple[Backend, Kernel]] = OrderedDict()
 
 
-def _make_problem(formula: Formula, operands: Operands, needs: Needs) -> Problem:
+def _make_problem(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Problem:
     """The problem these operands pose."""
     query, key, value = operands.query, operands.key, operands.value
     jagged = formula.layout is Layout.JAGGED
@@ -86,9 +82,9 @@ def _make_problem(formula: Formula, operands: Operands, needs: Needs) -> Problem
         key_grad=needs[1],
         value_grad=needs[2],
         capture_grads=needs[3],
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=environment.deterministic,
         aligned=_is_aligned(query, key, value),
-        tuned=is_tuning(),
+        tuned=environment.tuned,
     )
 
 
@@ -97,31 +93,22 @@ def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return not query.is_cuda or (is_aligned(query) and is_aligned(key) and is_aligned(value))
 
 
-def decide(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Decision:
+def decide(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Decision:
     """The planner's decision on these operands; nothing runs."""
-    return choose(_make_problem(formula, operands, needs), target_of(operands.query.device), allowed)
+    return choose(_make_problem(formula, operands, needs, environment), target_of(operands.query.device), environment.allowed)
 
 
-def _kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> _Decided:
-    query, key, value = operands.query, operands.key, operands.value
-    if operands.cu_q is None:
-        sizes = (query.shape[0], query.shape[2], key.shape[2] if operands.page_table is None else operands.max_kv)
-    else:
-        sizes = (operands.cu_q.shape[0] - 1, operands.max_q, operands.max_kv)
-    signature = (
-        formula, needs, allowed, query.dtype, query.device, query.shape[1], query.shape[3], key.shape[1], value.shape[3],
-        *(max(0, n - 1).bit_length() for n in sizes), torch.are_deterministic_algorithms_enabled(), backends.changes(),
-        _is_aligned(query, key, value), is_tuning(),
-    )  # fmt: skip
+def _kernel(problem: Problem, device: torch.device, environment: Environment) -> _Decided:
+    signature = (problem, device, environment.allowed, environment.registry)
     found = _decisions.get(signature)
     if found is None:
-        decision, kernel = _built(decide(formula, operands, needs, allowed))
+        decision, kernel = _built(choose(problem, target_of(device), environment.allowed))
         repeating, binding = kernel if isinstance(kernel, Repeating) else None, kernel if isinstance(kernel, Binding) else None
         found = _decisions[signature] = decision, kernel, repeating, binding
         _trim(_decisions)
     elif cache_check.ENABLED:
-        # the planner is a pure function of these two and of what the key holds as it is
-        rebuilt = {"problem": _make_problem(formula, operands, needs), "target": target_of(operands.query.device)}
+        # the planner is a pure function of the key, and of what a target says of the device
+        rebuilt = {"problem": problem, "target": target_of(device)}
         cache_check.compare("the cache of decisions", vars(found[0]), rebuilt)
     return found
 
@@ -210,9 +197,7 @@ _UNCHANGED: Final = contextlib.nullcontext()
 def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside, operations run in the dtypes they are given: autocast has had its say on the operands."""
     device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return _UNCHANGED
+    return _UNCHANGED if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
 class Chosen(NamedTuple):
@@ -227,13 +212,14 @@ class Chosen(NamedTuple):
     binding: Binding | None
 
 
-def choose_kernel(formula: Formula, operands: Operands, needs: Needs, allowed: Allowed) -> Chosen:
+def choose_kernel(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Chosen:
     """The kernel of the backend that the planner takes for operands like these.
 
     Raises:
         NoViableBackend: if none accepts.
     """
-    return Chosen(formula, needs, allowed, *_kernel(formula, operands, needs, allowed))
+    problem = _make_problem(formula, operands, needs, environment)
+    return Chosen(formula, needs, environment.allowed, *_kernel(problem, operands.query.device, environment))
 
 
 def run_forward(call: Chosen, operands: Operands) -> Results:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.environment import autocast_dtype
 from foci.errors import ArgumentError, DtypeError
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -191,10 +192,9 @@ def describe(tensor: Tensor) -> str:
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """torch's rule for scaled_dot_product_attention: every floating operand but float64 takes the autocast dtype."""
-    device = query.device.type if isinstance(query, Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(query.device.type if isinstance(query, Tensor) else "cpu")
+    if dtype is None:
         return query, key, value
-    dtype = torch.get_autocast_dtype(device)
     eligible = (torch.float16, torch.bfloat16, torch.float32)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in eligible else t for t in (query, key, value))  # type: ignore[return-value]
 

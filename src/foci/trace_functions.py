@@ -124,10 +124,9 @@ def _key(prints: tuple[Fingerprint, Fingerprint], device: torch.device, *, has_b
     return structure, (*prints[0].numbers, None, *prints[1].numbers)
 
 
-def is_kept(score: Fingerprint, mask: Fingerprint, device: torch.device) -> bool:
-    """Whether the last `bind`, without blocks, of functions with these fingerprints holds for the next: they may read values while they
-    run."""
-    structure, numbers = _key((score, mask), device, has_blocks=False)
+def is_kept(score: Fingerprint, mask: Fingerprint, device: torch.device, *, has_blocks: bool) -> bool:
+    """Whether the last `bind` of functions with these fingerprints holds for the next: they may read values while they run."""
+    structure, numbers = _key((score, mask), device, has_blocks=has_blocks)
     return score.structure == mask.structure == NOTHING.structure or numbers in _traces.get(structure, ())
 
 

@@ -26,7 +26,7 @@ def tensors(queries, heads=2):
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch):
     monkeypatch.setattr(prepare, "_warned_of_alignment", False)
-    call_cache._known.clear()  # a call that is known is not prepared again
+    call_cache._calls.clear()  # a call that is known is not prepared again
     torch._dynamo.reset()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci import cache_check
+from foci import cache_check, call_cache
 from foci.operator import op_impl
 
 ATTENTION = torch.ops.foci.attention.default
@@ -49,7 +49,7 @@ def planned(monkeypatch):
     counted = []
     choose = op_impl.choose_kernel
     monkeypatch.setattr(op_impl, "choose_kernel", lambda *args: counted.append(args) or choose(*args))
-    op_impl._known.clear()
+    call_cache._calls.clear()
     return counted
 
 

@@ -21,7 +21,7 @@ def reference(q, k, v, **options):
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -41,7 +41,7 @@ def test_other_tensors_captures_and_numbers(grad):
             inputs = (q, k, v, slopes)
             found, sought = (torch.autograd.grad(out, inputs, weights) for out in (got, want))
             torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
-    known = [call for call in call_cache._known.values() if call.outline.chosen.decision.plan.backend != "reference"]
+    known = [call for call in call_cache._calls.values() if call.outline.chosen.decision.plan.backend != "reference"]
     assert len(known) == 2  # one for each number
 
 
@@ -74,7 +74,7 @@ def test_dropout_draws_anew():
     outs = [foci.attention(q, k, v, dropout_p=0.5) for _ in range(3)]
     assert outs[1].ne(outs[0]).any()
     assert outs[2].ne(outs[1]).any()
-    assert len(call_cache._known) == 1
+    assert len(call_cache._calls) == 1
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         got = foci.attention(q, k, v, dropout_p=0.5)
@@ -100,7 +100,7 @@ def test_autocast_casts_what_it_has_to_and_knows_the_rest():
         with torch.autocast("cpu", dtype=torch.float16):
             assert foci.attention(*half).dtype == torch.float16
         assert foci.attention(*wide).dtype == torch.float32
-    assert len(call_cache._known) == 3  # in half precision, with and without autocast, and in full
+    assert len(call_cache._calls) == 3  # in half precision, with and without autocast, and in full
 
 
 def test_masks_and_biases_given_as_tensors_are_known():
@@ -112,7 +112,7 @@ def test_masks_and_biases_given_as_tensors_are_known():
         weights = torch.randn_like(got)
         found, sought = (torch.autograd.grad(out, (q, k, v, bias), weights) for out in (got, want))
         torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
-    assert len(call_cache._known) == 2  # by either backend
+    assert len(call_cache._calls) == 2  # by either backend
 
 
 NUMBER = 2.0
@@ -336,14 +336,14 @@ def test_what_is_known_is_bounded(monkeypatch):
     for length in range(1, 12):
         q = torch.randn(1, 1, length, 8)
         foci.attention(q, q, q)
-    assert len(call_cache._known) == 4
+    assert len(call_cache._calls) == 4
 
 
 @pytest.mark.parametrize("mask", [foci.masks.causal(), foci.masks.window(3), foci.masks.causal() & foci.masks.window(3)], ids=str)
 def test_calls_with_a_named_mask_are_kept(monkeypatch, mask):
     """Nothing that tracing itself asks torch counts as a value that the function read."""
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     query = torch.randn(1, 2, 40, 8)
     for _ in range(2):
         foci.attention(query, query, query, mask=mask)
-    assert len(call_cache._known) == 1
+    assert len(call_cache._calls) == 1

@@ -18,7 +18,6 @@ from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
 from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables, weak_cache
-from foci.operator import op_impl
 
 MODULES = {module: LAUNCHED[module] for module in (kernel, tile_tables)}
 
@@ -126,7 +125,7 @@ def plan_for_a_gpu(monkeypatch, arch=90, *features):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
     monkeypatch.setattr(recorder, "direct", keep_descriptors)
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", *features})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 

@@ -21,7 +21,7 @@ OFFSETS = (0, 56, 56, 256)
 def backend(request, monkeypatch):
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     return request.param
 
 
@@ -174,7 +174,7 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
     training = pytest.importorskip("foci.backends.hopper.training")
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
     monkeypatch.setattr(training, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
@@ -198,7 +198,7 @@ def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longes
         call = lambda q, k, v, offsets=offsets: foci.varlen_attn(q, k, v, *offsets, longest, longest, **options)
         calls.append((call, (q, k, v), cotangent, turn))
         same(passes(backend, *calls[-1]), passes("reference", *calls[-1]))
-    assert len([1 for known in call_cache._known.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
+    assert len([1 for known in call_cache._calls.values() if known.outline.chosen.decision.plan.backend == backend]) == 1
     for one in calls:  # and again, of offsets known from before
         same(passes(backend, *one), passes("reference", *one))
 
@@ -273,7 +273,7 @@ def paged(turn, *, dtype=torch.int32, max_kv=None):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["plain", "mask by lengths"])
 def test_known_paged_calls_read_their_own_pages(monkeypatch, name, dtype, way):
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     mask = None if name == "plain" else masks.causal_lower_right() & foci.Mask(lambda b, h, q, k: k >= foci.kv_len() - 90)
     for turn in range(4):
         given = paged(turn, dtype=dtype)

@@ -18,7 +18,6 @@ from foci.backends.contract import Plan, Unbuildable
 from foci.backends.self_check import Device, Kind, SelfCheck, Verdict, run_in_process
 from foci.check_kernels import _Posed, judge
 from foci.compat.triton import TESTED
-from foci.operator import op_impl
 from foci.problem import Formula, Layout, Problem, Target
 from foci.trace_functions import bind
 
@@ -166,7 +165,7 @@ def test_a_checker_that_raises_says_nothing_of_the_kernels(installed, tmp_path):
 def unseen(monkeypatch):
     """Calls of tensors on the CPU are planned for a GPU with an unseen release; nothing is known from before."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), UNSEEN)
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known"), (op_impl, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.setattr(execution, "_warned", set())
 

@@ -20,7 +20,7 @@ from foci.problem import Target
 def calls(logs, monkeypatch):
     """Calls of foci as on a GPU; notes which passes were known, by direction."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_known")):
+    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
     known = []
     for name in ("forward_again", "backward_again"):
@@ -195,7 +195,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         assert not worked_out
         found = [*launched]
         for kept in (
-            call_cache._known,
+            call_cache._calls,
             launch_cache._templates._found,
             tile_tables._template_cache._found,
             tile_tables._recording_cache._found,

@@ -380,13 +380,13 @@ def test_nested_inputs_keep_their_values(mode):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(9), "is_causal": True} if causal else {}
     encoder = stack(nn=foci.nn)
     for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
         padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
         encoder(rand(3, 9, E).requires_grad_(), src_key_padding_mask=padding, **options).sum().backward()
-    assert len(call_cache._known) == 1
+    assert len(call_cache._calls) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -211,10 +211,10 @@ def test_observers_see_its_attention(taken):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_batches_of_other_lengths_make_one_known_call(monkeypatch, causal):
-    monkeypatch.setattr(call_cache, "_known", type(call_cache._known)())
+    monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     options = {"mask": torch.nn.Transformer.generate_square_subsequent_mask(S), "is_causal": True} if causal else {}
     encoder = model()
     for lengths in ((9, 4, 6), (8, 1, 1), (7, 7, 7)):
         out = encoder(source(), src_key_padding_mask=torch.arange(S) >= torch.tensor(lengths)[:, None], **options)
         out.sum().backward()
-    assert len(call_cache._known) == 1
+    assert len(call_cache._calls) == 1

@@ -20,12 +20,13 @@ import torch
 from torch import fx
 
 from foci.backends.compile_priority import Submit, unhurried
-from foci.context import allowed_backends, is_tuning
-from foci.execution import Needs, choose_kernel
+from foci.environment import allowed_backends, is_tuning, read_environment
+from foci.execution import choose_kernel
 from foci.fusion.fx_utils import example_tensor, example_value, needs_grad, size_hint
 from foci.fusion.nested import walk_graphs
-from foci.operator.op_schema import NO_NEEDS, unflatten
+from foci.operator.op_schema import unflatten
 from foci.problem import Cotangents
+from foci.spec import NO_NEEDS, Needs
 
 __all__ = ["Call", "begin", "find_calls"]
 
@@ -63,12 +64,13 @@ class Call:
     def rehearse(self) -> None:
         """Runs it once, on zeros: what is read by index is there, whatever the index."""
         formula, operands, allowed = unflatten(_made(self.args))
-        forward = choose_kernel(formula, operands, (*NO_NEEDS, (False,) * len(operands.captures)), allowed)
+        environment = read_environment(allowed, self.device.type)
+        forward = choose_kernel(formula, operands, (*NO_NEEDS, (False,) * len(operands.captures)), environment)
         results = forward.kernel.forward(operands)
         if any((*self.needs[:3], *self.needs[3])):
             lse = torch.zeros_like(results.lse) if self.lse_grad else None
             cotangents = Cotangents(torch.zeros_like(results.out), lse, None, None)
-            choose_kernel(formula, operands, self.needs, allowed).kernel.backward(operands, results, cotangents)
+            choose_kernel(formula, operands, self.needs, environment).kernel.backward(operands, results, cotangents)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from foci import backends, masks
 from foci.api import AuxRequest, attention
-from foci.call_cache import find_site, remember
-from foci.context import allowed_backends, use
+from foci.context import use
+from foci.core import PlannedCall, find_call
+from foci.environment import allowed_backends, read_environment
 from foci.execution import as_written, choose_kernel
 from foci.functional import varlen_attn
-from foci.operator import Optional, Outline, as_batch, backward_now, make_outline, optional_tensors
+from foci.operator import as_batch, backward_now, make_outline, optional_tensors
 from foci.prepare import Extras, describe, prepare
 from foci.problem import Outputs
 from foci.variant import Mask
@@ -330,26 +331,21 @@ def _differentiate(
 ) -> Gradients:
     """Gradients of [B, H, S, D], or packed [T, H, D], by what the forward pass found and the gradient of out."""
     with _by_foci(tensors[0]):
-        made = backward_now(*_learning(tensors, mask, extras, packed=packed), found, (grad_out,))
+        made = backward_now(*_plan_backward(tensors, mask, extras, packed=packed), found, (grad_out,))
     return made[0], made[1], made[2]  # type: ignore[return-value]
 
 
-def _learning(
-    tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, extras: Extras, *, packed: bool
-) -> tuple[Outline, tuple[Tensor, ...], Optional]:
+def _plan_backward(tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, extras: Extras, *, packed: bool) -> PlannedCall:
     """A call that gradients of query, key and value are asked of."""
     function, allowed = None if mask is None else mask.function, allowed_backends()
-    site = find_site(tensors, None, function, extras, allowed, learns=True)
-    known = None if site is None else site.recalled(extras)
-    if known is not None:
-        return known
+    call = find_call(tensors, None, function, extras, allowed, packed=packed, needs_all=True)
+    if call is not None:
+        return call
     query, key, value = tensors
-    given = (as_batch(query), as_batch(key), as_batch(value)) if packed else tensors
-    formula, operands = prepare(given, None, function, extras)
-    if site is not None:
-        return remember(site, given, formula, operands, allowed, packed=packed, learns=True)
-    chosen = choose_kernel(formula, operands, (True, True, True, (False,) * len(operands.captures)), allowed)
-    return make_outline(chosen, operands, packed=packed), (*tensors, *operands.captures), optional_tensors(operands)
+    formula, operands = prepare((as_batch(query), as_batch(key), as_batch(value)) if packed else tensors, None, function, extras)
+    environment = read_environment(allowed, query.device.type)
+    chosen = choose_kernel(formula, operands, (True, True, True, (False,) * len(operands.captures)), environment)
+    return PlannedCall(make_outline(chosen, operands, packed=packed), (*tensors, *operands.captures), optional_tensors(operands))
 
 
 @contextlib.contextmanager

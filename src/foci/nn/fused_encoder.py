@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from foci import backends
 from foci.compat.modules import submodules
 from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing, version_of
-from foci.context import allowed_backends, is_tuning
+from foci.environment import allowed_backends, read_environment
 from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
 from foci.nn.fused_rowwise import layer_rows
 from foci.nn.layer_autograd import compute_layer_saving
@@ -196,7 +195,7 @@ class Stack:
         whole, version = packing.is_whole(tokens), version_of(offsets)
         form = (
             offsets.shape, offsets.dtype, offsets.device, round_bound(packing.longest), tokens > 1, whole, x.dtype, x.device,
-            allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
+            read_environment(allowed_backends(), x.device.type),
         )  # fmt: skip
         last = self._last
         shared: _Shared = {}

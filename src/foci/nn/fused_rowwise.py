@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.row_kernels import Backward, Column, Norm, RowKernels, Rows
-from foci.context import allowed_backends
+from foci.environment import allowed_backends
 from foci.nn.layer_ops import FIRST, IN, NORM1, NORM2, OUT, SECOND, Parameters, Plan
 from foci.planner import row_kernels
 

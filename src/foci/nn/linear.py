@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from foci.compat.torch import are_transforms_open
+from foci.environment import autocast_dtype
 from foci.nn.fx_leaf import is_traced, leaf
 from foci.padding import describe_machine, is_profitable_to_pad
 from foci.padding.gemm_times import Fault, Role, Shape
@@ -142,7 +143,7 @@ def _is_stored(layer: PaddedLinear) -> bool:
 
 
 def _pays(layer: PaddedLinear, input: Tensor) -> bool:
-    dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
+    dtype = autocast_dtype(input.device.type) or input.dtype
     rows = input.numel() // max(1, layer.in_features)
     return _is_faster(rows, layer.in_features, layer.out_features, dtype, describe_machine(input.device))
 
@@ -234,6 +235,6 @@ def _grown_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = autocast_dtype(x.device.type) or x.dtype
     result: Tensor = _PaddedLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
     return result

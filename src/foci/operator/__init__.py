@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
-from foci.execution import Allowed, Chosen, Needs, choose_kernel
+from foci.environment import Allowed, read_environment
+from foci.execution import Chosen, choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.autograd import (
     NOTHING,
@@ -27,9 +28,10 @@ from foci.operator.autograd import (
     forward_now,
     packed_rows,
 )
-from foci.operator.op_schema import NO_NEEDS, flatten, formula_kernel, unpack_results
+from foci.operator.op_schema import flatten, formula_kernel, unpack_results
 from foci.operator.transforms import Transformed, TransformedCall
 from foci.problem import Formula, Geometry, Operands, Results
+from foci.spec import find_needs
 
 __all__ = [
     "NOTHING",
@@ -41,7 +43,6 @@ __all__ = [
     "backward_now",
     "bind_backward",
     "bind_forward",
-    "find_needs",
     "forward_now",
     "is_plain_eager",
     "make_outline",
@@ -67,15 +68,9 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         return unpack_results(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
         return unpack_results(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    chosen = choose_kernel(formula, operands, find_needs(tensors), allowed)
+    environment = read_environment(allowed, operands.query.device.type)
+    chosen = choose_kernel(formula, operands, find_needs(tensors), environment)
     return attend_outlined(make_outline(chosen, operands), tensors, optional_tensors(operands))
-
-
-def find_needs(tensors: Sequence[Tensor]) -> Needs:
-    """Which of query, key, value and captures, in this order, want a gradient."""
-    if not torch.is_grad_enabled():
-        return (*NO_NEEDS, (False,) * (len(tensors) - 3))
-    return (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple(t.requires_grad for t in tensors[3:]))
 
 
 def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:

@@ -12,9 +12,10 @@ from torch import Tensor
 from foci import cache_check
 from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
 from foci.compat.torch import is_legacy_batched
-from foci.execution import Chosen, Needs, backward_again, forward_again, run_backward, run_forward
+from foci.execution import Chosen, backward_again, forward_again, run_backward, run_forward
 from foci.operator.op_schema import call_backward, formula_kernel, name_cotangents, name_gradients
 from foci.problem import Formula, Geometry, Gradients, Operands, Results
+from foci.spec import Needs
 
 __all__ = [
     "NOTHING",

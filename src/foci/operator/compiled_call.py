@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
-from foci import backends, cache_check
+from foci import cache_check
 from foci.backends.contract import Fixed
-from foci.context import allowed_backends, is_tuning, observers
+from foci.context import observers
+from foci.environment import allowed_backends, read_environment
 from foci.operator import op_impl
 from foci.operator.op_impl import Known
 
@@ -74,10 +74,7 @@ class _Place:
 
 def _around(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
     """What a pass depends on besides its arguments."""
-    return (
-        query is key, key is value, query is value, allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(),
-        is_tuning(),
-    )  # fmt: skip
+    return query is key, key is value, query is value, read_environment(allowed_backends(), query.device.type)
 
 
 class Forward(_Place):

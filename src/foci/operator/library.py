@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from foci.compat.library import register_autograd
-from foci.execution import Allowed, Needs
+from foci.environment import Allowed
 from foci.operator import op_impl
 from foci.operator.op_schema import OPTIONAL, Flat, call_backward, formula_kernel, name_cotangents, unflatten
 from foci.problem import Formula, Layout, Operands, Results, accumulation_dtype, gradient_strides
+from foci.spec import Needs
 
 _OPTIONAL: Final = slice(4, 4 + len(OPTIONAL))
 """Where the optional tensors are among the arguments of the operator."""

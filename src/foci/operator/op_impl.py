@@ -6,28 +6,27 @@ look; a kernel that is `Repeating` then gets its tensors alone, as in eager call
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foci import backends, cache_check
+from foci import cache_check, call_cache
 from foci.backends.contract import Fixed, Given
-from foci.context import allowed_backends, is_tuning
-from foci.execution import Allowed, Needs, backward_again, choose_kernel, run_backward
+from foci.environment import Environment, allowed_backends
+from foci.execution import backward_again, choose_kernel, run_backward
 from foci.operator.autograd import Outline, forward_now
-from foci.operator.op_schema import NO_NEEDS, Flat, pack_results, unflatten
+from foci.operator.op_schema import Flat, pack_results, unflatten
 from foci.problem import Cotangents, Geometry, Results, gradient_strides, result_strides
+from foci.spec import NO_NEEDS, CallSpec, Needs, spec_of_operator
 
 __all__ = [
     "Known", "backward", "backward_known", "backward_rows", "compare", "fix_backward", "fix_forward", "forward", "forward_known",
     "gradient_rows", "gradients", "results",
 ]  # fmt: skip
 
-_CAPACITY: Final = 1024
 Strides: TypeAlias = tuple[int, ...]
 
 
@@ -38,10 +37,6 @@ class Known(NamedTuple):
 
     outline: Outline
     strides: list[Strides] | None
-
-
-_known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
-"""By what determines a pass; backward passes besides by the gradients they want."""
 
 
 def results(*args: Any) -> Flat:
@@ -79,13 +74,8 @@ def forward_known(args: Sequence[Any]) -> Known:
     """
     # What nobody restricted while the graph was made, `use` around its run may.
     allowed = allowed_backends() if args[-1] == "*" else _names(args[-1])
-    signature = _signature(args, allowed)
-    known = _known.get(signature)
-    if known is None:
-        return _keep(signature, _forward_known(args, allowed))
-    if cache_check.ENABLED:
-        compare(known, _forward_known(args, allowed))
-    return known
+    spec = spec_of_operator(args, allowed)
+    return _recalled(spec, lambda: _forward_known(args, spec.environment))
 
 
 def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
@@ -96,12 +86,17 @@ def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
     """
     needs, *operands = args[6:]
     allowed = None if operands[-1] == "*" else _names(operands[-1])
-    signature = (needs, joined, *_signature(operands, allowed))
-    known = _known.get(signature)
+    spec = spec_of_operator(operands, allowed, needs, is_joined=joined)
+    return _recalled(spec, lambda: _backward_known(operands, spec.environment, needs, joined=joined))
+
+
+def _recalled(spec: CallSpec, build: Callable[[], Known]) -> Known:
+    known: Known | None = call_cache.recall(spec)
     if known is None:
-        return _keep(signature, _backward_known(operands, allowed, needs, joined=joined))
-    if cache_check.ENABLED:
-        compare(known, _backward_known(operands, allowed, needs, joined=joined))
+        known = build()
+        call_cache.keep(spec, known)
+    elif cache_check.ENABLED:
+        compare(known, build())
     return known
 
 
@@ -176,40 +171,6 @@ def _names(allowed: str) -> tuple[str, ...]:
     return tuple([name for name in allowed.split(",") if name])
 
 
-def _signature(args: Sequence[Any], allowed: Allowed) -> tuple[Any, ...]:
-    """All that a pass is determined by, but for the values of tensors and the stream, which recordings check themselves."""
-    query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
-    address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
-    captured = None
-    if captures:
-        captured = tuple([(t.shape, t.stride(), t.dtype) for t in captures])
-        for t in captures:
-            others |= t.data_ptr()
-    shapes: tuple[object, ...] = (query.shape, key.shape, value.shape)
-    strides, spans = (query.stride(), key.stride(), value.stride()), None
-    if lengths[0] is not None:  # [1, H, T, D]: however many tokens, but for one, whose strides say nothing
-        counts = query.shape[2], key.shape[2], value.shape[2]
-        shapes = (min(counts) > 1 or counts, counts[1] == counts[2], *[(t.shape[1], t.shape[3]) for t in (query, key, value)])
-        strides = strides[0][1:], strides[1][1:], strides[2][1:]
-        spans = tuple([None if t is None else (t.shape, t.dtype) for t in lengths])
-    pages = None
-    if page_table is not None:
-        pages = tuple([(t.shape, t.stride(), t.dtype) for t in (lengths[3], page_table)])
-        others |= lengths[3].data_ptr() | page_table.data_ptr()
-    return (
-        line, allowed, shapes, strides, query.dtype, query.device, key.dtype, value.dtype, address & 15, others & 15, query is key,
-        key is value, query is value, captured, seed is None, blocks is None, spans, pages, (*ints,), (*floats,), scale, dropout_p, max_q,
-        max_kv, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(),
-    )  # fmt: skip
-
-
-def _keep(signature: tuple[Any, ...], known: Known) -> Known:
-    _known[signature] = known
-    if len(_known) > _CAPACITY:
-        _known.popitem(last=False)
-    return known
-
-
 def compare(cached: Known, rebuilt: Known) -> None:
     """Compare what is known of a call with the same, built anew.
 
@@ -219,14 +180,14 @@ def compare(cached: Known, rebuilt: Known) -> None:
     cache_check.compare("the cache of operator calls", *({**k.outline.comparable(), "strides": k.strides} for k in (cached, rebuilt)))
 
 
-def _forward_known(args: Sequence[Any], allowed: Allowed) -> Known:
-    outline = _outline(args, allowed, (*NO_NEEDS, (False,) * len(args[3])))
+def _forward_known(args: Sequence[Any], environment: Environment) -> Known:
+    outline = _outline(args, environment, (*NO_NEEDS, (False,) * len(args[3])))
     return Known(outline, None if args[6] is not None else _forward_strides(args))
 
 
-def _backward_known(args: Sequence[Any], allowed: Allowed, needs: str, *, joined: bool) -> Known:
+def _backward_known(args: Sequence[Any], environment: Environment, needs: str, *, joined: bool) -> Known:
     wanted = [flag == "1" for flag in needs]
-    outline = _outline(args, allowed, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])), joined=joined)
+    outline = _outline(args, environment, (wanted[0], wanted[1], wanted[2], tuple(wanted[3:])), joined=joined)
     if joined:
         s, width = args[0].shape[2], sum(t.shape[1] * t.shape[3] for t in args[:3])
         return Known(outline, [(s * width, width, 1)])
@@ -243,9 +204,9 @@ def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:
     return [s for s, flag in zip(strides, needs, strict=True) if flag == "1"]
 
 
-def _outline(args: Sequence[Any], allowed: Allowed, needs: Needs, *, joined: bool = False) -> Outline:
+def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joined: bool = False) -> Outline:
     formula, operands, _ = unflatten(args)
-    chosen = choose_kernel(formula, operands, needs, allowed)
+    chosen = choose_kernel(formula, operands, needs, environment)
     # block masks and pages are looked up by value
     geometry = Geometry(joined=joined) if operands.blocks is None and operands.page_table is None else None
     o = operands

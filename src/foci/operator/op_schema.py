@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from foci.compat.fake import detect_fake_mode
-from foci.execution import Allowed, Needs, as_written
+from foci.environment import Allowed
+from foci.execution import as_written
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results
 from foci.problem import Outputs as Asked
+from foci.spec import Needs
 
 __all__ = [
-    "NO_NEEDS",
     "OPTIONAL",
     "Flat",
     "call_backward",
@@ -29,7 +30,6 @@ __all__ = [
 
 Flat: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths", "page_table")
-NO_NEEDS: Final[tuple[bool, bool, bool]] = (False, False, False)
 
 
 def formula_kernel(formula: Formula, operands: Operands) -> Results:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.execution import Allowed
+from foci.environment import Allowed
 from foci.operator.op_schema import OPTIONAL, Flat, flatten, formula_kernel
 from foci.problem import Formula, Operands
 

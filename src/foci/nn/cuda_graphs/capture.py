@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from foci import backends
-from foci.context import allowed_backends
+from foci.environment import allowed_backends, autocast_dtype, matmul_precision, read_environment
 from foci.nn import decoder, encoder
 from foci.nn.capture_guards import Watch
 from foci.nn.cuda_graphs.buckets import Bucket, check_sizes, choose_shape
@@ -263,7 +262,7 @@ class Captured:
             self._recordings.clear()
         watch = self._watch
         watch.check()
-        autocast = _autocast(device)
+        autocast = autocast_dtype(device.type)
         exact = watch.is_exact or bool(call.masks)
         rooms = [choose_shape(p, t.shape[0], self._sizes, exact=exact) for t, p in zip(call.tokens, call.packings, strict=True)]
         seats = tuple(map(Bucket.of, call.packings, rooms))
@@ -272,8 +271,8 @@ class Captured:
         tensors = (*call.tokens, *(p.offsets for p in call.packings), *(p.bias for p in call.packings if p.bias is not None))
         key = (
             seats, call.settings, tuple((t.dtype, t.shape[1:], learns and t.requires_grad) for t in tensors),
-            tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), autocast, learns,
-            allowed_backends(), backends.changes(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), learns,
+            read_environment(allowed_backends(), device.type), matmul_precision(),
         )  # fmt: skip
 
         def compute(tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor]) -> Tensor:
@@ -293,10 +292,6 @@ class Captured:
             if is_given:  # a mask that is causal is not read
                 given[masked.mask] = tokens[0].new_empty(0) if number is None else masks[number]
         return type(module).forward(module, **given)  # type: ignore[no-any-return]
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _stream(device: torch.device) -> int:
