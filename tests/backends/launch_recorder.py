@@ -77,6 +77,16 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for part in value for t in tensors_in(part)] if isinstance(value, tuple | list) else []
 
 
+class Place(NamedTuple):
+    """An address within a tensor that the caller knows, by the tensor's number."""
+
+    tensor: int
+    distance: int
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))  # as digests have it
+
+
 class Temporary(NamedTuple):
     """An address within a tensor that only the pass knows."""
 
@@ -93,10 +103,15 @@ def normalize(raw: Sequence[Any], tensors: Sequence[Tensor]) -> list[Launch]:
             return describe_function(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < FIRST_ADDRESS:
             return value
-        inside = [(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < max(t.nbytes, 1)]
+        inside = [Place(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < max(_bytes_from(t), 1)]
         return inside[0] if inside else Temporary(value)
 
     return [Launch(kernel, grid, plain(arguments)) for kernel, grid, arguments in raw]
+
+
+def _bytes_from(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its memory, which one of repeated rows has fewer of than `nbytes`."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size())
 
 
 def describe_function(function: JITFunction) -> str:
@@ -111,6 +126,8 @@ def number_temporaries(launches: Sequence[Launch]) -> list[Launch]:
     def numbered(value: Any) -> Any:
         if isinstance(value, Temporary):
             return numbers.setdefault(value, f"temporary {len(numbers)}")
+        if isinstance(value, Place):
+            return value
         return tuple(map(numbered, value)) if isinstance(value, tuple) else value
 
     return [launch._replace(arguments=numbered(launch.arguments)) for launch in launches]
