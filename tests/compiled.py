@@ -27,6 +27,12 @@ def check_variety(calls: Sequence[tuple[Any, ...]]) -> None:
     assert not fixed, f"numbers with one value in all calls: {fixed}; close over what is no argument"
 
 
+def lengths(*values: int) -> tuple[int, ...]:
+    """The lengths, one after the other, at which a test calls a compiled function."""
+    assert len(set(values)) >= FEWEST, f"fewer than {FEWEST} lengths: {values}"
+    return values
+
+
 def _numbers(call: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Numbers among the arguments, and the sizes of tensors."""
     for position, arg in enumerate(call):

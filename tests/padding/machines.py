@@ -1,5 +1,6 @@
 """Devices that need not be there."""
 
+import contextlib
 import itertools
 
 import torch
@@ -8,6 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 
+from compiled import check_variety, resize
 from foci.padding import Machine, Padding, pad
 from foci.padding.gemm_times import KINDS, ROLES, Row, Shape, Table
 from foci.padding.operators import OPERATORS
@@ -114,3 +116,24 @@ class Recorder:
 def compiled(function, recorder, **options):
     torch._dynamo.reset()
     return torch.compile(function, backend=recorder, **options)
+
+
+def other_sizes(inputs, fixed=()):
+    """Arguments of two further calls: every size from 60 on is another one, but those of `fixed`, which the function has as numbers.
+
+    There are none where all are fixed.
+    """
+    sizes = {n for x in inputs for n in x.shape if n >= 60} - set(fixed)
+    if not sizes and fixed:
+        return []
+    calls = [resize(inputs, {n: n + more for n in sizes}) for more in (2, 6)]
+    check_variety([inputs, *calls])
+    return calls
+
+
+@contextlib.contextmanager
+def first_call_only(recorder):
+    """Forgets what the recorder does inside: tests look at the graphs of the first call, whose sizes are numbers."""
+    graphs, paddings = len(recorder.graphs), len(recorder.paddings)
+    yield
+    del recorder.graphs[graphs:], recorder.paddings[paddings:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import Recorder, compiled, machine
+from machines import Recorder, compiled, first_call_only, machine, other_sizes
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,9 +14,15 @@ MACHINE = machine(odd=3.0, bandwidth=1e12)  # copies cost more than a look at th
 
 
 def cut(function, *inputs, on=MACHINE):
-    """What the compiled function returns, and the recorder."""
+    """What the compiled function returns at its first call, and the recorder then; calls with other sizes are compared here."""
     recorder = Recorder(on, grow=True)
-    return compiled(function, recorder)(*inputs), recorder
+    called = compiled(function, recorder)
+    got = called(*inputs)
+    with first_call_only(recorder), torch.no_grad():
+        for others in other_sizes(inputs):
+            want, tolerance = function(*others), 2e-2 if inputs[0].dtype.itemsize == 2 else 1e-3
+            torch.testing.assert_close(called(*others), want, rtol=tolerance, atol=10 * tolerance, equal_nan=True)
+    return got, recorder
 
 
 def hows(recorder):

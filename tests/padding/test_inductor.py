@@ -141,7 +141,7 @@ def test_a_symbolic_size(which):
     called = torch.compile(step, options=options(STRIDED))
     counters.clear()
     paddings = []
-    for size in (100, 229):
+    for size in (100, 229, 64):
         n = 2047 if which == "rows" else 1901 + size * 2
         x, w = torch.randn(size if which == "rows" else 64, 64, device=DEVICE), torch.randn(64, n, device=DEVICE)
         torch._dynamo.mark_dynamic(*((x, 0) if which == "rows" else (w, 1)))
