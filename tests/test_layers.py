@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Lowest first. Units in one row stand side by side and may not import each other.
 LAYERS = (
     ("foci.cache_check", "foci.code_fingerprint", "foci.compat", "foci.errors"),
+    ("foci.weak_cache",),
     ("foci.ir",),
     ("foci.variant",),
     ("foci.trace_functions",),

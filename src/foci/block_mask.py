@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from foci.blocks import EMPTY, FULL, PARTIAL, classes_of_lists, to_lists, transpose_lists
+from foci.compat.cuda import is_capturing, raw_stream
+from foci.compat.torch import are_transforms_open, count_dispatch_modes
 from foci.errors import ArgumentError
+from foci.weak_cache import WeakCache, tensor_state
 
 __all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
 
@@ -381,7 +384,32 @@ def block_classes(block_mask: BlockMask) -> Tensor:
                   [2, 1]]]], dtype=torch.int8)
     """
     b = block_mask
-    return classes_of_lists(b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices)
+    lists = (b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices)
+    tensors = tuple([t for t in lists if t is not None])
+    if not _may_be_kept(tensors):
+        return classes_of_lists(*lists)
+    stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
+    key = (stream, *map(tensor_state, tensors))
+    found = _classes.find(key)
+    if found is None:
+        found = classes_of_lists(*lists)
+        _classes.add(key, tensors, found)
+    return found
+
+
+def _may_be_kept(lists: Sequence[Tensor]) -> bool:
+    """Whether the lists are plain tensors whose changes are counted, and nothing is traced or captured."""
+    return (
+        not torch.compiler.is_compiling()
+        and count_dispatch_modes() == 0
+        and not are_transforms_open()
+        and all(type(t) is Tensor and not t.is_inference() for t in lists)
+        and not (lists[0].is_cuda and is_capturing())
+    )
+
+
+_classes: Final[WeakCache[Tensor]] = WeakCache(64)
+"""Classes of the block masks that were given last, as long as their lists live unchanged."""
 
 
 def as_block_mask(block_mask: Any) -> BlockMask:

@@ -177,8 +177,7 @@ def _plan(site: _Site) -> PlannedCall:
         and is_kept(*site.functions, operands.query.device, has_blocks=has_blocks)
         and all(id(t) in spots for t in operands.captures)
     )
-    # which blocks of a block mask are empty is looked up by value
-    geometry = Geometry(packed=packed) if is_complete and not has_blocks else None
+    geometry = Geometry(packed=packed) if is_complete else None
     call = _outlined(site, formula, operands, geometry)
     if is_complete:
         call_cache.keep(site.spec, _Known(call.outline, tuple(spots[id(t)] for t in operands.captures)))

@@ -347,3 +347,31 @@ def test_calls_with_a_named_mask_are_kept(monkeypatch, mask):
     for _ in range(2):
         foci.attention(query, query, query, mask=mask)
     assert len(call_cache._calls) == 1
+
+
+# FLEX-09
+@pytest.mark.parametrize("library", ["foci", "torch"])
+def test_a_block_mask_that_was_written_to_is_read_again(library):
+    create = foci.create_block_mask if library == "foci" else torch.nn.attention.flex_attention.create_block_mask
+    q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
+    mask = create(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    rows = torch.arange(64)
+    for n in range(3):  # fewer of the lower blocks each time
+        mask.kv_num_blocks[..., n] = 0
+        keep = (rows[:, None] >= rows) & ((rows[:, None] // 16 > n) | (rows[:, None] // 16 > rows // 16))
+        want = reference(q, k, v, mask=keep)
+        for _ in range(2):
+            torch.testing.assert_close(foci.flex_attention(q, k, v, block_mask=mask), want)
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    keep = rows[:, None] // 16 > rows // 16
+    torch.testing.assert_close(foci.flex_attention(q, k, v, block_mask=mask), reference(q, k, v, mask=keep))
+
+
+def test_calls_with_a_block_mask_are_known():
+    mask = foci.create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
+    for _ in range(3):
+        q, k, v = tensors(grad=True)
+        got, want = (foci.flex_attention(q, k, v, block_mask=mask) for _ in range(2))
+        assert torch.equal(got, want)
+        torch.autograd.grad(got.sum(), (q, k, v))
+    assert len(call_cache._calls) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci import call_cache, execution, masks, planner, scores
+from foci import call_cache, execution, masks, planner, scores, weak_cache
 from foci.backends.contract import Plan
 from foci.problem import Formula, Operands, Problem, Target
 
@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables, weak_cache
+from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables
 
 MODULES = {module: LAUNCHED[module] for module in (kernel, tile_tables)}
 

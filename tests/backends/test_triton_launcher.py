@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from foci.backends.hopper import kernel as hopper  # noqa: E402
 from foci.backends.triton import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
-from foci.backends.triton.weak_cache import WeakCache  # noqa: E402
+from foci.weak_cache import WeakCache  # noqa: E402
 
 STREAM = 4711
 DESCRIPTION = "map of tiles"

@@ -18,7 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 import triton.language as tl  # noqa: E402
 
-from foci.backends.triton import kernel, tile_tables, weak_cache  # noqa: E402
+from foci import weak_cache  # noqa: E402
+from foci.backends.triton import kernel, tile_tables  # noqa: E402
 from foci.backends.triton.kernel_args import Size, Spans, encode, table_config  # noqa: E402
 from foci.backends.triton.recorder import Recorder  # noqa: E402
 from foci.backends.triton.schedules import Schedule  # noqa: E402

@@ -86,7 +86,7 @@ def _offsets(optional: Optional) -> tuple[Tensor | None, Tensor | None, Tensor |
 def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
     """Attention of query, key, value and captured tensors."""
     geometry = outline.geometry
-    if geometry is not None:
+    if geometry is not None and optional[1] is None:  # a block mask is looked up by its values
         others = optional[:1] if optional[6] is None else (optional[0], *optional[5:])
         made = forward_again(outline.chosen, geometry, (*tensors, *others), _offsets(optional))
         if made is not None:
@@ -177,7 +177,7 @@ def backward_now(
     out, lse = found
     grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
     is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
-    if outline.geometry is not None and grads[0] is not None and not is_batched and not is_recorded:
+    if outline.geometry is not None and optional[1] is None and grads[0] is not None and not is_batched and not is_recorded:
         made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
         if made is not None:
             if cache_check.ENABLED:

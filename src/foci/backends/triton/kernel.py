@@ -157,7 +157,7 @@ class TritonKernel(KnownPasses):
             precompile_backward(self, operands, sequences, results)
         if key is not None and (template := recorder.template()) is not None:
             made = template.as_recorded(tokens)
-            keep_pass(key, sequences, self._read(operands.captures), made)
+            keep_pass(key, sequences, self.read_by_masks(operands), made)
             self.know(operands, sequences, made)
         return results
 
@@ -274,7 +274,7 @@ class TritonKernel(KnownPasses):
             made, captures = self._backward(operands, given, sequences, recorder, flow)
         if key is not None and (template := recorder.template()) is not None:
             noted = template.as_recorded(tokens)
-            keep_pass(key, sequences, self._read(operands.captures), noted)
+            keep_pass(key, sequences, self.read_by_masks(operands), noted)
             if learned is None:
                 self.know(operands, sequences, noted, given)
         return add_row_gradients(self._gradients(operands, made, captures), self.problem, operands, results.lse, grad_lse)

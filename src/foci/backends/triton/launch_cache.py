@@ -14,9 +14,9 @@ from foci.backends.triton.launch_program import Recording, Template
 from foci.backends.triton.stream_state import current_stream, free_stream, tensor_addresses
 from foci.backends.triton.symbolic_tokens import Tokens
 from foci.backends.triton.tensor_descriptors import without_overlap
-from foci.backends.triton.tile_tables import Sequences, sequences_at, tensor_state
-from foci.backends.triton.weak_cache import WeakCache
+from foci.backends.triton.tile_tables import Sequences, sequences_at
 from foci.problem import Geometry, Operands, Problem
+from foci.weak_cache import WeakCache, tensor_state
 
 __all__ = ["KnownPasses", "find_pass", "keep_pass", "source_of_places"]
 
@@ -140,16 +140,23 @@ class KnownPasses:
         geometry = operands.geometry
         if geometry is None:
             return
+        if operands.blocks is not None:
+            return  # `forward_again` and `backward_again` are not given them
         count = self.results
         strides: Key = ()
         if given is not None:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
             count, strides = self.gradients, _strides_of(inputs, given, packed=geometry.packed)
         key = (geometry, current_stream(operands.query), strides, self._versions(operands.captures))
-        keep_pass(key, sequences, self._read(operands.captures), found.returning(count, packed=geometry.packed))
+        keep_pass(key, sequences, self.read_by_masks(operands), found.returning(count, packed=geometry.packed))
+
+    def read_by_masks(self, operands: Operands) -> tuple[Tensor, ...]:
+        """The tensors whose values decide which tiles are scheduled."""
+        read = self._read(operands.captures)
+        return read if operands.blocks is None else (*read, operands.blocks)
 
     def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
-        """The captured tensors whose values decide which tiles are visited."""
+        """Those of them that the mask captures."""
         read = (captures[slot] for slot in self.mask_slots)
         return tuple(t for t in read if t is not None)
 
@@ -161,9 +168,9 @@ class KnownPasses:
     def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
         """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
         it must be worked out each time."""
-        query, key, value = operands.query, operands.key, operands.value
+        query, key, value, blocks = operands.query, operands.key, operands.value, operands.blocks
         stream = free_stream(query)
-        if operands.blocks is not None or stream is None:
+        if stream is None or (blocks is not None and (operands.geometry is None or self.learns)):
             return None
         tensors = [t for t in (*packed, *others) if t is not None]
         # a tensor in two places of a recording would stand for both
@@ -172,8 +179,10 @@ class KnownPasses:
         ):
             return None
         read = self._versions(operands.captures)
-        if read is None:
+        if read is None or (blocks is not None and blocks.is_inference()):
             return None
+        if blocks is not None:
+            read = (*read, tensor_state(blocks))
         how = _lie if operands.cu_q is None else _lie_packed
         return (
             self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,

@@ -25,14 +25,14 @@ from foci.backends.triton.stream_state import current_stream, free_stream, is_fo
 from foci.backends.triton.symbolic_tokens import Count, Tokens, at_most
 from foci.backends.triton.tile_table_kernels import assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.backends.triton.tiles import RECORD
-from foci.backends.triton.weak_cache import WeakCache
 from foci.compat.torch import version_of
 from foci.problem import Operands
+from foci.weak_cache import WeakCache, tensor_state
 
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at", "tensor_state"]
+__all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at"]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -177,25 +177,21 @@ _recording_cache: Final[WeakCache[Recording]] = WeakCache(256)
 """The same for so many tokens."""
 
 
-def tensor_state(tensor: Tensor) -> tuple[int, int, int]:
-    """By what a tensor that lives is known to hold what it held: its memory may be another's, without a new version (`.data = `)."""
-    return id(tensor), version_of(tensor), tensor.data_ptr()
-
-
 def build_visits(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> TileTable:
     """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
     What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
     the same; but not across the making of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
     """
-    operands = call.operands
-    read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
-    if not call.sequences.stays or operands.blocks is not None or _changes_unseen(operands.query, read):
+    operands, block_size = call.operands, kernel.problem.formula.block_size
+    read = kernel.read_by_masks(operands)
+    is_unkept = operands.blocks is not None and operands.geometry is None  # classes that a graph makes are others at each call
+    if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
         return _make(kernel, call, schedule, side, None)
     query, key = operands.query, operands.key
     what = (
         kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
-        operands.floats, query.device, current_stream(query), *map(tensor_state, read), int(call.rows), int(call.columns),
+        operands.floats, query.device, current_stream(query), *map(tensor_state, read), block_size, int(call.rows), int(call.columns),
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     found = call.sequences.visits.find(known)
@@ -260,7 +256,7 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known
     if classes is None:
         classes = _classify(kernel, call, schedule, tasks, grid, recorder)
         if known is not None and operands.cu_q is None:
-            read = tuple(operands.captures[slot] for slot in kernel.mask_slots)
+            read = kernel.read_by_masks(operands)
             after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
     found = _list(call, tasks, grid, classes, visits, recorder)
     template = None if kernel.mask_slots or tasks.source is None else recorder.template()

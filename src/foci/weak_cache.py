@@ -8,7 +8,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-__all__ = ["WeakCache"]
+from foci.compat.torch import version_of
+
+__all__ = ["WeakCache", "tensor_state"]
 
 _Value = TypeVar("_Value")
 
@@ -38,3 +40,8 @@ class WeakCache(Generic[_Value]):
         self._found[key] = tuple(map(weakref.ref, read)), value
         if len(self._found) > self._capacity:
             self._found.popitem(last=False)
+
+
+def tensor_state(tensor: Tensor) -> tuple[int, int, int]:
+    """By what a tensor that lives is known to hold what it held: its memory may be another's, without a new version (`.data = `)."""
+    return id(tensor), version_of(tensor), tensor.data_ptr()
