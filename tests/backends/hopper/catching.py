@@ -35,7 +35,7 @@ def gradients_with(does, asked, operands, results, cotangents, sums=None, *, few
     """Gradients of a problem that the kernel takes, where `does`, given its arguments by name, stands in for it. `sums`: other than the
     schedule has. `few`: the kernel of few queries."""
     kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
-    assert (kernel.few is not None) == few
+    assert (kernel.short_q is not None) == few
     assert kernel.fused is not None
     kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums, goes_round=kernel.fused.goes_round and sums is None)
     name = "attention_few_gradients" if few else "attention_gradients"

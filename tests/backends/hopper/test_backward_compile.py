@@ -121,7 +121,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(backward, "count_sms", lambda device: case.get("processors", 132))
     if case.get("shares"):
-        monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 64)
+        monkeypatch.setattr(backward_schedules, "SHORT_Q_SPLIT_KEYS", 64)
     launch(case)
     keys = case.get("keys", "attention_split_gradient" if case.get("dim", 128) > 128 else "attention_key_gradient")
     wanted = {"begin_gradients"} if case.keys() & {"dropout", "few"} else {keys, "attention_query_gradient", "begin_gradients"}
@@ -262,8 +262,8 @@ class Noted:
     ],
 )
 def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, chunks, monkeypatch):
-    monkeypatch.setattr(backward_schedules, "KEPT_AT_MOST", kept)
-    monkeypatch.setattr(backward_schedules, "KEPT_PROGRAMS", 1)
+    monkeypatch.setattr(backward_schedules, "DS_SCRATCH_BYTES", kept)
+    monkeypatch.setattr(backward_schedules, "DS_CHUNK_PROGRAMS", 1)
     notes = []
     for name in (*LAUNCHED[backward],):
         monkeypatch.setattr(backward, name, Noted(getattr(backward, name), notes))
@@ -299,8 +299,8 @@ def _dq(chunk, group):
     ],
 )
 def test_chunks_have_programs_enough(heads, group, length, expected):
-    rows, columns = backward_schedules.kept_shape(length, length, is_causal=True)
-    assert backward_schedules.kept_heads(heads, group, length, rows * columns) == expected
+    rows, columns = backward_schedules.ds_scratch_shape(length, length, is_causal=True)
+    assert backward_schedules.ds_chunk_heads(heads, group, length, rows * columns) == expected
 
 
 def posed(case):
@@ -333,11 +333,11 @@ def launch(case):
         assert gradients.fused is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
     if case.get("few"):
-        assert gradients.few is not None
+        assert gradients.short_q is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
     if case.keys() & {"dropout", "few"}:
         return
     gradients.fused = None
-    ways = (gradients.kept, None) if gradients.kept is not None else (None,)
-    for gradients.kept in ways:
+    ways = (gradients.ds_tiles, None) if gradients.ds_tiles is not None else (None,)
+    for gradients.ds_tiles in ways:
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

@@ -196,10 +196,10 @@ CASES = {
 
 
 WAYS = {
-    "few": {},
-    "fused": {"kept": None, "few": None},
-    "kept": {"fused": None, "few": None},
-    "apart": {"fused": None, "kept": None, "few": None},
+    "short_q": {},
+    "fused": {"ds_tiles": None, "short_q": None},
+    "ds_tiles": {"fused": None, "short_q": None},
+    "apart": {"fused": None, "ds_tiles": None, "short_q": None},
 }
 """What a kernel lacks so that it takes one way."""
 
@@ -281,11 +281,11 @@ def test_programs_that_all_run_at_once_do_so_beside_others_and_in_a_graph(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("D 136", "D 192", "D 256"))])
 def test_heads_whose_gradients_of_scores_are_kept_come_in_chunks(name, monkeypatch):
-    monkeypatch.setattr(backward_schedules, "KEPT_AT_MOST", 3 << 20)
-    monkeypatch.setattr(backward_schedules, "KEPT_PROGRAMS", 1)
+    monkeypatch.setattr(backward_schedules, "DS_SCRATCH_BYTES", 3 << 20)
+    monkeypatch.setattr(backward_schedules, "DS_CHUNK_PROGRAMS", 1)
     asked, operands = posed(grads=ALL, **CASES[name])
     kernel = kernel_of("hopper", asked)
-    if kernel.kept is None:
+    if kernel.ds_tiles is None:
         pytest.skip("keeps none")
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
@@ -360,7 +360,7 @@ def test_few_queries_that_lie_apart_and_lengths_by_turns(dim, rows):
         query = operands.query.transpose(1, 2).contiguous().transpose(1, 2)
         operands = replace(operands, query=query, key=key, value=value)
         kernel = kernel or kernel_of("hopper", asked)
-        assert kernel.few is not None
+        assert kernel.short_q is not None
         results = kernel.forward(operands)
         dout = torch.randn_like(results.out)
         assert_exact(kernel.backward(operands, results, Cotangents(dout)), asked, operands, dout)

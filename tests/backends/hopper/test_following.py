@@ -85,7 +85,7 @@ def held(tile, n):
 def folded(tiles, *, exact=False, in_place=True):
     """(number, sum of weights by totals, by sums) of each row after its tiles [16, 128], and how many tiles were passed over."""
     sums = 32 if in_place else 0
-    text = following._text(32, 2, sums, None if exact else following.SLACK.value)
+    text = following._softmax_text(32, 2, sums, None if exact else following.SLACK.value)
     kept = [[bits_of(number)] * 2 for number in (-np.inf, 0.0, 0.0, -0.0)]  # the bits of -0 are the least integer
     totals, result, passed = [bits_of(0.0)] * 4, [bits_of(0.0)] * 32, 0
     for tile in tiles:

@@ -58,7 +58,7 @@ def schedule_named(name):
     """One of the backend's own; "placed" are its tasks where they are not asked for."""
     name, _, how = name.partition(" ")
     found = getattr(schedules, name)
-    return replace(found, strided=True) if how else found
+    return replace(found, static=True) if how else found
 
 
 def check_repeats(kernel, operands, first, times):
@@ -72,10 +72,27 @@ def check_repeats(kernel, operands, first, times):
 @pytest.mark.parametrize(
     ("schedule", "dim"),
     [
-        *(("C2", 128), ("RUNS", 128), ("N3", 128), ("BRIEF", 128), ("ALIKE", 128)),
-        *(("HELD", 64), ("HELD", 32), ("LISTED", 64), ("BRIEF", 96), ("SHORT", 64), ("PIECED", 96), ("WIDER", 192)),
-        *(("ALIKE placed", 128), ("HELD placed", 64)),
-        *(("TWIN", 64), ("MIXED", 64), ("SLOPE", 64), ("QUEUED", 64), ("RANKED", 64), ("FINE", 128), ("PAIR", 128), ("TURNED", 96)),
+        *(("OVERLAP_2", 128), ("OVERLAP_2_LISTS", 128), ("TURNS_3", 128), ("TURNS_3_BRIEF", 128), ("TURNS_3_NAMED", 128)),
+        *(
+            ("TURNS_3_QREG", 64),
+            ("TURNS_3_QREG", 32),
+            ("TURNS_3_QREG_SORTED", 64),
+            ("TURNS_3_BRIEF", 96),
+            ("TURNS_3_STATIC", 64),
+            ("TURNS_3_LOOP", 96),
+            ("OVERLAP_2_D192", 192),
+        ),
+        *(("TURNS_3_NAMED placed", 128), ("TURNS_3_QREG placed", 64)),
+        *(
+            ("PAIRED_2", 64),
+            ("PAIRED_2_PACKED", 64),
+            ("PAIRED_2_SERPENTINE", 64),
+            ("PAIRED_2_QUEUE", 64),
+            ("PAIRED_2_SORTED", 64),
+            ("OVERLAP_2_KV64", 128),
+            ("TURNS_2", 128),
+            ("TURNS_2_SERPENTINE", 96),
+        ),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -95,13 +112,26 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
 DENSE = ("plain", "other lengths, grouped, float16", "causal, more keys", "negative scale", "narrow")
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("STEADY", 128), ("STEADY placed", 128), ("STEADY placed", 64), ("STEADY placed", 16)])
+@pytest.mark.parametrize(
+    ("schedule", "dim"),
+    [("OVERLAP_2_LOOP", 128), ("OVERLAP_2_LOOP placed", 128), ("OVERLAP_2_LOOP placed", 64), ("OVERLAP_2_LOOP placed", 16)],
+)
 @pytest.mark.parametrize("name", DENSE)
 def test_overlapped_programs_of_several_tasks_solve_dense_problems(name, schedule, dim, monkeypatch):
     test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch)
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("LISTED", 64), ("RANKED", 64), ("RUNS", 128), ("FINE", 128), ("C2", 128), ("WIDER", 192)])
+@pytest.mark.parametrize(
+    ("schedule", "dim"),
+    [
+        ("TURNS_3_QREG_SORTED", 64),
+        ("PAIRED_2_SORTED", 64),
+        ("OVERLAP_2_LISTS", 128),
+        ("OVERLAP_2_KV64", 128),
+        ("OVERLAP_2", 128),
+        ("OVERLAP_2_D192", 192),
+    ],
+)
 @pytest.mark.parametrize("name", ["document", "document, alone", "document alibi", "by head", "few keys", "jagged"])
 def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch):
     """As in long forwards, and tasks by their length."""
@@ -113,7 +143,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
         "few keys": {"mask": foci.Mask(lambda b, h, q, k: (owners[k] % 5 == 3) & (q % 3 > 0))},
         "jagged": {"mask": foci.Mask(lambda b, h, q, k: owners[q] <= owners[k]), "lengths": [100, 1, 700, 0, 128, 333]},
     }
-    monkeypatch.setattr(host, "FEW", 0)
+    monkeypatch.setattr(host, "SHORT_FORWARD_TILES", 0)
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     monkeypatch.setattr(host, "count_sms", lambda device: 5)
     asked, operands = posed(**{"dim": dim, **(masks_of.get(name) or CASES[name])})
@@ -125,7 +155,15 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
 
 @pytest.mark.parametrize(
     ("schedule", "dim"),
-    [("RUNS", 128), ("PAIR", 128), ("STEADY placed", 128), ("HELD", 64), ("HELD placed", 64), ("TWIN", 64), ("SHORT", 64)],
+    [
+        ("OVERLAP_2_LISTS", 128),
+        ("TURNS_2", 128),
+        ("OVERLAP_2_LOOP placed", 128),
+        ("TURNS_3_QREG", 64),
+        ("TURNS_3_QREG placed", 64),
+        ("PAIRED_2", 64),
+        ("TURNS_3_STATIC", 64),
+    ],
 )
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
@@ -136,7 +174,7 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
     asked, operands = posed(rows=rows, dim=dim)
     found = []
     for programs in (15, 1000):
-        processors = programs // schedule_named(schedule).programs
+        processors = programs // schedule_named(schedule).programs_per_sm
         monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
         found.append(kernel_of("hopper", asked).forward(operands))
     halved, alone = found
@@ -151,7 +189,7 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
     from foci.backends.hopper import kernel as host
 
     asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
-    assert host.forward_schedule(asked) == schedules.SLOPE
+    assert host.forward_schedule(asked) == schedules.PAIRED_2_SERPENTINE
     found = []
     for processors in (1, 7, 1000):
         monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
@@ -163,7 +201,7 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
 
 
 # SDPA-14
-@pytest.mark.parametrize("schedule", ["C2", "N3", "RUNS"])
+@pytest.mark.parametrize("schedule", ["OVERLAP_2", "TURNS_3", "OVERLAP_2_LISTS"])
 def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     """Near 2e11: a rounded exponent must not exceed that of the maximum."""
     from foci.backends.hopper import kernel as host
@@ -180,21 +218,21 @@ def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
 
 FOLLOWED = [
     *(
-        ("TWIN", 64, None),
-        ("SLOPE", 64, masks.causal()),
-        ("QUEUED", 64, masks.window(200)),
-        ("HELD", 64, None),
-        ("N3", 64, masks.causal()),
-        ("SHORT", 64, masks.window(200)),
-        ("HELD", 32, None),
-        ("PIECED", 96, None),
+        ("PAIRED_2", 64, None),
+        ("PAIRED_2_SERPENTINE", 64, masks.causal()),
+        ("PAIRED_2_QUEUE", 64, masks.window(200)),
+        ("TURNS_3_QREG", 64, None),
+        ("TURNS_3", 64, masks.causal()),
+        ("TURNS_3_STATIC", 64, masks.window(200)),
+        ("TURNS_3_QREG", 32, None),
+        ("TURNS_3_LOOP", 96, None),
     ),
     *(
-        ("ALIKE", 128, None),
-        ("RUNS", 128, masks.window(200)),
-        ("FINE", 128, masks.causal()),
-        ("WIDE", 256, None),
-        ("WIDE", 256, masks.causal()),
+        ("TURNS_3_NAMED", 128, None),
+        ("OVERLAP_2_LISTS", 128, masks.window(200)),
+        ("OVERLAP_2_KV64", 128, masks.causal()),
+        ("OVERLAP_2_D256", 256, None),
+        ("OVERLAP_2_D256", 256, masks.causal()),
     ),
 ]
 
@@ -226,7 +264,10 @@ def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, ste
 
 
 @pytest.mark.parametrize("steepness", [0.0, 30.0])
-@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
+@pytest.mark.parametrize(
+    ("schedule", "dim"),
+    [("TURNS_3_QREG", 64), ("PAIRED_2", 64), ("TURNS_3_LOOP", 96), ("TURNS_3_NAMED", 128), ("OVERLAP_2", 128), ("OVERLAP_2_D256", 256)],
+)
 def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, steepness, monkeypatch):
     from foci.backends.hopper import kernel as host
 
@@ -241,7 +282,10 @@ def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, 
     assert torch.equal(moved.lse, first.lse[:, :, order])
 
 
-@pytest.mark.parametrize(("schedule", "dim"), [("HELD", 64), ("TWIN", 64), ("PIECED", 96), ("ALIKE", 128), ("C2", 128), ("WIDE", 256)])
+@pytest.mark.parametrize(
+    ("schedule", "dim"),
+    [("TURNS_3_QREG", 64), ("PAIRED_2", 64), ("TURNS_3_LOOP", 96), ("TURNS_3_NAMED", 128), ("OVERLAP_2", 128), ("OVERLAP_2_D256", 256)],
+)
 def test_a_key_that_is_not_a_number_makes_all_results_none(schedule, dim, monkeypatch):
     from foci.backends.hopper import kernel as host
 

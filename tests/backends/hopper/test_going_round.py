@@ -22,7 +22,7 @@ def plain(monkeypatch):
     """The kernel's functions as Python runs them, on numbers."""
     plain = SimpleNamespace(where=lambda on, a, b: a if on else b, minimum=min, maximum=max, int64=int, static_range=range)
     found = SimpleNamespace(
-        **{name: getattr(turns, name).fn for name in ("query_runs", "nth_tile", "dq_rank", "count_query_tiles", "tile_at")}
+        **{name: getattr(turns, name).fn for name in ("find_query_runs", "nth_tile", "dq_rank", "count_query_tiles", "tile_at")}
     )
     for name, value in (("gl", plain), ("count_query_tiles", found.count_query_tiles), ("tile_at", found.tile_at)):
         monkeypatch.setattr(turns, name, value)
@@ -42,7 +42,7 @@ def test_all_are_visited_once_and_nothing_waits_in_a_circle(tiles, overhang, pla
         q_len, kv_len = count * C.TILE_Q - overhang[0], tiles * C.TILE_KV - overhang[1]
         walks = []
         for tile in range(tiles):
-            runs = plain.query_runs(None, None, (0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
+            runs = plain.find_query_runs(None, None, (0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
             assert plain.count_query_tiles(runs) == count
             assert all(n >= 0 for n in runs[2::2])
             found = walk(runs)

@@ -12,7 +12,7 @@ import foci
 from foci import execution, masks, scores
 from foci.backends.contract import Plan
 from foci.backends.hopper import BACKEND, VERSIONS, schedules
-from foci.backends.hopper.backward_schedules import FUSED, few_schedule, few_shares, fused_schedule
+from foci.backends.hopper.backward_schedules import FUSED_SCHEDULES, fused_schedule, short_q_schedule, split_short_q
 from foci.backends.hopper.kernel_rates import MEASURED, estimate_rates
 from foci.backends.hopper.schedules import forward_schedule
 from foci.backends.problem_class import WORDS_AT_MOST, score_kind
@@ -158,24 +158,32 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("full", "STEADY"), ("causal", "STEADY"), ("window", "C2"), ("document", "C2"), ("added", "C2"), ("score", "STEADY"), ("pair", "C2")],
+    [
+        ("full", "OVERLAP_2_LOOP"),
+        ("causal", "OVERLAP_2_LOOP"),
+        ("window", "OVERLAP_2"),
+        ("document", "OVERLAP_2"),
+        ("added", "OVERLAP_2"),
+        ("score", "OVERLAP_2_LOOP"),
+        ("pair", "OVERLAP_2"),
+    ],
 )
 def test_wide_keys_with_narrow_values_take_task_after_task_where_each_has_keys(kind, name):
     asked = problem(**KINDS[kind], head_dim=192, value_dim=128)
     assert forward_schedule(asked) is getattr(schedules, name)
-    assert forward_schedule(problem(**KINDS[kind], head_dim=192, value_dim=128, layout=Layout.JAGGED)) is schedules.C2
+    assert forward_schedule(problem(**KINDS[kind], head_dim=192, value_dim=128, layout=Layout.JAGGED)) is schedules.OVERLAP_2
 
 
 def test_wide_keys_with_narrow_values_and_a_score_without_a_mask_take_task_after_task():
     asked = problem(score=scores.softcap(20.0), head_dim=192, value_dim=128)
-    assert forward_schedule(asked) is schedules.STEADY
+    assert forward_schedule(asked) is schedules.OVERLAP_2_LOOP
 
 
 def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_program():
     lengths = torch.tensor([5, 0])
     asked = problem(mask=foci.Mask(lambda b, h, q, k: k < lengths[b]), head_dim=192, value_dim=128)
     assert score_kind(asked) == "full"
-    assert forward_schedule(asked) is schedules.C2
+    assert forward_schedule(asked) is schedules.OVERLAP_2
 
 
 @pytest.mark.parametrize(("kind", "given"), KINDS.items(), ids=KINDS)
@@ -185,10 +193,10 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert score_kind(asked) == kind
     rates, measured = estimate_rates(asked), MEASURED.get((width, kind), MEASURED[128, kind])
-    own = measured.backward.fused if (width, kind) in FUSED else measured.backward.apart
+    own = measured.backward.fused if (width, kind) in FUSED_SCHEDULES else measured.backward.apart
     assert (rates.forward, rates.backward.triton) == (measured.forward, measured.backward.triton)
     # a single kernel's sums of dq take a little over many keys
-    assert rates.backward.hopper == own if (width, kind) not in FUSED else 0.94 * own < rates.backward.hopper <= own * (1 + 1e-9)
+    assert rates.backward.hopper == own if (width, kind) not in FUSED_SCHEDULES else 0.94 * own < rates.backward.hopper <= own * (1 + 1e-9)
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
         "triton": 1 / rates.forward.triton + (2.5 / rates.backward.triton if is_trained else 0),
@@ -227,80 +235,80 @@ def keys(count):
 @pytest.mark.parametrize(
     ("given", "wide", "narrow"),
     [
-        (KINDS["full"], schedules.ALIKE, schedules.HELD),
-        (KINDS["causal"], schedules.N3, schedules.HELD),
-        (KINDS["window"], schedules.FINE, schedules.QUEUED),
-        (KINDS["full"] | keys(256), schedules.PAIR, schedules.TWIN),
-        (KINDS["full"] | keys(512), schedules.ALIKE, schedules.TWIN),
-        (KINDS["full"] | keys(1024), schedules.ALIKE, schedules.TWIN),
-        (KINDS["full"] | keys(2048), schedules.ALIKE, schedules.HELD),
-        (KINDS["causal"] | keys(512), schedules.FINE, schedules.SLOPE),
-        (KINDS["causal"] | keys(1024), schedules.FINE, schedules.SLOPE),
-        (KINDS["causal"] | keys(2048), schedules.STEADY, schedules.QUEUED),
-        (KINDS["causal"] | keys(4096), schedules.STEADY, schedules.QUEUED),
-        ({"mask": masks.causal_lower_right(), **keys(512), "q_len": 256}, schedules.FINE, schedules.SLOPE),
-        (KINDS["window"] | keys(512), schedules.FINE, schedules.QUEUED),
-        (KINDS["document"], schedules.RUNS, schedules.LISTED),
-        (KINDS["document"] | keys(512), schedules.FINE, schedules.RANKED),
-        (KINDS["document"] | keys(2048), schedules.FINE, schedules.RANKED),
-        (KINDS["mask"], schedules.RUNS, schedules.LISTED),
-        (KINDS["added"], schedules.N3, schedules.QUEUED),
-        (KINDS["added"] | keys(512), schedules.FINE, schedules.SLOPE),
-        (KINDS["score"], schedules.N3, schedules.QUEUED),
-        (KINDS["score"] | keys(1024), schedules.FINE, schedules.SLOPE),
-        (KINDS["score"] | keys(4096), schedules.STEADY, schedules.QUEUED),
-        (KINDS["pair"] | keys(512), schedules.C2, schedules.N3),
-        (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.C2, schedules.SHORT),
-        (KINDS["full"] | JAGGED, schedules.BRIEF, schedules.HELD),
-        (KINDS["full"] | JAGGED | keys(2048), schedules.BRIEF, schedules.MIXED),
-        (KINDS["causal"] | JAGGED, schedules.BRIEF, schedules.MIXED),
-        (KINDS["causal"] | JAGGED | keys(1024), schedules.FINE, schedules.MIXED),
-        (KINDS["added"] | JAGGED | keys(1024), schedules.FINE, schedules.MIXED),
-        (KINDS["added"] | JAGGED, schedules.BRIEF, schedules.MIXED),
-        (KINDS["window"] | JAGGED, schedules.FINE, schedules.MIXED),
-        (KINDS["document"] | JAGGED | keys(1024), schedules.RUNS, schedules.MIXED),
-        (KINDS["document"] | JAGGED, schedules.RUNS, schedules.LISTED),
+        (KINDS["full"], schedules.TURNS_3_NAMED, schedules.TURNS_3_QREG),
+        (KINDS["causal"], schedules.TURNS_3, schedules.TURNS_3_QREG),
+        (KINDS["window"], schedules.OVERLAP_2_KV64, schedules.PAIRED_2_QUEUE),
+        (KINDS["full"] | keys(256), schedules.TURNS_2, schedules.PAIRED_2),
+        (KINDS["full"] | keys(512), schedules.TURNS_3_NAMED, schedules.PAIRED_2),
+        (KINDS["full"] | keys(1024), schedules.TURNS_3_NAMED, schedules.PAIRED_2),
+        (KINDS["full"] | keys(2048), schedules.TURNS_3_NAMED, schedules.TURNS_3_QREG),
+        (KINDS["causal"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
+        (KINDS["causal"] | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
+        (KINDS["causal"] | keys(2048), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
+        (KINDS["causal"] | keys(4096), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
+        ({"mask": masks.causal_lower_right(), **keys(512), "q_len": 256}, schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
+        (KINDS["window"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_QUEUE),
+        (KINDS["document"], schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
+        (KINDS["document"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SORTED),
+        (KINDS["document"] | keys(2048), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SORTED),
+        (KINDS["mask"], schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
+        (KINDS["added"], schedules.TURNS_3, schedules.PAIRED_2_QUEUE),
+        (KINDS["added"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
+        (KINDS["score"], schedules.TURNS_3, schedules.PAIRED_2_QUEUE),
+        (KINDS["score"] | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
+        (KINDS["score"] | keys(4096), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
+        (KINDS["pair"] | keys(512), schedules.OVERLAP_2, schedules.TURNS_3),
+        (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.OVERLAP_2, schedules.TURNS_3_STATIC),
+        (KINDS["full"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.TURNS_3_QREG),
+        (KINDS["full"] | JAGGED | keys(2048), schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
+        (KINDS["causal"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
+        (KINDS["causal"] | JAGGED | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
+        (KINDS["added"] | JAGGED | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
+        (KINDS["added"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
+        (KINDS["window"] | JAGGED, schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
+        (KINDS["document"] | JAGGED | keys(1024), schedules.OVERLAP_2_LISTS, schedules.PAIRED_2_PACKED),
+        (KINDS["document"] | JAGGED, schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
     ],
 )
 def test_programs_take_tasks_as_was_fastest(given, wide, narrow):
     assert forward_schedule(problem(**given)) == wide
     assert forward_schedule(problem(**given, **NARROW)) == narrow
-    assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.WIDE
+    assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.OVERLAP_2_D256
 
 
 @pytest.mark.parametrize(
     ("heads", "dim", "sizes", "name", "is_placed"),
     [
         # one round of 192 queries a task, of 128, of two programs to a multiprocessor: 128, 96 and 256 tasks
-        (16, 128, (4, 384, 384), "ALIKE", True),
-        (16, 128, (2, 384, 384), "PAIR", True),
-        (16, 64, (1, 2048, 2048), "TWIN", True),
-        (12, 64, (1, 2048, 2048), "HELD", True),
-        (8, 64, (1, 2048, 2048), "STEADY", True),
-        (8, 32, (1, 2048, 2048), "STEADY", True),
+        (16, 128, (4, 384, 384), "TURNS_3_NAMED", True),
+        (16, 128, (2, 384, 384), "TURNS_2", True),
+        (16, 64, (1, 2048, 2048), "PAIRED_2", True),
+        (12, 64, (1, 2048, 2048), "TURNS_3_QREG", True),
+        (8, 64, (1, 2048, 2048), "OVERLAP_2_LOOP", True),
+        (8, 32, (1, 2048, 2048), "OVERLAP_2_LOOP", True),
         # two or more
-        (12, 64, (2, 1536, 1536), "HELD", True),
-        (10, 64, (2, 1536, 1536), "TWIN", True),
-        (16, 128, (1, 2048, 2048), "STEADY", True),
-        (16, 128, (3, 1024, 1024), "STEADY", True),
-        (12, 128, (1, 2048, 2048), "ALIKE", True),
-        (24, 128, (1, 2048, 2048), "ALIKE", True),
-        (16, 128, (4, 128, 1024), "STEADY", True),
-        (10, 64, (2, 4096, 77), "TWIN", True),
-        (12, 96, (16, 512, 512), "TURNED", True),
-        (12, 96, (4, 2048, 2048), "PIECED", False),
+        (12, 64, (2, 1536, 1536), "TURNS_3_QREG", True),
+        (10, 64, (2, 1536, 1536), "PAIRED_2", True),
+        (16, 128, (1, 2048, 2048), "OVERLAP_2_LOOP", True),
+        (16, 128, (3, 1024, 1024), "OVERLAP_2_LOOP", True),
+        (12, 128, (1, 2048, 2048), "TURNS_3_NAMED", True),
+        (24, 128, (1, 2048, 2048), "TURNS_3_NAMED", True),
+        (16, 128, (4, 128, 1024), "OVERLAP_2_LOOP", True),
+        (10, 64, (2, 4096, 77), "PAIRED_2", True),
+        (12, 96, (16, 512, 512), "TURNS_2_SERPENTINE", True),
+        (12, 96, (4, 2048, 2048), "TURNS_3_LOOP", False),
         # many: what is asked for, by the schedule that is fastest by itself
-        (16, 128, (2, 8192, 8192), "ALIKE", False),
-        (16, 128, (32, 256, 256), "PAIR", False),
-        (12, 64, (8, 2048, 2048), "HELD", False),
-        (8, 32, (4, 4096, 4096), "TWIN", True),
+        (16, 128, (2, 8192, 8192), "TURNS_3_NAMED", False),
+        (16, 128, (32, 256, 256), "TURNS_2", False),
+        (12, 64, (8, 2048, 2048), "TURNS_3_QREG", False),
+        (8, 32, (4, 4096, 4096), "PAIRED_2", True),
     ],
 )
 def test_rounds_of_tasks_decide_without_a_mask(heads, dim, sizes, name, is_placed):
     asked = problem(
         q_heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, **dict(zip(("batch", "q_len", "kv_len"), map(bucket, sizes)))
     )
-    assert forward_schedule(asked, sizes) == replace(getattr(schedules, name), strided=is_placed)
+    assert forward_schedule(asked, sizes) == replace(getattr(schedules, name), static=is_placed)
     # nothing of that where a mask or a score asks for more, or where lengths are a sequence's own
     for other in ({"mask": masks.causal()}, {"score": scores.softcap(20.0)}, {"layout": Layout.JAGGED}):
         given = problem(**other, head_dim=dim, value_dim=dim)
@@ -331,10 +339,10 @@ def test_explain_says_that_lengths_decide():
 @pytest.mark.parametrize("dim", [80, 96])
 def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     widths = {"head_dim": dim, "value_dim": dim}
-    assert forward_schedule(problem(**KINDS["full"], **widths)) == schedules.PIECED
-    assert forward_schedule(problem(**KINDS["causal"], **widths)) == schedules.BRIEF
-    assert forward_schedule(problem(**KINDS["causal"], **keys(2048), **widths)) == schedules.TURNED
-    assert forward_schedule(problem(**KINDS["causal"], **JAGGED, **widths)) == schedules.BRIEF
+    assert forward_schedule(problem(**KINDS["full"], **widths)) == schedules.TURNS_3_LOOP
+    assert forward_schedule(problem(**KINDS["causal"], **widths)) == schedules.TURNS_3_BRIEF
+    assert forward_schedule(problem(**KINDS["causal"], **keys(2048), **widths)) == schedules.TURNS_2_SERPENTINE
+    assert forward_schedule(problem(**KINDS["causal"], **JAGGED, **widths)) == schedules.TURNS_3_BRIEF
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
@@ -351,10 +359,16 @@ def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim
 
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():
-    for one in (schedules.TWIN, schedules.MIXED, schedules.QUEUED, schedules.RANKED, schedules.SLOPE):
-        assert one.programs * one.most_registers * 128 * (one.consumers + 1) <= 65536
+    for one in (
+        schedules.PAIRED_2,
+        schedules.PAIRED_2_PACKED,
+        schedules.PAIRED_2_QUEUE,
+        schedules.PAIRED_2_SORTED,
+        schedules.PAIRED_2_SERPENTINE,
+    ):
+        assert one.programs_per_sm * one.max_registers * 128 * (one.consumers + 1) <= 65536
         # the consumers' and 24 of the producer's, which the program's own registers pay for
-        assert one.registers * one.consumers + 24 <= one.most_registers * (one.consumers + 1)
+        assert one.registers * one.consumers + 24 <= one.max_registers * (one.consumers + 1)
 
 
 class Launches:
@@ -399,8 +413,8 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expec
     assert (programs, halved) == expected
     # tickets are counted from zero, where there are any to be taken
     schedule = forward_schedule(asked)
-    assert launches.names == (["zero_counters"] if programs < tasks and not schedule.strided else [])
-    assert (tickets is None) == (not schedule.persistent or schedule.strided)
+    assert launches.names == (["zero_counters"] if programs < tasks and not schedule.static else [])
+    assert (tickets is None) == (not schedule.persistent or schedule.static)
 
 
 def test_explain_says_what_was_measured_and_where_the_backward_is_from():
@@ -471,7 +485,7 @@ def test_a_backward_that_makes_tables_is_not_precompiled():
 )
 def test_as_many_heads_add_up_dq_together_as_have_room(given, expected):
     found = fused_schedule(problem(**TRAINED, **given))
-    assert (found.sums, found.together) == expected
+    assert (found.sums, found.heads_together) == expected
 
 
 FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
@@ -506,7 +520,7 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
 )
 def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few):
     asked = problem(**{**TRAINED, **FEW, **given})
-    assert (few_schedule(asked) is not None) == is_few
+    assert (short_q_schedule(asked) is not None) == is_few
     assert ("each program taking all queries of a head" in BACKEND.note(asked, H200)) == is_few
     if is_few:
         assert estimate_rates(asked).backward.is_ahead
@@ -573,7 +587,7 @@ def test_a_backward_taken_from_triton_costs_what_it_costs_there(heads):
 
 def test_dropout_of_few_queries_is_the_other_kernels():
     asked = problem(**TRAINED, **FEW)
-    assert few_schedule(replace(asked, formula=replace(asked.formula, dropout=True))) is None
+    assert short_q_schedule(replace(asked, formula=replace(asked.formula, dropout=True))) is None
 
 
 @pytest.mark.parametrize(
@@ -667,4 +681,4 @@ def test_it_is_a_backend_among_the_others():
 )
 def test_programs_of_a_head_of_few_queries(heads, keys, expected):
     """As many as there are multiprocessors for, none of less than 128 keys but the last."""
-    assert few_shares(heads, keys, 64) == expected
+    assert split_short_q(heads, keys, 64) == expected

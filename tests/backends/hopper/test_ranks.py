@@ -36,7 +36,7 @@ def launched(mask, rows=1000, dim=128, kv_heads=2):
 
 
 def walk(args, row, first, count):
-    """Tiles of queries that a tile of keys visits, as `dq_semaphore.query_runs` says: (tile, whether it is taken as whole)."""
+    """Tiles of queries that a tile of keys visits, as `dq_semaphore.find_query_runs` says: (tile, whether it is taken as whole)."""
     table, c = args["table"], args["c"]
     counts = table.counts[row].tolist()
     if c.MODE.value == "ranges":
@@ -57,7 +57,7 @@ def bits(args, row, query_tile):
     """What a tile's words say, a row for each key."""
     table, tile_q = args["table"], args["c"].TILE_Q.value
     column = torch.arange(tile_q, device=DEVICE)
-    words = table.words[row, query_tile].int()
+    words = table.bits[row, query_tile].int()
     return ((words[:, column % 8 // 2] >> (column // 8 * 2 + column % 2)) & 1).bool()
 
 
@@ -78,7 +78,7 @@ def test_tiles_add_in_one_order_that_ends(name):
     rows, tile_q, tile_kv = case.get("rows", 1000), c.TILE_Q.value, c.TILE_KV.value
     tasks, b_stride, h_stride = -(-KEYS // tile_kv), table.b_stride >> 2, table.h_stride >> 2
     assert c.BOUNDED.value == (name in ("window", "window of later keys", "by head", "by batch entry", "steep"))
-    assert (table.words is None) == c.BOUNDED.value
+    assert (table.bits is None) == c.BOUNDED.value
     q, k = torch.arange(rows, device=DEVICE)[:, None], torch.arange(KEYS, device=DEVICE)[None, :]
     for b in range(2):
         for h in range(4):

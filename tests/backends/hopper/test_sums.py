@@ -146,8 +146,8 @@ def test_dq_is_the_sums_that_tiles_of_keys_have_added_to(dim, sums, jagged, monk
 @pytest.mark.parametrize(("dim", "keys", "shares"), [(64, 700, 11), (96, 130, 3), (128, 400, 7), (24, 64, 1)])
 def test_dq_of_few_queries_is_the_shares_of_their_keys(dim, keys, shares, monkeypatch):
     """In order, and nothing of rows that are not there."""
-    monkeypatch.setattr(backward_schedules, "KEYS_OF_A_SHARE", 8)
-    monkeypatch.setattr(backward_schedules, "PROGRAMS_OF_FEW_QUERIES", 1)
+    monkeypatch.setattr(backward_schedules, "SHORT_Q_SPLIT_KEYS", 8)
+    monkeypatch.setattr(backward_schedules, "SHORT_Q_PROGRAMS", 1)
     asked, operands, results, cotangents = posed(monkeypatch, dim, 4, jagged=False, rows=101)
     asked, key = replace(asked, q_len=128, kv_len=1024), torch.zeros(2, 4, keys, dim, device=DEVICE).half()
     operands, found = replace(operands, key=key, value=key), []

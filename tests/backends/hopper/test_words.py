@@ -75,19 +75,19 @@ def fewest(keep, tile):
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "FEW", 0 if moves else 1 << 30)
-    monkeypatch.setattr(kernel, "_partial", weakref.WeakKeyDictionary())  # of a mask, what is found first is kept
+    monkeypatch.setattr(kernel, "SHORT_FORWARD_TILES", 0 if moves else 1 << 30)
+    monkeypatch.setattr(kernel, "_mask_bits_cache", weakref.WeakKeyDictionary())  # of a mask, what is found first is kept
     case = CASES[name]
     compiled, operands = listed(**case)
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)
     (args,) = caught.value.args
-    table = next(arg for arg in args if hasattr(arg, "words"))
+    table = next(arg for arg in args if hasattr(arg, "bits"))
     spans = next(arg for arg in args if hasattr(arg, "q_start"))
-    config = next(arg for arg in args if hasattr(arg, "STARTS"))
-    assert config.STARTS.value == (moves and "blocks" not in case)
+    config = next(arg for arg in args if hasattr(arg, "KEY_STARTS"))
+    assert config.KEY_STARTS.value == (moves and "blocks" not in case)
     tile_kv = config.TILE_KV.value
-    tile_q, tasks, width = table.words.shape[1], len(table.counts), table.width >> 2
+    tile_q, tasks, width = table.bits.shape[1], len(table.counts), table.width >> 2
     tasks = tasks // 2 if table.h_stride != 3 else tasks
     seen = 0
     for row, (full, part) in enumerate(table.counts[:, :2].tolist()):
@@ -101,7 +101,7 @@ def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
         every = torch.arange(length, device=DEVICE)[None, :]
         left = case["mask"](0, h, q.clamp(max=length - 1), every) & (q < length)
         fewer = fewest(left, tile_kv)
-        first = [int(entry) * (1 if config.STARTS.value else tile_kv) for entry in table.lists[row, : full + part] & ((1 << 30) - 1)]
+        first = [int(entry) * (1 if config.KEY_STARTS.value else tile_kv) for entry in table.lists[row, : full + part] & ((1 << 30) - 1)]
         if moves and "blocks" not in case:
             assert full + part == min(fewer, (left.any(0).nonzero() // tile_kv).unique().numel())
         if table.order is not None:
@@ -116,7 +116,7 @@ def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
             k = first[i] + torch.arange(tile_kv, device=DEVICE)[None, :]
             keep = case["mask"](0, h, q.clamp(max=length - 1), k.clamp(max=length - 1)) | forced
             column = torch.arange(tile_kv, device=DEVICE)
-            word = table.words[row * width + i][:, column % 8 // 2]
+            word = table.bits[row * width + i][:, column % 8 // 2]
             bit = (word >> (column // 8 * 2 + column % 2)) & 1
             assert torch.equal(bit.bool(), keep & (q < length) & (k < length))
             needed.append((keep & (q < length) & (k < length)).view(tile_q // 64, -1).any(1))
@@ -135,14 +135,14 @@ def launched_with(**case):
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)
     (args,) = caught.value.args
-    table, config = (next(arg for arg in args if hasattr(arg, name)) for name in ("words", "STARTS"))
-    return table, config.STARTS.value
+    table, config = (next(arg for arg in args if hasattr(arg, name)) for name in ("bits", "KEY_STARTS"))
+    return table, config.KEY_STARTS.value
 
 
 def test_tiles_stay_for_dropout_where_they_were_moved_without(monkeypatch):
     """Random numbers come for four keys at a time from the first of a tile, and the backward's tiles are never moved."""
     monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "FEW", 0)
+    monkeypatch.setattr(kernel, "SHORT_FORWARD_TILES", 0)
     case = {"mask": lambda b, h, q, k: OWNERS[q] + 1 == OWNERS[k] + 1, "dim": 128}
     tables = []
     for dropout in (0.0, 0.5, 0.0, 0.5):
@@ -150,7 +150,7 @@ def test_tiles_stay_for_dropout_where_they_were_moved_without(monkeypatch):
         assert moves == (dropout == 0)
         tables.append(table)
     assert tables[0].lists is tables[2].lists and tables[1].lists is tables[3].lists  # found once each
-    assert tables[0].words is tables[2].words and tables[1].words is tables[3].words
+    assert tables[0].bits is tables[2].bits and tables[1].bits is tables[3].bits
 
 
 class Failing:
@@ -162,13 +162,13 @@ def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
     case = {"mask": lambda b, h, q, k: OWNERS[q] + 2 == OWNERS[k] + 2, "dim": 128}
     launched_with(**case)
-    monkeypatch.setattr(kernel, "_partial", weakref.WeakKeyDictionary())  # lists stay, words are found anew
+    monkeypatch.setattr(kernel, "_mask_bits_cache", weakref.WeakKeyDictionary())  # lists stay, words are found anew
     with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="no room"):
         failing.setattr(kernel, "pack_masks", Failing())
         listed(**case)[0].forward(listed(**case)[1])
-    assert not kernel._partial
+    assert not kernel._mask_bits_cache
     table, _ = launched_with(**case)
-    assert table.words.any() and len(kernel._partial) == 1
+    assert table.bits.any() and len(kernel._mask_bits_cache) == 1
 
 
 def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
@@ -177,7 +177,7 @@ def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
     compiled, operands = listed(**CASES["document"])
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)
-    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "words")).words is None
+    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "bits")).bits is None
 
 
 def test_masks_of_one_run_of_keys_have_no_words(monkeypatch):
@@ -185,4 +185,4 @@ def test_masks_of_one_run_of_keys_have_no_words(monkeypatch):
     compiled, operands = listed(masks.window(100))
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)
-    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "words")).words is None
+    assert next(arg for arg in caught.value.args[0] if hasattr(arg, "bits")).bits is None

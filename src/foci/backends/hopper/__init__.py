@@ -1,4 +1,4 @@
-"""Any variant at the full rate of NVIDIA Hopper GPUs, written in Gluon: TMA, wgmma, specialised warps.
+"""Backend for NVIDIA Hopper GPUs (sm_90), written in Gluon with TMA, wgmma and warp specialization.
 
 Triton, of which Gluon is a part, is imported when the first plan is compiled.
 """
@@ -11,7 +11,7 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
-from foci.backends.hopper.backward_schedules import KEPT_AT_MOST, few_schedule, kept_schedule, padded_widths
+from foci.backends.hopper.backward_schedules import DS_SCRATCH_BYTES, ds_scratch_schedule, padded_widths, short_q_schedule
 from foci.backends.hopper.kernel_rates import Pair, estimate_rates
 from foci.backends.hopper.perf_model import backward_cost, forward_cost, split_cost, takes_split
 from foci.backends.hopper.schedules import alternative_schedules, describe_width, forward_schedule, padded_width
@@ -24,16 +24,16 @@ from foci.problem import Layout, Problem, Target
 __all__ = ["BACKEND", "VERSIONS", "HopperBackend"]
 
 VERSIONS: Final = tuple(f"{major}.{minor}" for major, minor in TESTED)
-"""Releases of Triton that the kernels were tested with. With another one they check themselves before they run."""
+"""Tested releases of Triton. With another one the kernels check themselves before they run."""
 
 
 class HopperBackend:
-    """Fused attention by warpgroup products, for sm_90."""
+    """Fused attention with wgmma, for sm_90."""
 
     name = "hopper"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
-        """Why not, or None."""
+        """Return why the backend cannot run a problem, or None."""
         if target.device != "cuda" or target.arch != 90:
             return "needs an NVIDIA GPU of compute capability 9.0"
         if "triton" not in target.features:
@@ -71,59 +71,61 @@ class HopperBackend:
         return None
 
     def note(self, problem: Problem, target: Target, /) -> str:
-        """Which kernels, and why."""
+        """Describe the chosen kernels for `explain`."""
         schedule, rates = forward_schedule(problem), estimate_rates(problem)
         widths = padded_width(problem.head_dim), padded_width(problem.value_dim)
-        others = " or ".join(one.name for one in alternative_schedules(problem) if one.name != schedule.name)
-        unless = f"; {others} instead when the actual lengths need fewer waves" if others else ""
-        how = f"{schedule.name}, {schedule.why}{unless}{_taken(problem, widths)}"
-        said = f"{self_check.note_of(target)}{how}; forward {_compared('measured', rates.forward)}"
+        alternatives = " or ".join(one.name for one in alternative_schedules(problem) if one.name != schedule.name)
+        unless = f"; {alternatives} instead when the actual lengths need fewer waves" if alternatives else ""
+        how = f"{schedule.name}, {schedule.why}{unless}{_describe_widths(problem, widths)}"
+        text = f"{self_check.note_of(target)}{how}; forward {_compare_rates('measured', rates.forward)}"
         if not problem.needs_backward:
-            return said
+            return text
         if takes_split(problem, target):
-            said = f"{self_check.note_of(target)}short queries: the forward runs the triton split-KV kernel"
-        is_own = rates.backward.is_ahead
-        widths = padded_widths(problem) if is_own else (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
-        taken = "" if is_own else ", so taken from triton"
-        kept = f", dq from gradients of scores kept in up to {KEPT_AT_MOST >> 20} MB" if is_own and kept_schedule(problem) else ""
-        few = ", each program taking all queries of a head" if is_own and few_schedule(problem) else ""
-        return f"{said}; backward {_compared('estimated', rates.backward)}{taken}{_taken(problem, widths)}{kept}{few}"
+            text = f"{self_check.note_of(target)}short queries: the forward runs the triton split-KV kernel"
+        is_ahead = rates.backward.is_ahead
+        widths = padded_widths(problem) if is_ahead else (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
+        delegated = "" if is_ahead else ", so taken from triton"
+        scratch = (
+            f", dq from gradients of scores kept in up to {DS_SCRATCH_BYTES >> 20} MB" if is_ahead and ds_scratch_schedule(problem) else ""
+        )
+        short_q = ", each program taking all queries of a head" if is_ahead and short_q_schedule(problem) else ""
+        speed = _compare_rates("estimated", rates.backward)
+        return f"{text}; backward {speed}{delegated}{_describe_widths(problem, widths)}{scratch}{short_q}"
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops. Where gradients are wanted and splitting keys is sooner done, the forward is that of `triton`."""
+        """Estimate seconds of both passes; with gradients, the forward is the faster of this backend's and `triton`'s split-KV kernel."""
         forward = forward_cost(problem, target)
         if not problem.needs_backward:
             return forward
         return min(forward, split_cost(problem, target)) + backward_cost(problem)
 
     def compile(self, plan: Plan, /) -> Kernel:
-        """Kernels of a plan. Each is compiled when it is first launched; under a release of Triton that foci was not tested with, their
-        kind is checked first."""
+        """Build the kernels of a plan; each is compiled at its first launch. Under an untested release of Triton they are checked first."""
         self_check.check(plan)
         if plan.problem.needs_backward:
             from foci.backends.hopper.training import TrainingKernel
 
             return TrainingKernel(plan)
-        # the backward's kernels, whose Python takes longer to read than the forward's, are left unread
+        # importing the backward's kernels takes longer than the forward's: skip it without gradients
         from foci.backends.hopper.kernel import HopperKernel
 
         return HopperKernel(plan)
 
     def key_of(self, plan: Plan, /) -> Plan:
-        """The plan: schedules follow lengths, and how heads share keys is compiled in."""
+        """The plan itself: schedules depend on lengths, and kernels on whether heads share keys."""
         return plan
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Those of the backend triton: memory is what they wait for."""
+        """Row kernels of the backend `triton`: they are bound by memory, so wgmma would not help."""
         return TRITON.row_kernels(target)
 
 
-def _taken(problem: Problem, widths: tuple[int, int]) -> str:
+def _describe_widths(problem: Problem, widths: tuple[int, int]) -> str:
     dims = ("D", problem.head_dim, widths[0]), ("Dv", problem.value_dim, widths[1])
     return "".join(f", {words}" for words in (describe_width(*one) for one in dims) if words)
 
 
-def _compared(how: str, pair: Pair) -> str:
+def _compare_rates(how: str, pair: Pair) -> str:
     return f"{how} at {pair.hopper / pair.triton:.2f}x triton's speed" if pair.hopper else "not measured"
 
 

@@ -1,6 +1,11 @@
-"""Backward, host side: which kernels a call launches, and with what.
+"""Host side of the backward: which kernels a call launches, with which arguments.
 
-What precedes the launches, what is kept between calls, and gradients of captured tensors are as in the Triton backend.
+Preparation, caches and gradients of captured tensors are those of the Triton backend. One of four ways computes dq, dk and dv:
+
+    fused       `bwd_dq_dk_dv`: one kernel, dq in float32 accumulators
+    by chunks   `bwd_dk_dv` or `bwd_dk_dv_wide` stores dS of some heads at a time, `bwd_dq_from_ds` reads it
+    short q     `bwd_short_q`: one program holds all queries of a head
+    separate    `bwd_dq`, and `bwd_dk_dv` or `bwd_dk_dv_wide`
 """
 
 from __future__ import annotations
@@ -18,27 +23,27 @@ from torch import Tensor
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
 from foci.backends.hopper.backward_schedules import (
-    ADDED,
-    ADDING,
-    AT_ONCE,
-    BEGUN,
-    FINISHED,
-    KEYS,
-    QUERIES,
-    REGISTERS,
-    SPLIT,
-    WHOLE,
-    Cut,
-    Fused,
-    few_schedule,
-    few_shares,
+    DK_DV_TILES,
+    DK_DV_WIDE_TILES,
+    DQ_TILES,
+    DROPOUT_QUERIES,
+    POSTPROCESS_COLUMNS,
+    PREPROCESS_NUMBERS,
+    REDUCE_NUMBERS,
+    REDUCE_REGISTERS,
+    ROW_KERNEL_REGISTERS,
+    UNSPLIT_WIDTHS,
+    FusedSchedule,
+    TileShape,
+    ds_chunk_heads,
+    ds_scratch_schedule,
+    ds_scratch_shape,
     fused_schedule,
     is_prefix,
-    kept_heads,
-    kept_schedule,
-    kept_shape,
     padded_widths,
     place_schedule,
+    short_q_schedule,
+    split_short_q,
 )
 from foci.backends.hopper.bwd_dk_dv import attention_key_gradient
 from foci.backends.hopper.bwd_dk_dv_wide import attention_split_gradient
@@ -76,37 +81,37 @@ from foci.problem import Operands
 __all__ = ["HopperGradients"]
 
 
-_ranks: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
-_words: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
-"""Kept as long as the visits are that they belong to."""
-_LINE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-_SHARE: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_rank_cache: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
+_bits_cache: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
+"""Both live as long as the tile table that they belong to."""
+_ROW_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+_SHARE_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 Grads: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dq, dk and dv, those that are wanted."""
+"""(dq, dk, dv), None where not needed."""
 
 
-class _Sums(NamedTuple):
-    """Where the kernel of all gradients adds up dq: `total` slots of float32 sums, `slots` of them a head, and who has added what."""
+class _DqSums(NamedTuple):
+    """Float32 accumulators of dq for the fused kernel."""
 
-    schedule: Fused
-    slots: int
-    total: int
-    turns: Tensor
-    added: Tensor
+    schedule: FusedSchedule
+    slots: int  # query tiles of a head
+    total: int  # slots of all heads and accumulators
+    turns: Tensor  # ticket and semaphores, see `dq_semaphore.Order`
+    added: Tensor  # the accumulators
 
 
-class _Keeping(NamedTuple):
-    """How dq is cut up where gradients of scores are kept, where they lie, and of how many heads of keys at a time."""
+class _DsScratch(NamedTuple):
+    """Memory for dS and how it is used."""
 
-    cut: Cut
-    kept: Tensor
-    heads: int
+    tiles: TileShape  # of `bwd_dq_from_ds`
+    ds: Tensor  # the memory
+    heads: int  # key heads at a time
 
 
 class _Streams(NamedTuple):
-    """Tensors that descriptors describe, and what makes these."""
+    """Operands of the backward kernels, and the descriptors made of them."""
 
     query: Tensor
     key: Tensor
@@ -114,33 +119,33 @@ class _Streams(NamedTuple):
     dout: Tensor
     ragged: bool
     lines: tuple[Tensor, Tensor, int]
-    """lse in base 2 and delta in lines that TMA may copy, and elements of a head in them."""
+    """(lse in base 2, delta), laid out for TMA by `begin_gradients`, and elements of a head in them."""
 
     widths: dict[int, int]
-    """What head dims are padded to."""
+    """Padded head dims."""
 
-    def of(self, tensor: Tensor, rows: int) -> TensorDescriptor:
+    def describe(self, tensor: Tensor, rows: int) -> TensorDescriptor:
         return describe(tensor, rows, self.widths[tensor.shape[-1]], ragged=self.ragged)
 
-    def rows_of(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor, int]:
+    def describe_row_values(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor, int]:
         pitch = self.lines[2]
         count = self.query.shape[0] * self.query.shape[1] * pitch
-        return _line(self.lines[0], count, rows), _line(self.lines[1], count, rows), encode(pitch)
+        return _describe_row(self.lines[0], count, rows), _describe_row(self.lines[1], count, rows), encode(pitch)
 
 
 class HopperGradients(host.TritonKernel):
-    """The backward of a plan."""
+    """Backward of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = is_prefix(self.problem)
         self.is_bounded_by_key = formula.block_size is None and find_bounds(mask, "q_idx") is not None
-        self.few = few_schedule(self.problem)
+        self.short_q = short_q_schedule(self.problem)
         self.fused = fused_schedule(self.problem) if HAS_ADD else None
         self.widths = padded_widths(self.problem)
-        self.kept = kept_schedule(self.problem)
-        self.splits = max(self.widths) > 128 and self.widths not in WHOLE
+        self.ds_tiles = ds_scratch_schedule(self.problem)
+        self.splits = max(self.widths) > 128 and self.widths not in UNSPLIT_WIDTHS
         self._tasks = host.TritonKernel(_without_mask(plan))
 
     def _backward(
@@ -150,7 +155,7 @@ class HopperGradients(host.TritonKernel):
         if not (query.numel() and key.numel() and value.numel()) or (self.learns and bias_of_query_tiles(self, operands)):
             return super()._backward(operands, given, sequences, recorder, flow)
         if p.formula.dropout and (self.fused is None or not all(self.wanted)):
-            # the other kernels here know no dropout
+            # only the fused kernel supports dropout
             return super()._backward(operands, given, sequences, recorder, flow)
         tensors = (query, key, value, given.dout)
         if not all(map(takes_descriptor, tensors)):
@@ -161,268 +166,287 @@ class HopperGradients(host.TritonKernel):
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         lse2, delta = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
-        is_whole = dq is not None and dk is not None and dv is not None
-        keeping = self._keeping(call, query, self.kept) if is_whole and self.kept is not None else None
-        few = self.few if is_whole else None
-        sums = self._sums(call, query, self.fused) if is_whole and keeping is None and few is None and self.fused is not None else None
-        lines = self._begin(call, given, (lse2, delta), (dq, dk, dv), sums)
+        wants_all = dq is not None and dk is not None and dv is not None
+        scratch = self._allocate_ds_scratch(call, query, self.ds_tiles) if wants_all and self.ds_tiles is not None else None
+        short_q = self.short_q if wants_all else None
+        sums = (
+            self._allocate_dq_sums(call, query, self.fused)
+            if wants_all and scratch is None and short_q is None and self.fused is not None
+            else None
+        )
+        lines = self._launch_preprocess(call, given, (lse2, delta), (dq, dk, dv), sums)
         widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
         if sums is not None:
-            self._all_gradients(call, streams, (dq, dk, dv), sums)
-        elif keeping is not None and dq is not None:
-            self._kept(call, streams, dq, (dk, dv), keeping)
-        elif few is not None:
-            self._few(call, streams, (lse2, delta), (grads["dq"], grads["dk"], grads["dv"]), few)
+            self._launch_fused(call, streams, (dq, dk, dv), sums)
+        elif scratch is not None and dq is not None:
+            self._launch_by_chunks(call, streams, dq, (dk, dv), scratch)
+        elif short_q is not None:
+            self._launch_short_q(call, streams, (lse2, delta), (grads["dq"], grads["dk"], grads["dv"]), short_q)
         else:
-            self._apart(call, streams, (lse2, delta), (dq, dk, dv))
+            self._launch_dq_and_dk_dv(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self, call, (given.dout, lse2, delta), given.dlse)
 
-    def _begin(
-        self, call: host.Pass, given: Given, rows: tuple[Tensor, Tensor], grads: Grads, sums: _Sums | None
+    def _launch_preprocess(
+        self, call: host.Pass, given: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
     ) -> tuple[Tensor, Tensor, int]:
-        """What precedes the others, in one launch. Returns what `_Streams` calls lines."""
-        operands, (batch, heads, _), length = call.operands, rows[0].shape, call.rows
-        found = host.TritonKernel.visits(self._tasks, call, Tiles(128, 128, 4, 1), "queries")
-        lines, pitch = rows, length
+        """Launch row statistics and zeroing. Returns `_Streams.lines`."""
+        operands, (batch, heads, _), length = call.operands, row_values[0].shape, call.rows
+        visits = host.TritonKernel.visits(self._tasks, call, Tiles(128, 128, 4, 1), "queries")
+        padded_rows, pitch = row_values, length
         keep = call.numbers.keep_factor if self.problem.formula.dropout else None
         if operands.cu_q is not None or length % 4 or keep is not None:
-            pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else found.tasks) * 128
-            lines = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, rows[0]) for _ in range(2))  # type: ignore[assignment]
-        tile = min(max(BEGUN // self.dims[1], 16), 128)
+            pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else visits.tasks) * 128
+            padded_rows = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, row_values[0]) for _ in range(2))  # type: ignore[assignment]
+        tile = min(max(PREPROCESS_NUMBERS // self.dims[1], 16), 128)
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.recorder.launch(
-            begin_gradients, (batch * heads * found.tasks, 128 // tile),
-            given.out, given.dout, given.lse, given.dlse, rows, None if lines is rows else lines, keep, turns, encode(count), grads,
-            call.strides, self.size(call, heads, found.tasks), encode(operands.key.shape[1]), found.spans, encode(pitch),
-            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=REGISTERS,
+            begin_gradients, (batch * heads * visits.tasks, 128 // tile),
+            given.out, given.dout, given.lse, given.dlse, row_values, None if padded_rows is row_values else padded_rows,
+            keep, turns, encode(count), grads, call.strides, self.size(call, heads, visits.tasks),
+            encode(operands.key.shape[1]), visits.spans, encode(pitch),
+            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
-        return lines[0], lines[1], pitch
+        return padded_rows[0], padded_rows[1], pitch
 
-    def _apart(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
-        """dq in one kernel; dk and dv in another."""
+    def _launch_dq_and_dk_dv(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
+        """Launch one kernel for dq, another for dk and dv."""
         dq, dk, dv = grads
         if dq is not None:
-            self._queries(call, streams, rows, dq)
+            self._launch_dq(call, streams, rows, dq)
         if dk is not None and dv is not None and self.splits:
-            self._split(call, streams, (dk, dv), self._found(call, SPLIT, "keys"))
+            self._launch_dk_dv_wide(call, streams, (dk, dv), self._find_mask_visits(call, DK_DV_WIDE_TILES, "keys"))
         elif dk is not None or dv is not None:
-            self._keys(call, streams, (dk, dv), self._found(call, KEYS[max(self.widths)], "keys"))
+            self._launch_dk_dv(call, streams, (dk, dv), self._find_mask_visits(call, DK_DV_TILES[max(self.widths)], "keys"))
 
-    def _queries(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
-        cut, operands, of = QUERIES[max(self.widths)], call.operands, streams.of
-        visits, functions = self._found(call, cut, "queries"), self._functions(operands, "q_idx")
+    def _launch_dq(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+        tiles, operands, desc = DQ_TILES[max(self.widths)], call.operands, streams.describe
+        visits, functions = self._find_mask_visits(call, tiles, "queries"), self._build_functions(operands, "q_idx")
         batch, heads = streams.query.shape[:2]
         call.recorder.launch(
             attention_query_gradient, (batch * heads * visits.tasks,),
-            of(streams.query, 64), of(streams.key, cut.tile_kv), of(streams.value, cut.tile_kv), of(streams.dout, 64), *rows, of(dq, 64),
-            self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+            desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
+            *rows, desc(dq, 64), self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
+            call.environment, self._cut_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _few(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor], cut: Cut) -> None:
-        """All gradients of heads of few queries, a program for each, or several where there are few heads of many keys."""
-        functions, of, (batch, heads) = self._functions(call.operands, "q_idx"), streams.of, streams.query.shape[:2]
-        config, size, (dq, dk, dv) = self._cut_config(call, cut, "all"), self.size(call, heads, 1), grads
-        tiles, programs = few_shares(batch * heads, int(call.columns), cut.tile_kv)
-        shares = None
+    def _launch_short_q(
+        self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor], tiles: TileShape
+    ) -> None:
+        """Launch the short-query kernel: a program per head, or several where few heads have many keys."""
+        functions, desc, (batch, heads) = self._build_functions(call.operands, "q_idx"), streams.describe, streams.query.shape[:2]
+        config, size, (dq, dk, dv) = self._cut_config(call, tiles, "all"), self.size(call, heads, 1), grads
+        tiles_each, programs = split_short_q(batch * heads, int(call.columns), tiles.tile_kv)
+        partials = None
         if programs > 1:
             shape = (batch * heads * programs, 128, self.widths[0])
             sums = call.recorder.empty(shape, (shape[1] * shape[2], shape[2], 1), torch.float32, streams.query)
-            shares = SplitKVPartials(sums, encode(programs), encode(tiles))
+            partials = SplitKVPartials(sums, encode(programs), encode(tiles_each))
         call.recorder.launch(
             attention_few_gradients, (batch * heads * programs,),
-            *(of(t, 64) for t in streams[:4]), *rows, of(dq, 64) if shares is None else None, of(dk, 64), of(dv, 64), shares, size,
-            call.operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
+            *(desc(t, 64) for t in streams[:4]), *rows, desc(dq, 64) if partials is None else None, desc(dk, 64), desc(dv, 64), partials,
+            size, call.operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
-        if shares is not None:
+        if partials is not None:
             call.recorder.launch(
-                reduce_dq_partials, (batch * heads, -(-call.rows * self.widths[0] // ADDED)),
-                shares.sums, dq, call.strides.dq, size, shares.count, call.operands.scale, config, call.unit, ADDED, 8,
-                num_warps=4, maxnreg=ADDING,
+                reduce_dq_partials, (batch * heads, -(-call.rows * self.widths[0] // REDUCE_NUMBERS)),
+                partials.sums, dq, call.strides.dq, size, partials.count, call.operands.scale, config, call.unit, REDUCE_NUMBERS, 8,
+                num_warps=4, maxnreg=REDUCE_REGISTERS,
             )  # fmt: skip
 
-    def _keeping(self, call: host.Pass, query: Tensor, cut: Cut) -> _Keeping | None:
-        """Where gradients of scores are kept; None where too few heads fit to fill the card."""
+    def _allocate_ds_scratch(self, call: host.Pass, query: Tensor, tiles: TileShape) -> _DsScratch | None:
+        """Allocate memory for dS; None if too few heads fit to fill the GPU."""
         (batch, heads), kv_heads = query.shape[:2], call.operands.key.shape[1]
-        rows, columns = kept_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant))
+        rows, columns = ds_scratch_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant))
         size, group = rows * columns, heads // kv_heads
-        count = kept_heads(batch * kv_heads, group, int(call.columns), size)
+        count = ds_chunk_heads(batch * kv_heads, group, int(call.columns), size)
         if count is None:
             return None
         shape, strides = (1, count * group, rows, columns), (count * group * size, size, columns, 1)
-        return _Keeping(cut, call.recorder.empty(shape, strides, query.dtype, query), count)
+        return _DsScratch(tiles, call.recorder.empty(shape, strides, query.dtype, query), count)
 
-    def _kept(self, call: host.Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], keeping: _Keeping) -> None:
-        """dk and dv of some heads, which leave the gradients of their scores, and dq by a product of these, until all heads are done."""
-        (cut, kept, chunk), of, (batch, heads), kv_heads = keeping, streams.of, streams.query.shape[:2], streams.key.shape[1]
-        group, tasks, tiles = heads // kv_heads, -(-call.rows // cut.tile_q), encode(kept.shape[3] // 128)
+    def _launch_by_chunks(
+        self, call: host.Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], scratch: _DsScratch
+    ) -> None:
+        """Launch, for one chunk of heads after another, dk and dv, which store dS, then dq = dS K."""
+        (cut, ds_scratch, chunk), desc, (batch, heads), kv_heads = scratch, streams.describe, streams.query.shape[:2], streams.key.shape[1]
+        group, tasks, tiles = heads // kv_heads, -(-call.rows // cut.tile_q), encode(ds_scratch.shape[3] // 128)
         config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
-        found = self._found(call, SPLIT if self.splits else KEYS[max(self.widths)], "keys")
-        by_key = self._split if self.splits else self._keys
+        visits = self._find_mask_visits(call, DK_DV_WIDE_TILES if self.splits else DK_DV_TILES[max(self.widths)], "keys")
+        by_key = self._launch_dk_dv_wide if self.splits else self._launch_dk_dv
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
-            by_key(call, streams, grads, found, kept, HeadChunk(encode(first), encode(count), tiles))
+            by_key(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
             call.recorder.launch(
                 attention_kept_gradient, (count * group * tasks,),
-                _map(kept, cut.tile_kv, 64), of(streams.key, cut.tile_kv), of(dq, 64),
+                _describe_ds(ds_scratch, cut.tile_kv, 64), desc(streams.key, cut.tile_kv), desc(dq, 64),
                 self.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
                 config, num_warps=4,
             )  # fmt: skip
 
-    def _keys(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable, kept: Tensor | None = None,
-        chunk: HeadChunk | None = None,
+    def _launch_dk_dv(
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
+        ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
-        """dk and dv, of all heads or of a chunk, whose gradients of scores are then left in `kept`."""
-        cut, operands, of = KEYS[max(self.widths)], call.operands, streams.of
-        functions = self._functions(operands, "kv_idx")
+        """Launch dk and dv of all heads, or of a chunk that stores its dS in `ds_scratch`."""
+        tiles, operands, desc = DK_DV_TILES[max(self.widths)], call.operands, streams.describe
+        functions = self._build_functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         programs = batch * kv_heads if chunk is None else chunk.heads >> 2
         call.recorder.launch(
             attention_key_gradient, (programs * visits.tasks,),
-            of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), *(None if t is None else of(t, 64) for t in grads),
-            None if kept is None else _map(kept, 64, cut.tile_q), chunk,
+            desc(streams.query, tiles.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, tiles.tile_q),
+            *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
+            None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, cut, visits.mode), functions.pre, functions.both, functions.mask,
+            call.environment, self._cut_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
-    def _split(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable, kept: Tensor | None = None,
-        chunk: HeadChunk | None = None,
+    def _launch_dk_dv_wide(
+        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
+        ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
-        """The same of wide heads."""
-        operands, of = call.operands, streams.of
-        functions = self._functions(operands, "kv_idx")
+        """Launch dk and dv of wide heads, as `_launch_dk_dv`."""
+        operands, desc = call.operands, streams.describe
+        functions = self._build_functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         programs = batch * kv_heads if chunk is None else chunk.heads >> 2
         call.recorder.launch(
             attention_split_gradient, (programs * visits.tasks,),
-            *(of(t, 64) for t in streams[:4]), *streams.rows_of(64), *(None if t is None else of(t, 64) for t in grads),
-            None if kept is None else _map(kept, 64, 64), chunk,
+            *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
+            None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, SPLIT, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+            call.environment, self._cut_config(call, DK_DV_WIDE_TILES, visits.mode), functions.pre, functions.both,
+            functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _sums(self, call: host.Pass, query: Tensor, schedule: Fused) -> _Sums:
-        """What dq is added up in."""
+    def _allocate_dq_sums(self, call: host.Pass, query: Tensor, schedule: FusedSchedule) -> _DqSums:
+        """Allocate the accumulators of dq."""
         operands, (batch, heads) = call.operands, query.shape[:2]
         if schedule.goes_round:
             programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
             schedule = place_schedule(schedule, programs, count_sms(query.device))
         by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
-        # a sequence begins anew in a tile
+        # packed: each sequence begins a new tile
         slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
         turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
         rows = slot_size.fn(schedule.cut.tile_q, self.widths[0]) // SHARE_LINE.value
         added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
-        return _Sums(schedule, slots, count, turns, added)
+        return _DqSums(schedule, slots, count, turns, added)
 
-    def _all_gradients(self, call: host.Pass, streams: _Streams, grads: Grads, sums: _Sums) -> None:
-        """One kernel for all; the sums of dq lie in slots, a slot to a tile of queries."""
-        operands, functions, recorder, of = call.operands, self._functions(call.operands, "kv_idx"), call.recorder, streams.of
+    def _launch_fused(self, call: host.Pass, streams: _Streams, grads: Grads, sums: _DqSums) -> None:
+        """Launch the fused kernel, then the kernel that converts its accumulators to dq."""
+        operands, functions, recorder, desc = call.operands, self._build_functions(call.operands, "kv_idx"), call.recorder, streams.describe
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         schedule, slots, total, turns, added = sums
         cut = schedule.cut
         by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
-        together = max(1, schedule.together * kv_heads // heads)
+        together = max(1, schedule.heads_together * kv_heads // heads)
         mode = "causal" if is_causal(self.variant) else "all"
-        found = replace(by_key, mode=mode) if self.is_prefix else self._found(call, cut, "keys")
-        order = Order(turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._ranked(call, found, cut, by_key.tasks))
-        words = self._query_words(call, found, cut, by_key)
-        has_words, is_line = words is not None, functions.line is not None
-        config = self._cut_config(call, cut, found.mode, schedule, has_words=has_words, is_line=is_line)
+        visits = replace(by_key, mode=mode) if self.is_prefix else self._find_mask_visits(call, cut, "keys")
+        order = Order(
+            turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._rank_key_tiles(call, visits, cut, by_key.tasks)
+        )
+        bits = self._build_query_bits(call, visits, cut, by_key)
+        has_bits, is_affine = bits is not None, functions.line is not None
+        config = self._cut_config(call, cut, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
         recorder.launch(
             attention_gradients, (at_most(batch * kv_heads * by_key.tasks, count_sms(streams.query.device)),),
-            of(streams.query, cut.tile_q), of(streams.key, 64), of(streams.value, 64), of(streams.dout, cut.tile_q),
-            *streams.rows_of(cut.tile_q), _slots(added, total),
-            *(None if t is None else of(t, 64) for t in grads[1:]),
-            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*found.table, words),
+            desc(streams.query, cut.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, cut.tile_q),
+            *streams.describe_row_values(cut.tile_q), _describe_dq_slots(added, total),
+            *(None if t is None else desc(t, 64) for t in grads[1:]),
+            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits),
             operands.scale, call.numbers, call.environment, config,
             functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
         )  # fmt: skip
-        columns = math.gcd(self.widths[0], FINISHED)
+        columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks, cut.tile_q // 64 * self.widths[0] // columns),
             added, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
-            operands.scale, config, call.unit, columns, num_warps=4, maxnreg=REGISTERS,
+            operands.scale, config, call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
 
-    def _ranked(self, call: host.Pass, found: TileTable, cut: Cut, tasks: int) -> Tensor | None:
-        """Ranks of the tiles of keys of a table, which are found once; packed, in each pass, as lengths change."""
-        counts, lists = found.table.counts, found.table.lists
+    def _rank_key_tiles(self, call: host.Pass, visits: TileTable, tiles: TileShape, tasks: int) -> Tensor | None:
+        """Ranks of key tiles (`dq_order`). Dense: computed once per table and cached. Packed: in each pass, since lengths change."""
+        counts, lists = visits.table.counts, visits.table.lists
         if counts is None:
             return None
         if call.operands.cu_q is not None:
-            rows, width = tasks * (1 if found.table.h_stride == encode(0) else call.operands.query.shape[1]), found.table.width >> 2
-            made = call.recorder.empty((rows, width), (width, 1), torch.int32, counts)
-            call.recorder.launch(rank_packed, (rows,), made, found.table, found.spans, encode(tasks), 128, 32, num_warps=4)
-            return made
-        ranks = _ranks.get(found)
+            rows, width = tasks * (1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]), visits.table.width >> 2
+            packed_ranks = call.recorder.empty((rows, width), (width, 1), torch.int32, counts)
+            call.recorder.launch(rank_packed, (rows,), packed_ranks, visits.table, visits.spans, encode(tasks), 128, 32, num_warps=4)
+            return packed_ranks
+        ranks = _rank_cache.get(visits)
         if ranks is None:
-            rows, width = counts.shape[0], found.table.width >> 2
+            rows, width = counts.shape[0], visits.table.width >> 2
             ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
-            recorder = Recorder((), None)  # by itself: a pass reads what it made
+            recorder = Recorder((), None)  # separate: the pass reads the result
             if lists is not None:
                 recorder.launch(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
-            config = self._cut_config(call, cut, found.mode)
-            recorder.launch(mark_tiles, (rows,), ranks, found.table, config, 128, num_warps=1)
-            recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, found.table, encode(tasks), 128, num_warps=4)
-            after_launches(functools.partial(_ranks.__setitem__, found, ranks))
+            config = self._cut_config(call, tiles, visits.mode)
+            recorder.launch(mark_tiles, (rows,), ranks, visits.table, config, 128, num_warps=1)
+            recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, visits.table, encode(tasks), 128, num_warps=4)
+            after_launches(functools.partial(_rank_cache.__setitem__, visits, ranks))
         call.recorder.keep((ranks,))
         return ranks
 
-    def _query_words(self, call: host.Pass, found: TileTable, cut: Cut, by_key: TileTable) -> Tensor | None:
-        """Words of a table's partial tiles, which are found once; None where ends of runs say what is kept, or the mask itself."""
-        counts, dtype = found.table.counts, torch.int16 if cut.tile_q == 64 else torch.int32
+    def _build_query_bits(self, call: host.Pass, visits: TileTable, tiles: TileShape, by_key: TileTable) -> Tensor | None:
+        """Mask bits of partial tiles, computed once per table and cached; None if runs of queries or the mask function decide instead."""
+        counts, dtype = visits.table.counts, torch.int16 if tiles.tile_q == 64 else torch.int32
         if counts is None or self.is_bounded_by_key:
             return None
-        words, shape = _words.get(found), (counts.shape[0], found.table.width >> 2, cut.tile_kv, 4)
-        if words is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
+        bits, shape = _bits_cache.get(visits), (counts.shape[0], visits.table.width >> 2, tiles.tile_kv, 4)
+        if bits is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
             return None
-        if words is None:
-            words = torch.empty(shape, dtype=dtype, device=counts.device)
-            heads = 1 if found.table.h_stride == encode(0) else call.operands.query.shape[1]
+        if bits is None:
+            bits = torch.empty(shape, dtype=dtype, device=counts.device)
+            heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
             Recorder((), None).launch(
-                pack_queries, (shape[0] * (cut.tile_kv // 64), 8),
-                words, found.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
-                self._cut_config(call, cut, found.mode), call.functions.mask, 8, num_warps=4,
+                pack_queries, (shape[0] * (tiles.tile_kv // 64), 8),
+                bits, visits.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
+                self._cut_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
-            after_launches(functools.partial(_words.__setitem__, found, words))
-        call.recorder.keep((words,))
-        return words
+            after_launches(functools.partial(_bits_cache.__setitem__, visits, bits))
+        call.recorder.keep((bits,))
+        return bits
 
-    def _found(self, call: host.Pass, cut: Cut, side: str) -> TileTable:
-        """As the Triton backend finds them: masks of any kind by classes of tiles."""
-        return host.TritonKernel.visits(self, call, cut.tiles, side)
+    def _find_mask_visits(self, call: host.Pass, tiles: TileShape, side: str) -> TileTable:
+        """Visited tiles of any mask, by classifying tiles as the Triton backend does."""
+        return host.TritonKernel.visits(self, call, tiles.tiles, side)
 
-    def _functions(self, operands: Operands, resident: str) -> KernelFunctions:
+    def _build_functions(self, operands: Operands, resident: str) -> KernelFunctions:
         return build_functions(self.variant, capture_layouts(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
     def _cut_config(
-        self, call: host.Pass, cut: Cut, mode: str, whole: Fused | None = None, *, has_words: bool = False, is_line: bool = False
+        self,
+        call: host.Pass,
+        tiles: TileShape,
+        mode: str,
+        fused: FusedSchedule | None = None,
+        *,
+        has_bits: bool = False,
+        is_affine: bool = False,
     ) -> Config:
         p = self.problem
         return _config(
             (
-                2, False, cut.tile_q, cut.tile_kv, cut.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
+                2, False, tiles.tile_q, tiles.tile_kv, tiles.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, has_words, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, whole is not None and whole.defers, is_line,
+                None, has_bits, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, fused is not None and fused.defers, is_affine,
             ),
-            AT_ONCE=AT_ONCE.get(cut.tile_q) if whole is not None and p.formula.dropout else None,
-            ROUND=whole is not None and whole.goes_round,
+            DROPOUT_QUERIES=DROPOUT_QUERIES.get(tiles.tile_q) if fused is not None and p.formula.dropout else None,
+            ROUND=fused is not None and fused.goes_round,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **others: int | None) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
+def _config(values: tuple[Any, ...], **flags: int | None) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})
 
 
 def _without_mask(plan: Plan) -> Plan:
@@ -431,18 +455,20 @@ def _without_mask(plan: Plan) -> Plan:
     return replace(plan, problem=replace(plan.problem, formula=everything))
 
 
-def _map(kept: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor of tiles of gradients of scores."""
-    return TensorDescriptor(kept, list(kept.shape), list(kept.stride()), [1, 1, rows, columns], smem_layout.fn(rows, columns, 4))
+def _describe_ds(ds_scratch: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe tiles of dS."""
+    return TensorDescriptor(
+        ds_scratch, list(ds_scratch.shape), list(ds_scratch.stride()), [1, 1, rows, columns], smem_layout.fn(rows, columns, 4)
+    )
 
 
-def _slots(added: Tensor, total: int) -> TensorDescriptor:
-    """A descriptor of so many slots of sums, a number that follows the tokens of a pass."""
+def _describe_dq_slots(added: Tensor, total: int) -> TensorDescriptor:
+    """Describe the accumulators of dq. `total` may be symbolic: it follows the number of packed tokens."""
     rows, columns = added.shape
     each = rows // int(total)
-    return TensorDescriptor(added, [total * each, columns], [columns, 1], [each, columns], _SHARE)
+    return TensorDescriptor(added, [total * each, columns], [columns, 1], [each, columns], _SHARE_LAYOUT)
 
 
-def _line(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:
-    """A descriptor of runs of a float32 tensor of so many elements, which is contiguous."""
-    return TensorDescriptor(tensor, [count], [1], [rows], _LINE)
+def _describe_row(tensor: Tensor, count: int, rows: int) -> TensorDescriptor:
+    """Describe runs of `rows` elements of a contiguous float32 tensor of `count` elements."""
+    return TensorDescriptor(tensor, [count], [1], [rows], _ROW_LAYOUT)

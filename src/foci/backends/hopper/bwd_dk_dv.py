@@ -1,8 +1,15 @@
 # mypy: ignore-errors
-"""dk and dv of a tile of keys: two warpgroups of 64 keys each, and one warp that brings tiles of queries by TMA.
+"""dk and dv of a tile of keys: two warpgroups of 64 keys each, and one producer warp that loads tiles of queries by TMA.
 
-Scores are held turned, keys as rows, so that the weights and the score's gradient are the first operand of the products
-that sum into dv and dk, straight from registers. A warpgroup sums over all rows and grouped heads alone: no atomics.
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.hopper.forward`
+    q, do                         TMA descriptors [B, Hq, Sq, D], [B, Hq, Sq, Dv] of TILE_Q rows; do is the gradient of out
+    k, v, dk, dv                  TMA descriptors [B, Hkv, Skv, D or Dv] of 64 rows; dk or dv may be None
+    lse, delta                    TMA descriptors, float32, one value per query: logsumexp in base 2, and sum(out * do) - dlse
+    S^T, P^T, dP^T, dS^T          [64 keys, TILE_Q], in registers
+    ds_scratch                    None, or the memory that `bwd_dq_from_ds` reads dS^T from
+
+Scores are transposed, keys as rows, so that P^T and dS^T are the left operands of dV += P^T dO and dK += dS^T Q straight from registers. A
+warpgroup accumulates over all queries and all query heads that share its keys: no atomics.
 """
 
 from foci.backends.hopper.bwd_dq_from_ds import ROWS, ds_layouts, find_chunk_task, store_ds
@@ -16,10 +23,10 @@ from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_
 
 @gluon.jit
 def query_runs_of_keys(table, b, h, task, first, q_len, kv_len, c):
-    """(row, (first, before, gap, tiles) of whole tiles of queries, the same of masked ones) that a tile of keys visits."""
+    """Query tiles that a key tile visits: (row of the table, full run, masked run), a run being (first, tiles before a gap, gap, tiles)."""
     line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
     if first + c.TILE_KV > kv_len:
-        # keys that are not there must not be looked up: every tile is an edge
+        # the key tile overhangs the keys: mask every query tile
         part_first = part_first if c.MODE == "ranges" else full_first
         part += full
         full = full * 0
@@ -29,7 +36,7 @@ def query_runs_of_keys(table, b, h, task, first, q_len, kv_len, c):
 
 @gluon.jit
 def load_query_runs(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.constexpr):
-    """Producer: the tiles of one run of one head, each into the next stage; returns how many stages were used so far."""
+    """Producer: load the query tiles of one run of one head, each into the next stage. Returns the number of tiles loaded so far."""
     q, do, lse, delta = sources
     q_tiles, do_tiles, lse_rows, delta_rows = buffers
     q_full, do_full, empty = bars
@@ -53,81 +60,86 @@ def load_query_runs(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.
 
 
 @gluon.jit
-def key_producer(sources, stationary, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr):
+def key_producer(sources, kv_smem, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr):
     """One warp: keys and values once, then the queries of each head that shares them."""
     q, do, lse, delta, k, v = sources
-    k_tiles, v_tiles = stationary
+    k_tiles, v_tiles = kv_smem
     kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_KV
     mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
     for half in gl.static_range(2):
-        own = first + half * (c.TILE_KV // 2)
-        load_pieces(k, memory_b, kv_h, own, kv_start, kv_len, kv_full, tile_pieces(k_tiles, half), c.JAGGED)
+        half_first = first + half * (c.TILE_KV // 2)
+        load_pieces(k, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(k_tiles, half), c.JAGGED)
         if KEY:
-            load_pieces(v, memory_b, kv_h, own, kv_start, kv_len, kv_full, tile_pieces(v_tiles, half), c.JAGGED)
+            load_pieces(v, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(v_tiles, half), c.JAGGED)
     n = 0
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
         head = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c)
-        line, whole, masked = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
-        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, whole, line, n, table, c, KEY)
-        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked, line, n, table, c, KEY)
+        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, full_run, line, n, table, c, KEY)
+        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked_run, line, n, table, c, KEY)
 
 
 @gluon.jit
 def accumulate_dk_dv(
-    sums, held, buffers, bars, keeping, at, run, line, n, table, scale, env, aux, c,
+    sums, kv_smem, buffers, bars, ds_store, at, run, line, n, table, scale, env, aux, c,
     half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Adds one run of tiles of queries to (dk, dv) of 64 keys. MASKED tiles may also overhang rows or keys. `keeping`: as
-    `bwd_dq_from_ds.ds_layouts` has it, empty where gradients of scores are not kept."""
+    """Accumulate one run of query tiles into (dk, dv) of 64 keys. MASKED tiles may also overhang queries or keys. `ds_store`: from
+    `bwd_dq_from_ds.ds_layouts`, empty if dS is not stored."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     dk, dv = sums
-    k_tiles, v_tiles = held
+    k_tiles, v_tiles = kv_smem
     q_tiles, do_tiles, lse_rows, delta_rows = buffers
     q_full, do_full, empty = bars
     b, h, kv_idx, q_len, kv_len = at
     first, before, gap, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
-    # wide sums leave few registers for a tile's scores: weights are rounded once they are read no more
+    # wide accumulators leave few registers: round P for dV only after dS, when its float32 values are no longer needed
     LATE: gl.constexpr = KEY and VALUE and c.D_PAD + c.DV_PAD > 256
     zero = gl.zeros([c.TILE_KV // 2, c.TILE_Q], gl.float32, S)
     for i in range(0, count):
         tile = nth_visited(table, line, i, first, before, gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        # where keys and values lie is found anew for each tile, and takes no registers over the loop
-        nought = opaque_zero(0)
+        # recompute the addresses of K and V for each tile: hoisted, they would take registers through the loop
+        opaque = opaque_zero(0)
         queries = tile_pieces(q_tiles, stage)
         douts = tile_pieces(do_tiles, stage)
+        # S^T = K Q^T and dP^T = V dO^T, both asynchronous
         mbarrier.wait(q_full.index(stage), phase)
-        s = begin_scores(tile_pieces(k_tiles, half + nought), queries, zero, False)
+        s = begin_scores(tile_pieces(k_tiles, half + opaque), queries, zero, False)
         mbarrier.wait(do_full.index(stage), phase)
         if KEY:
-            dp = begin_scores(tile_pieces(v_tiles, half + nought), douts, zero, False)
+            dp = begin_scores(tile_pieces(v_tiles, half + opaque), douts, zero, False)
         s = warpgroup_mma_wait(len(douts) if KEY else 0, deps=[s])
+        # P^T = exp2(S^T - lse), masked, and the derivative of the score function
         q_idx = tile_start(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = recompute_weights(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        steep = scale_dscore(p, slope, c, MASKED)
+        dscore_scaled = scale_dscore(p, slope, c, MASKED)
+        # dV += P^T dO
         if VALUE and not LATE:
             dv = begin_pv(p.to(douts[0].dtype), douts, dv)
         if KEY:
+            # dS^T = P^T * slope * (dP^T - delta)
             dp = warpgroup_mma_wait(len(douts) if VALUE and not LATE else 0, deps=[dp])
             delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-            ds = (steep * (dp - delta)).to(queries[0].dtype)
+            ds = (dscore_scaled * (dp - delta)).to(queries[0].dtype)
             if LATE:
                 dv = begin_pv(p.to(douts[0].dtype), douts, dv)
+            # dK += dS^T Q
             dk = begin_pv(ds, queries, dk)
-            if len(keeping) > 0:
-                store_ds(keeping, half * 2 + n % 2, tile_start(tile, c, c.TILE_Q), ds)
-        found = wait_accumulators(dk + dv)
-        dk, dv = found[: len(dk)], found[len(dk) :]
-        if len(keeping) == 0:
+            if len(ds_store) > 0:
+                store_ds(ds_store, half * 2 + n % 2, tile_start(tile, c, c.TILE_Q), ds)
+        grads = wait_accumulators(dk + dv)
+        dk, dv = grads[: len(dk)], grads[len(dk) :]
+        if len(ds_store) == 0:
             fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
@@ -136,21 +148,21 @@ def accumulate_dk_dv(
 
 @gluon.jit
 def key_consumer(
-    half: gl.constexpr, stationary, buffers, bars, outputs, keeping, task, told, c,
+    half: gl.constexpr, kv_smem, buffers, bars, outputs, ds_store, task, params, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dk and dv of 64 keys, over every head that shares them."""
+    """One warpgroup: dk and dv of 64 keys, summed over the query heads that share them."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     ROWS: gl.constexpr = c.TILE_KV // 2
-    spans, size, table, scale, env = told
+    spans, size, table, scale, env = params
     dk_out, dv_out = outputs
-    k_tiles, v_tiles = stationary
+    k_tiles, v_tiles = kv_smem
     kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * c.TILE_KV
-    own = first + half * ROWS
-    kv_idx = own + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
+    half_first = first + half * ROWS
+    kv_idx = half_first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
     dk = ()
     dv = ()
     if KEY:
@@ -162,37 +174,38 @@ def key_consumer(
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        here = ds_layouts(keeping, member, group, own, c)
-        line, whole, masked = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        here = ds_layouts(ds_store, member, group, half_first, c)
+        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = accumulate_dk_dv(
-            (dk, dv), stationary, buffers, (q_full, do_full, empty), here, at, whole, line, n, table, scale, env, aux, c,
+            (dk, dv), kv_smem, buffers, (q_full, do_full, empty), here, at, full_run, line, n, table, scale, env, aux, c,
             half, both, mask, False, KEY, VALUE,
         )  # fmt: skip
         dk, dv, n = accumulate_dk_dv(
-            (dk, dv), stationary, buffers, (q_full, do_full, empty), here, at, masked, line, n, table, scale, env, aux, c,
+            (dk, dv), kv_smem, buffers, (q_full, do_full, empty), here, at, masked_run, line, n, table, scale, env, aux, c,
             half, both, mask, True, KEY, VALUE,
         )  # fmt: skip
-    # the tiles of keys and values are read no more, each half by its own warpgroup alone
+    # stage dk and dv in the K and V tiles: only this warpgroup reads its half of them, and it is done
     if KEY:
-        store_pieces(dk_out, memory_b, kv_h, own, kv_start, kv_len, tile_pieces(k_tiles, half), scale_accumulators(dk, scale), c.JAGGED)
+        store_pieces(
+            dk_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(k_tiles, half), scale_accumulators(dk, scale), c.JAGGED
+        )
     if VALUE:
-        store_pieces(dv_out, memory_b, kv_h, own, kv_start, kv_len, tile_pieces(v_tiles, half), dv, c.JAGGED)
+        store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(v_tiles, half), dv, c.JAGGED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, kept, chunk, size, spans, table, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share it. Tensors come as descriptors, lse in base 2 and delta as
-    `bwd_preprocess.begin_gradients` leaves them.
+    """dk and dv of one tile of keys. Shapes are in the legend above; `lse` and `delta` are laid out by `bwd_preprocess.begin_gradients`.
 
-    kept: None, or where gradients of the scores are left for `bwd_dq_from_ds`, by heads of keys of a `chunk`.
+    chunk: the heads of this launch, if dS is stored.
     """
-    if kept is None:
+    if ds_scratch is None:
         b, memory_b, kv_h, index, tile = find_task(size, spans, c, False)
     else:
         b, kv_h, tile, place = find_chunk_task(chunk, size, False)
@@ -210,19 +223,19 @@ def attention_key_gradient(
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     bars = (make_barriers(1, 1).index(0), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
-    keeping = ()
-    if kept is not None:
-        keeping = (kept, gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q)), chunk, place)
+    ds_store = ()
+    if ds_scratch is not None:
+        ds_store = (ds_scratch, gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q)), chunk, place)
     fence_async_shared()
     buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
     task = (b, memory_b, kv_h, tile, index)
-    told = (spans, size, table, scale, env)
-    held = (k_tiles, v_tiles)
+    params = (spans, size, table, scale, env)
+    kv_smem = (k_tiles, v_tiles)
     gl.warp_specialize(
         [
-            (key_consumer, (0, held, buffers, bars, (dk, dv), keeping, task, told, c, pre, both, mask, KEY, VALUE)),
-            (key_consumer, (1, held, buffers, bars, (dk, dv), keeping, task, told, c, pre, both, mask, KEY, VALUE)),
-            (key_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c, KEY)),
+            (key_consumer, (0, kv_smem, buffers, bars, (dk, dv), ds_store, task, params, c, pre, both, mask, KEY, VALUE)),
+            (key_consumer, (1, kv_smem, buffers, bars, (dk, dv), ds_store, task, params, c, pre, both, mask, KEY, VALUE)),
+            (key_producer, ((q, do, lse, delta, k, v), kv_smem, buffers, bars, task, spans, size, pitch, table, c, KEY)),
         ],
         [4, 1],
         [240, 24],

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""dk and dv of a tile of 64 keys of wide heads: one warpgroup sums dv, the other dk, as both would not fit the registers of one.
+"""dk and dv of a tile of 64 keys with wide heads: one warpgroup accumulates dv, the other dk, since one's registers cannot hold both.
 
-The first computes the weights and leaves them in shared memory for the second, so that the two gradients take four products; a kernel
-for each would take five, and bring queries and gradients of out twice.
+The legend is that of `bwd_dk_dv`. The dv warpgroup computes P and passes it on through shared memory (`p_smem`), so that both gradients
+take four products; a kernel for each would take five and load q and do twice.
 """
 
 from foci.backends.hopper.bwd_dk_dv import load_query_runs, query_runs_of_keys
@@ -18,27 +18,27 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def to_line(x):
-    """A [64, 64] product as threads hold it, four numbers of a thread in a row, so that no two write to one bank."""
+def flatten_by_thread(x):
+    """Flatten a [64, 64] product in the order in which threads hold it, four values of a thread in a row: no bank conflicts."""
     return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
 
 
 @gluon.jit
-def send_weights(passed, weights, bars, n):
-    """Leaves the n-th tile of weights, [64, 64], where the other warpgroup finds it."""
+def send_weights(p_smem, weights, bars, n):
+    """Pass the n-th tile of weights, [64, 64], to the other warpgroup."""
     full, empty = bars
     mbarrier.wait(empty.index(n % 2), ((n // 2) & 1) ^ 1)
-    passed.index(n % 2).store(to_line(weights))
+    p_smem.index(n % 2).store(flatten_by_thread(weights))
     mbarrier.arrive(full.index(n % 2), count=1)
 
 
 @gluon.jit
-def receive_weights(passed, bars, n, FREES: gl.constexpr):
-    """The n-th tile of weights that the other warpgroup left, which may then leave the next but one there."""
+def receive_weights(p_smem, bars, n, FREES: gl.constexpr):
+    """Receive the n-th tile of weights. FREES: the other warpgroup may overwrite it afterwards with tile n + 2."""
     full, empty = bars
-    LINE: gl.constexpr = to_line(gl.zeros([64, 64], gl.float32, mma_layout(64))).type.layout
+    LINE: gl.constexpr = flatten_by_thread(gl.zeros([64, 64], gl.float32, mma_layout(64))).type.layout
     mbarrier.wait(full.index(n % 2), (n // 2) & 1)
-    line = passed.index(n % 2).load(LINE)
+    line = p_smem.index(n % 2).load(LINE)
     weights = line.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
     weights = gl.convert_layout(weights, mma_layout(64), assert_trivial=True)
     if FREES:
@@ -47,34 +47,34 @@ def receive_weights(passed, bars, n, FREES: gl.constexpr):
 
 
 @gluon.jit
-def store_ds_in_place(here, passed, bars, n, query, values):
-    """`bwd_dq_from_ds.store_ds` by where the n-th tile of weights lay, which is free a tile later."""
+def store_ds_in_place(ds_target, p_smem, bars, n, query, values):
+    """Store dS as `bwd_dq_from_ds.store_ds` does, staged in the buffer of the n-th tile of weights, which is freed one tile later."""
     tma.store_wait(0)
     mbarrier.arrive(bars[1].index((n + 1) % 2), count=1, pred=n > 0)
-    tile = view_smem(passed.index(n % 2), values.dtype, [2, ROWS, ROWS], smem_layout(ROWS, ROWS)).index(0)
-    begin_store_ds(here, tile, query, values)
+    tile = view_smem(p_smem.index(n % 2), values.dtype, [2, ROWS, ROWS], smem_layout(ROWS, ROWS)).index(0)
+    begin_store_ds(ds_target, tile, query, values)
 
 
 @gluon.jit
-def split_producer(sources, held, buffers, bars, task, spans, size, pitch, table, c):
-    """One warp: keys and values once, then the queries of each head that shares them."""
+def split_producer(sources, kv_smem, buffers, bars, task, spans, size, pitch, table, c):
+    """Producer warp: K and V once, then q and do of each query head that shares them."""
     q, do, lse, delta, k, v = sources
-    kv_full, q_full, do_full, empty, passing, done = bars
+    kv_full, q_full, do_full, empty, p_bars, done = bars
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * ROWS
     mbarrier.expect(kv_full, ROWS * 2 * (c.D_PAD + c.DV_PAD))
-    load_pieces(k, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[0], c.JAGGED)
-    load_pieces(v, memory_b, kv_h, first, kv_start, kv_len, kv_full, held[1], c.JAGGED)
+    load_pieces(k, memory_b, kv_h, first, kv_start, kv_len, kv_full, kv_smem[0], c.JAGGED)
+    load_pieces(v, memory_b, kv_h, first, kv_start, kv_len, kv_full, kv_smem[1], c.JAGGED)
     n = 0
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
         head = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c)
-        line, whole, masked = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
-        n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, whole, line, n, table, c, True)
-        n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, masked, line, n, table, c, True)
+        n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, full_run, line, n, table, c, True)
+        n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, masked_run, line, n, table, c, True)
 
 
 @gluon.jit
@@ -82,10 +82,10 @@ def accumulate_dv(
     dv, k, buffers, bars, at, run, line, n, table, scale, env, aux, c,
     both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds one run of tiles of queries to dv of 64 keys, and passes on weights times slopes of the score function."""
+    """Accumulate one run of query tiles into dv of 64 keys, and pass P * slope to the dk warpgroup."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
-    q_tiles, do_tiles, lse_rows, delta_rows, passed = buffers
-    kv_full, q_full, do_full, empty, passing, done = bars
+    q_tiles, do_tiles, lse_rows, delta_rows, p_smem = buffers
+    kv_full, q_full, do_full, empty, p_bars, done = bars
     b, h, kv_idx, q_len, kv_len = at
     first, before, gap, count = run
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -95,13 +95,16 @@ def accumulate_dv(
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         douts = tile_pieces(do_tiles, stage)
+        # S^T = K Q^T
         mbarrier.wait(q_full.index(stage), phase)
         s = begin_scores(k, tile_pieces(q_tiles, stage), zero, False)
         s = warpgroup_mma_wait(0, deps=[s])
+        # P^T = exp2(S^T - lse), masked
         q_idx = tile_start(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         p, slope = recompute_weights(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
-        send_weights(passed, scale_dscore(p, slope, c, MASKED), passing, n)
+        send_weights(p_smem, scale_dscore(p, slope, c, MASKED), p_bars, n)
+        # dV += P^T dO
         mbarrier.wait(do_full.index(stage), phase)
         dv = wait_accumulators(begin_pv(p.to(douts[0].dtype), douts, dv))
         fence_async_shared()
@@ -111,35 +114,41 @@ def accumulate_dv(
 
 
 @gluon.jit
-def accumulate_dk(dk, v, buffers, bars, keeping, run, line, n, table, c):
-    """Adds one run of tiles of queries to dk of 64 keys, with the weights of the other warpgroup. `keeping`: as in
-    `bwd_dk_dv.accumulate_dk_dv`."""
+def accumulate_dk(dk, v, buffers, bars, ds_store, run, line, n, table, c):
+    """Accumulate one run of query tiles into dk of 64 keys, with P from the dv warpgroup.
+
+    `ds_store`: as in `bwd_dk_dv.accumulate_dk_dv`.
+    """
     S: gl.constexpr = mma_layout(c.TILE_Q)
-    q_tiles, do_tiles, lse_rows, delta_rows, passed = buffers
-    kv_full, q_full, do_full, empty, passing, done = bars
+    q_tiles, do_tiles, lse_rows, delta_rows, p_smem = buffers
+    kv_full, q_full, do_full, empty, p_bars, done = bars
     first, before, gap, count = run
+    # the widest heads leave no shared memory to stage dS in
     IN_PLACE: gl.constexpr = c.D_PAD + c.DV_PAD > 448
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, count):
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         queries = tile_pieces(q_tiles, stage)
+        # dP^T = V dO^T
         mbarrier.wait(do_full.index(stage), phase)
         dp = begin_scores(v, tile_pieces(do_tiles, stage), zero, False)
-        p = receive_weights(passed, passing, n, len(keeping) == 0 or not IN_PLACE)
+        p = receive_weights(p_smem, p_bars, n, len(ds_store) == 0 or not IN_PLACE)
         delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
+        # dS^T = P^T * slope * (dP^T - delta)
         ds = (p * (dp - delta)).to(queries[0].dtype)
+        # dK += dS^T Q
         mbarrier.wait(q_full.index(stage), phase)
         dk = begin_pv(ds, queries, dk)
-        if len(keeping) > 0:
+        if len(ds_store) > 0:
             query = tile_start(nth_visited(table, line, i, first, before, gap, c), c, c.TILE_Q)
             if IN_PLACE:
-                store_ds_in_place(keeping, passed, passing, n, query, ds)
+                store_ds_in_place(ds_store, p_smem, p_bars, n, query, ds)
             else:
-                store_ds(keeping, n % 2, query, ds)
+                store_ds(ds_store, n % 2, query, ds)
         dk = wait_accumulators(dk)
-        if len(keeping) == 0:
+        if len(ds_store) == 0:
             fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         n += 1
@@ -147,66 +156,66 @@ def accumulate_dk(dk, v, buffers, bars, keeping, run, line, n, table, c):
 
 
 @gluon.jit
-def to_registers(tile, c):
-    """A tile as the left factor of products with TILE_Q columns."""
-    found = ()
+def load_registers(tile, c):
+    """Load a tile into registers as the left operand of products with TILE_Q columns."""
+    parts = ()
     for i in gl.static_range(len(tile)):
-        found = found + (tile[i].load(operand_layout(c.TILE_Q)),)
-    return found
+        parts = parts + (tile[i].load(operand_layout(c.TILE_Q)),)
+    return parts
 
 
 @gluon.jit
 def split_consumer(
-    VALUE: gl.constexpr, held, buffers, bars, out, keeping, task, told, c,
+    VALUE: gl.constexpr, kv_smem, buffers, bars, out, ds_store, task, params, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dv, or dk, of 64 keys, over every head that shares them."""
+    """One warpgroup: dv (VALUE) or dk of 64 keys, summed over the query heads that share them."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     WIDTH: gl.constexpr = c.DV_PAD if VALUE else c.D_PAD
-    spans, size, table, scale, env = told
+    spans, size, table, scale, env = params
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
     first = tile * ROWS
-    k, v = held
+    k, v = kv_smem
     kv_idx = first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
-    total = zero_accumulators(ROWS, WIDTH)
+    acc = zero_accumulators(ROWS, WIDTH)
     done = bars[5]
     mbarrier.wait(bars[0], 0)
     factor = k if VALUE else v
     if c.D_PAD + c.DV_PAD <= 384:
-        # registers are left: products then read shared memory for one factor, not for two, which they would wait for
-        factor = to_registers(factor, c)
+        # registers are left to hold K or V: wgmma then reads shared memory for one operand only, by which it is bound here
+        factor = load_registers(factor, c)
     n = 0
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        line, whole, masked = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
         if VALUE:
             aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
             at = (b, h, kv_idx, q_len, kv_len)
-            total, n = accumulate_dv(total, factor, buffers, bars, at, whole, line, n, table, scale, env, aux, c, both, mask, False)
-            total, n = accumulate_dv(total, factor, buffers, bars, at, masked, line, n, table, scale, env, aux, c, both, mask, True)
+            acc, n = accumulate_dv(acc, factor, buffers, bars, at, full_run, line, n, table, scale, env, aux, c, both, mask, False)
+            acc, n = accumulate_dv(acc, factor, buffers, bars, at, masked_run, line, n, table, scale, env, aux, c, both, mask, True)
         else:
-            here = ds_layouts(keeping, member, group, first, c)
-            total, n = accumulate_dk(total, factor, buffers, bars, here, whole, line, n, table, c)
-            total, n = accumulate_dk(total, factor, buffers, bars, here, masked, line, n, table, c)
-    # keys and values make room for their gradients once neither is read
+            ds_target = ds_layouts(ds_store, member, group, first, c)
+            acc, n = accumulate_dk(acc, factor, buffers, bars, ds_target, full_run, line, n, table, c)
+            acc, n = accumulate_dk(acc, factor, buffers, bars, ds_target, masked_run, line, n, table, c)
+    # stage the gradients in the K and V tiles once neither warpgroup reads them
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     if VALUE:
-        store_pieces(out, memory_b, kv_h, first, kv_start, kv_len, v, total, c.JAGGED)
+        store_pieces(out, memory_b, kv_h, first, kv_start, kv_len, v, acc, c.JAGGED)
     else:
-        store_pieces(out, memory_b, kv_h, first, kv_start, kv_len, k, scale_accumulators(total, scale), c.JAGGED)
+        store_pieces(out, memory_b, kv_h, first, kv_start, kv_len, k, scale_accumulators(acc, scale), c.JAGGED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attention_split_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, kept, chunk, size, spans, table, scale, env, c,
+    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, size, spans, table, scale, env, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share it. Tensors as `attention_key_gradient` takes them."""
-    if kept is None:
+    """dk and dv of one tile of 64 keys. Arguments are those of `bwd_dk_dv.attention_key_gradient`."""
+    if ds_scratch is None:
         b, memory_b, kv_h, index, tile = find_task(size, spans, c, False)
     else:
         b, kv_h, tile, place = find_chunk_task(chunk, size, False)
@@ -220,27 +229,27 @@ def attention_split_gradient(
     do_tiles = allocate_tiles(do.dtype, c.STAGES, c.TILE_Q, c.DV_PAD)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    passed = gl.allocate_shared_memory(gl.float32, [2, ROWS * c.TILE_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    passing = (make_barriers(2, 1), make_barriers(2, 1))
+    p_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS * c.TILE_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    p_bars = (make_barriers(2, 1), make_barriers(2, 1))
     done = make_barriers(1, 2).index(0)
-    bars = (make_barriers(1, 1).index(0), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), passing, done)
-    keeping = ()
-    if kept is not None:
-        # of the widest heads shared memory has no room for more tiles
-        staged = passed
+    bars = (make_barriers(1, 1).index(0), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), p_bars, done)
+    ds_store = ()
+    if ds_scratch is not None:
+        # the widest heads stage dS in the buffers of P
+        staged = p_smem
         if c.D_PAD + c.DV_PAD <= 448:
             staged = gl.allocate_shared_memory(q.dtype, [2, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
-        keeping = (kept, staged, chunk, place)
+        ds_store = (ds_scratch, staged, chunk, place)
     fence_async_shared()
-    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, passed)
+    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, p_smem)
     task = (b, memory_b, kv_h, tile, index)
-    told = (spans, size, table, scale, env)
-    held = (k_tile, v_tile)
+    params = (spans, size, table, scale, env)
+    kv_smem = (k_tile, v_tile)
     gl.warp_specialize(
         [
-            (split_consumer, (True, held, buffers, bars, dv, (), task, told, c, pre, both, mask)),
-            (split_consumer, (False, held, buffers, bars, dk, keeping, task, told, c, pre, both, mask)),
-            (split_producer, ((q, do, lse, delta, k, v), held, buffers, bars, task, spans, size, pitch, table, c)),
+            (split_consumer, (True, kv_smem, buffers, bars, dv, (), task, params, c, pre, both, mask)),
+            (split_consumer, (False, kv_smem, buffers, bars, dk, ds_store, task, params, c, pre, both, mask)),
+            (split_producer, ((q, do, lse, delta, k, v), kv_smem, buffers, bars, task, spans, size, pitch, table, c)),
         ],
         [4, 1],
         [240, 24],

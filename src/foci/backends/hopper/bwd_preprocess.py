@@ -1,5 +1,11 @@
 # mypy: ignore-errors
-"""What precedes and follows the backward kernels: what they read of rows, aligned for TMA, turns and gaps cleared; dq made of its sums."""
+"""Kernels before and after the backward: row statistics laid out for TMA and zeroed counters before; dq from its float32 accumulators
+after.
+
+B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.hopper.forward`
+out, dout                     [B, Hq, Sq, Dv]
+lse, dlse, lse2, delta        [B, Hq, Sq] float32: logsumexp, its gradient or None, logsumexp in base 2, sum(out * dout) - dlse
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +17,7 @@ from foci.backends.triton.tiles import clear_gaps, decode, find_task, load_tile,
 
 @triton.jit
 def clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c):
-    """Zeros in the rows of a head's packed gradients that belong to no sequence."""
+    """Zero the rows of a head's packed gradients that belong to no sequence."""
     dq, dk, dv = grads
     if dq is not None:
         clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, decode(size.rows), c, 16, c.D, c.D_PAD)
@@ -24,15 +30,18 @@ def clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c):
 
 @triton.jit
 def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
-    """What the other kernels find done. Tasks are 128 rows of a head; a program takes TILE_Q of them, those that its second number says.
+    """Prepare the other backward kernels, in one launch. A task is 128 rows of a head; a program takes TILE_Q of them, by its second
+    number.
 
     Args:
-        rows: (lse2, delta) [B, Hq, Sq] to fill, as `prepare_row_stats` says.
-        lines: None, or the same two again, so that each sequence begins at a multiple of 128, inf and 0 beyond its rows: TMA copies runs
-            that begin at multiples of 16 bytes. `pitch`: elements of a head in them.
-        keep: None, or dropout's factor of what is kept, which the weights of these lines have in them, and their deltas in turn have not.
-        turns: None, or `count` numbers that become zeros.
-        grads: (dq, dk, dv), any of them None, whose rows that belong to no sequence become zeros.
+        rows: (lse2, delta) to fill, see `prepare_row_stats`.
+        lines: None, or (lse2, delta) again with each sequence padded to a multiple of 128 rows (inf and 0), because TMA loads of rows must
+            begin at multiples of 16 bytes. `pitch`: elements of a head.
+        keep: None, or dropout's factor of kept weights. It is folded into the padded lse2, so that recomputed weights contain it, and
+        divided
+            out of the padded delta.
+        turns: None, or `count` integers to zero.
+        grads: (dq, dk, dv), any of them None; rows of them that belong to no sequence become zeros.
     """
     if turns is not None:
         n = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -50,7 +59,7 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
     first = tile * 128 + tl.program_id(1) * c.TILE_Q
     limit = q_len - first
     at = tl.arange(0, c.TILE_Q)
-    # rows beyond the last are the last again: loads that may be skipped are not all on their way at once
+    # clamp rows past the end instead of masking: predicated loads are not all issued at once
     there = tl.minimum(at, limit - 1)
     offsets = row_offsets(there, strides.out, c, c.DV_PAD)
     o = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
@@ -72,12 +81,12 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
 
 @triton.jit
 def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
-    """Tasks are tiles of queries of a head; a program takes COLS columns of 64 rows, those that its second number says. A tile that no key
-    visits has no sums, and zeros for a gradient.
+    """dq = scale * (sum of its accumulators), in the dtype of dq. A task is a query tile of a head; a program writes COLS columns of
+    64 rows, by its second number. A tile that no key visits has no accumulators, and dq = 0.
 
     Args:
-        sums: float32, a slot for each tile, two halves in the order of `dq_semaphore.store_dq_share`, both as large as the first is.
-        order: who has added, and where.
+        sums: float32, SUMS slots for each tile, each two halves as `dq_semaphore.store_dq_share` lays them out, of equal size.
+        order: `dq_semaphore.Order`, whose counters say which slots were written.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
     b, memory_b, h, task, tile = find_task(size, spans, c, False)
@@ -90,20 +99,20 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     total = decode(size.batch) * decode(size.heads) * decode(order.slots)
     head = memory_b.to(tl.int64) * (decode(strides.b) * UNIT) + h.to(tl.int64) * (decode(strides.h) * UNIT)
     SLOT: tl.constexpr = slot_size(c.TILE_Q, c.D_PAD)
-    # of a half
+    # programs of a half
     PARTS: tl.constexpr = SLOT // (2 * 64 * COLS)
-    # columns of 64 rows come after each other, then those of the other half
+    # a half is stored as groups of COLS columns of 64 rows
     at = tl.program_id(1) * (64 * COLS) + tl.arange(0, 64 * COLS)
-    # all are on their way before any is waited for; what nobody wrote is left out afterwards
-    added = ()
+    # issue all loads before waiting for any; slots that were not written are discarded afterwards
+    is_written = ()
     shares = ()
     for n in tl.static_range(order.SUMS):
-        added += (tl.load(order.turns + 1 + n * total + slot) > 0,)
+        is_written += (tl.load(order.turns + 1 + n * total + slot) > 0,)
         shares += (tl.load(sums + (n * total + slot).to(tl.int64) * SLOT + at),)
-    held = tl.zeros([64 * COLS], tl.float32)
+    total_dq = tl.zeros([64 * COLS], tl.float32)
     for n in tl.static_range(order.SUMS):
-        held += tl.where(added[n], shares[n], 0.0)
-    share = held.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS) * scale
+        total_dq += tl.where(is_written[n], shares[n], 0.0)
+    share = total_dq.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS) * scale
     rows = tile * c.TILE_Q + tl.arange(0, 64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     if c.TILE_Q == 128:
@@ -115,24 +124,27 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
 
 
 @triton.jit
-def reduce_dq_partials(shares, dq, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """dq of heads of up to 128 queries whose keys several programs took, NUMBERS of a head by each program; shares are added in order.
+def reduce_dq_partials(
+    partials, dq, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, PARTIALS_AT_ONCE: tl.constexpr
+):
+    """dq = scale * (sum of partials), for heads whose keys several programs shared (`bwd_short_q`). Partials are added in order; a program
+    writes NUMBERS elements of a head.
 
     Args:
-        shares: float32 [B, H, count, 128, D_PAD]; `count` is encoded.
+        partials: float32 [B, H, count, 128, D_PAD]; `count` is encoded.
         dq: [B, H, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
-        AT_ONCE: how many shares are on their way together.
+        PARTIALS_AT_ONCE: partials loaded together.
     """
     head = tl.program_id(0)
     b = head // decode(size.heads)
     h = head - b * decode(size.heads)
     at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
-    added = tl.zeros([NUMBERS], tl.float32)
-    for start in range(0, decode(count), AT_ONCE):
-        n = start + tl.arange(0, AT_ONCE)
+    acc = tl.zeros([NUMBERS], tl.float32)
+    for start in range(0, decode(count), PARTIALS_AT_ONCE):
+        n = start + tl.arange(0, PARTIALS_AT_ONCE)
         slot = (head * decode(count) + n).to(tl.int64) * (128 * c.D_PAD)
-        added += tl.sum(tl.load(shares + slot[:, None] + at[None, :], mask=(n < decode(count))[:, None], other=0.0), 0)
+        acc += tl.sum(tl.load(partials + slot[:, None] + at[None, :], mask=(n < decode(count))[:, None], other=0.0), 0)
     row, column = at // c.D_PAD, at % c.D_PAD
     to = b.to(tl.int64) * (decode(strides.b) * UNIT) + h.to(tl.int64) * (decode(strides.h) * UNIT)
     to += row.to(tl.int64) * (decode(strides.s) * UNIT) + column
-    tl.store(dq + to, (added * scale).to(dq.dtype.element_ty), mask=(row < decode(size.rows)) & (column < c.D))
+    tl.store(dq + to, (acc * scale).to(dq.dtype.element_ty), mask=(row < decode(size.rows)) & (column < c.D))

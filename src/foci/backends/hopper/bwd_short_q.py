@@ -1,12 +1,18 @@
 # mypy: ignore-errors
-"""All gradients of a head of few queries in one program, which holds them all and goes through its keys once; or in several of a share of
-the keys each, whose sums of dq are added afterwards.
+"""dq, dk and dv of a head with at most 128 queries: one program holds all queries and loops over the keys once (split-KV with several).
 
-Two warpgroups hold 64 queries each, and a warp brings tiles of keys and values by TMA. A warpgroup sums dq of its queries in registers.
-Both leave their weights and gradients of scores in shared memory, where one finds what dv of the tile needs, the other what dk needs. No
-other program has these keys, so both leave finished: no turns, and float32 sums in memory of nothing but shares of dq.
+    B, H, Sq, Skv, D, Dv    as in `foci.backends.hopper.forward`; as many query heads as key heads
+    q, do, dq               TMA descriptors [B, H, Sq, D or Dv] of 64 rows; do is the gradient of out
+    k, v, dk, dv            TMA descriptors [B, H, Skv, D or Dv] of 64 rows
+    lse, delta              pointers [B, H, Sq] float32: logsumexp in base 2, and sum(out * do) - dlse
+    S, P, dP, dS            [64 queries, TILE_KV], in registers
+    exchange                (P, dS) in shared memory: two tiles of keys by both warpgroups, [64, TILE_KV] each
 
-A tile's dv and dk are computed a tile later, beside the scores of the next one: so neither warpgroup waits for the other's.
+Two warpgroups hold 64 queries each; a producer warp loads tiles of keys and values by TMA. Each warpgroup accumulates dq of its queries in
+registers. Both write P and dS to shared memory; one warpgroup computes dv of the tile from there, the other dk. No other program has these
+keys, so dk and dv are final: no semaphores, and no float32 accumulators in memory except partial dq where several programs share a head.
+
+dv and dk of a tile are computed one tile later, beside the scores of the next one, so that neither warpgroup waits for the other.
 """
 
 from typing import Any, NamedTuple
@@ -31,22 +37,21 @@ ROWS = gl.constexpr(64)
 
 
 class SplitKVPartials(NamedTuple):
-    """Where several programs take the keys of a head: `count` of them, encoded, of `tiles` tiles of keys each, encoded, the last of what is
-    left; dq without its scale goes to `sums`, float32 [B, H, count, 128, D_PAD]."""
+    """Where several programs share the keys of a head. Integers are encoded."""
 
-    sums: Any
-    count: Any
-    tiles: Any
+    sums: Any  # dq without its scale, float32 [B, H, count, 128, D_PAD]
+    count: Any  # programs of a head
+    tiles: Any  # key tiles of a program; the last one has what is left
 
 
 @gluon.jit
-def few_producer(sources, held, buffers, bars, at, c):
-    """One warp: queries and gradients of out once, then tiles of keys and values."""
+def short_q_producer(sources, q_do_smem, buffers, bars, at, c):
+    """Producer warp: q and do once, then K and V tile by tile."""
     q, do, k, v = sources
-    q_tiles, do_tiles = held
+    q_tiles, do_tiles = q_do_smem
     k_tiles, v_tiles = buffers
-    q_full, k_full, v_full, empty, handed_full = bars
-    b, h, q_len, kv_len, low, count = at
+    q_full, k_full, v_full, empty, exchange_full = bars
+    b, h, q_len, kv_len, first_tile, count = at
     mbarrier.expect(q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
         load_pieces(q, b, h, half * ROWS, 0, q_len, q_full, tile_pieces(q_tiles, half), c.JAGGED)
@@ -55,127 +60,138 @@ def few_producer(sources, held, buffers, bars, at, c):
         stage = i % c.STAGES
         mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
         mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        load_pieces(k, b, h, (low + i) * c.TILE_KV, 0, kv_len, k_full.index(stage), tile_pieces(k_tiles, stage), c.JAGGED)
+        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, k_full.index(stage), tile_pieces(k_tiles, stage), c.JAGGED)
         mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        load_pieces(v, b, h, (low + i) * c.TILE_KV, 0, kv_len, v_full.index(stage), tile_pieces(v_tiles, stage), c.JAGGED)
+        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, v_full.index(stage), tile_pieces(v_tiles, stage), c.JAGGED)
 
 
 @gluon.jit
-def begin_dk_dv(handed, rows, n, handed_full, nought, c):
-    """Begins dv, or dk without its scale, of the n-th tile of keys: what both warpgroups have handed over by their rows. Two products to
-    wait for per piece. Of the tile before the first, for which nobody waits, it is made of whatever lies there."""
-    mbarrier.wait(handed_full.index(n & 1), (n >> 1) & 1)
-    first, second = handed.index((n & 1) * 2).permute((1, 0)), handed.index((n & 1) * 2 + 1).permute((1, 0))
+def begin_dk_dv(exchange, rows, n, exchange_full, opaque, c):
+    """Begin dv = P^T dO, or dk = dS^T Q, of the n-th tile of keys, over the queries of both warpgroups: two products per piece.
+
+    For n = -1 it multiplies whatever is in the buffers; the caller drops that result.
+    """
+    mbarrier.wait(exchange_full.index(n & 1), (n >> 1) & 1)
+    first, second = exchange.index((n & 1) * 2).permute((1, 0)), exchange.index((n & 1) * 2 + 1).permute((1, 0))
     none = zero_accumulators(c.TILE_KV, c.D_PAD)
-    begun = ()
+    pending = ()
     for i in gl.static_range(len(rows)):
-        found = warpgroup_mma(first, rows[i].index(nought), none[i], use_acc=False, is_async=True)
-        begun = begun + (warpgroup_mma(second, rows[i].index(1 + nought), found, is_async=True),)
-    return begun
+        dkv = warpgroup_mma(first, rows[i].index(opaque), none[i], use_acc=False, is_async=True)
+        pending = pending + (warpgroup_mma(second, rows[i].index(1 + opaque), dkv, is_async=True),)
+    return pending
 
 
 @gluon.jit
-def store_dk_dv(target, room, found, n, at, factor, c):
-    """Begins to copy dv or dk of the n-th tile of keys to memory, once the one before has left this room."""
-    b, h, q_len, kv_len, low, count = at
+def store_dk_dv(target, out_tile, dkv, n, at, factor, c):
+    """Begin a TMA store of dv or dk of the n-th tile of keys, once the previous store has read the staging tile."""
+    b, h, q_len, kv_len, first_tile, count = at
     tma.store_wait(0)
     thread_barrier()
-    store_pieces(target, b, h, (low + n) * c.TILE_KV, 0, kv_len, room, scale_accumulators(found, factor), c.JAGGED)
+    store_pieces(target, b, h, (first_tile + n) * c.TILE_KV, 0, kv_len, out_tile, scale_accumulators(dkv, factor), c.JAGGED)
 
 
 @gluon.jit
 def accumulate_short_q(
-    dq, held, buffers, bars, handed, leaving, rows, at, run, scale, env, aux, c, half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
-    EDGE: gl.constexpr,
+    dq, q_do_smem, buffers, bars, exchange, output, rows, at, run, scale, env, aux, c, half: gl.constexpr, both: gl.constexpr,
+    mask: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """Adds tiles of keys to dq of 64 queries, and leaves dv or dk of those one before. EDGE: some places may not exist."""
+    """Accumulate key tiles into dq of 64 queries, and store dv or dk of the tile before each. EDGE: some positions may not exist."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
-    q_tiles, do_tiles = held
+    q_tiles, do_tiles = q_do_smem
     k_tiles, v_tiles = buffers
-    q_full, k_full, v_full, empty, handed_full = bars
-    target, room, factor = leaving
+    q_full, k_full, v_full, empty, exchange_full = bars
+    target, out_tile, factor = output
     lse2, delta, q_idx = rows
-    b, h, q_len, kv_len, low, count = at
+    b, h, q_len, kv_len, first_tile, count = at
     first, end = run
     zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, S)
     for i in range(first, end):
         stage = i % c.STAGES
         phase = (i // c.STAGES) & 1
-        mine = (i & 1) * 2 + half
-        # where queries lie is found anew for each tile, and takes no registers over the loop
-        nought = opaque_zero(0)
+        slot = (i & 1) * 2 + half
+        # recompute the addresses of q and do for each tile: hoisted, they would take registers through the loop
+        opaque = opaque_zero(0)
         keys = tile_pieces(k_tiles, stage)
+        # S = Q K^T and dP = dO V^T, and dv or dk of the previous tile, all asynchronous
         mbarrier.wait(k_full.index(stage), phase)
-        s = begin_scores(tile_pieces(q_tiles, half + nought), keys, zero, False)
+        s = begin_scores(tile_pieces(q_tiles, half + opaque), keys, zero, False)
         mbarrier.wait(v_full.index(stage), phase)
-        dp = begin_scores(tile_pieces(do_tiles, half + nought), tile_pieces(v_tiles, stage), zero, False)
-        found = begin_dk_dv(handed[half], held[1 - half], i - 1, handed_full, nought, c)
-        s = warpgroup_mma_wait(len(keys) + 2 * len(found), deps=[s])
-        kv_idx = (low + i) * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
-        p, slope = recompute_weights(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, low + i), scale, env, aux, c, both, mask, False, EDGE)
-        # both warpgroups have read what lay here: they handed the tile before over after that
-        handed[0].index(mine).store(p.to(keys[0].dtype))
-        steep = scale_dscore(p, slope, c, EDGE)
-        dp = warpgroup_mma_wait(2 * len(found), deps=[dp])
-        ds = (steep * (dp - delta)).to(keys[0].dtype)
-        handed[1].index(mine).store(ds)
+        dp = begin_scores(tile_pieces(do_tiles, half + opaque), tile_pieces(v_tiles, stage), zero, False)
+        dkv = begin_dk_dv(exchange[half], q_do_smem[1 - half], i - 1, exchange_full, opaque, c)
+        s = warpgroup_mma_wait(len(keys) + 2 * len(dkv), deps=[s])
+        # P = exp2(S - lse), masked
+        kv_idx = (first_tile + i) * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
+        p, slope = recompute_weights(
+            s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, first_tile + i), scale, env, aux, c, both, mask, False, EDGE
+        )
+        # this buffer was read for tile i - 2; both warpgroups finished that before they handed over tile i - 1
+        exchange[0].index(slot).store(p.to(keys[0].dtype))
+        dscore_scaled = scale_dscore(p, slope, c, EDGE)
+        # dS = P * slope * (dP - delta), then dQ += dS K
+        dp = warpgroup_mma_wait(2 * len(dkv), deps=[dp])
+        ds = (dscore_scaled * (dp - delta)).to(keys[0].dtype)
+        exchange[1].index(slot).store(ds)
         dq = begin_pv(ds, keys, dq)
-        found = wait_accumulators(found, len(keys))
+        dkv = wait_accumulators(dkv, len(keys))
         fence_async_shared()
-        mbarrier.arrive(handed_full.index(i & 1), count=1)
+        mbarrier.arrive(exchange_full.index(i & 1), count=1)
         if i > 0:
-            store_dk_dv(target, room, found, i - 1, at, factor, c)
+            store_dk_dv(target, out_tile, dkv, i - 1, at, factor, c)
         dq = wait_accumulators(dq)
         mbarrier.arrive(empty.index(stage), count=1)
     return dq
 
 
 @gluon.jit
-def few_consumer(
-    half: gl.constexpr, held, buffers, bars, handed, rooms, outputs, row_values, at, told, c,
+def short_q_consumer(
+    half: gl.constexpr, q_do_smem, buffers, bars, exchange, out_smem, outputs, row_values, at, params, c,
     pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dq of 64 queries, and dv of all keys of the program or dk of all of them."""
+    """One warpgroup: dq of 64 queries; and dv of all keys of the program (half 0) or dk (half 1)."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
-    heads, slot, scale, env = told
-    dq_out, dk_out, dv_out, shares = outputs
+    heads, slot, scale, env = params
+    dq_out, dk_out, dv_out, partials = outputs
     lse_rows, delta_rows = row_values
-    b, h, q_len, kv_len, low, count = at
+    b, h, q_len, kv_len, first_tile, count = at
     row = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     head = (b * heads + h).to(gl.int64) * q_len
-    # rows that are not there have no weights
+    # rows past the end get lse = inf, so their weights are 0
     lse2 = gl.expand_dims(gl.load(lse_rows + head + row, mask=row < q_len, other=float("inf")), 1)
     delta = gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
     q_idx = gl.expand_dims(row, 1)
     aux = pre(b, h, gl.minimum(q_idx, q_len - 1), q_len, kv_len, scale, env)
     dq = zero_accumulators(ROWS, c.D_PAD)
-    room = tile_pieces(rooms, half)
+    out_tile = tile_pieces(out_smem, half)
     if half == 0:
-        leaving = (dv_out, room, 1.0)
+        output = (dv_out, out_tile, 1.0)
     else:
-        leaving = (dk_out, room, scale)
-    whole = gl.minimum(kv_len // c.TILE_KV - low, count)
+        output = (dk_out, out_tile, scale)
+    full = gl.minimum(kv_len // c.TILE_KV - first_tile, count)
     if not c.PLAIN:
-        # a function may make of rows that are not there what no weight makes zero
-        whole = gl.where(q_len < 2 * ROWS, 0, whole)
+        # a score function may give rows past the end an infinite slope, and 0 * inf is NaN: mask them in every tile
+        full = gl.where(q_len < 2 * ROWS, 0, full)
     mbarrier.wait(bars[0], 0)
     rows = (lse2, delta, q_idx)
-    dq = accumulate_short_q(dq, held, buffers, bars, handed, leaving, rows, at, (0, whole), scale, env, aux, c, half, both, mask, False)
-    dq = accumulate_short_q(dq, held, buffers, bars, handed, leaving, rows, at, (whole, count), scale, env, aux, c, half, both, mask, True)
-    found = wait_accumulators(begin_dk_dv(handed[half], held[1 - half], count - 1, bars[4], opaque_zero(0), c))
-    store_dk_dv(leaving[0], room, found, count - 1, at, leaving[2], c)
-    if shares is None:
+    dq = accumulate_short_q(
+        dq, q_do_smem, buffers, bars, exchange, output, rows, at, (0, full), scale, env, aux, c, half, both, mask, False
+    )
+    dq = accumulate_short_q(
+        dq, q_do_smem, buffers, bars, exchange, output, rows, at, (full, count), scale, env, aux, c, half, both, mask, True
+    )
+    dkv = wait_accumulators(begin_dk_dv(exchange[half], q_do_smem[1 - half], count - 1, bars[4], opaque_zero(0), c))
+    store_dk_dv(output[0], out_tile, dkv, count - 1, at, output[2], c)
+    if partials is None:
         tma.store_wait(0)
         thread_barrier()
-        store_pieces(dq_out, b, h, half * ROWS, 0, q_len, room, scale_accumulators(dq, scale), c.JAGGED)
+        store_pieces(dq_out, b, h, half * ROWS, 0, q_len, out_tile, scale_accumulators(dq, scale), c.JAGGED)
     else:
-        store_partial_dq(shares.sums + slot * (2 * ROWS * c.D_PAD), dq, half, q_len, c)
+        store_partial_dq(partials.sums + slot * (2 * ROWS * c.D_PAD), dq, half, q_len, c)
     tma.store_wait(0)
 
 
 @gluon.jit
 def store_partial_dq(sums, dq, half: gl.constexpr, q_len, c):
-    """Leaves a program's sums of 64 queries where `sums` says."""
+    """Store a program's partial dq of 64 queries."""
     at = 0
     for i in gl.static_range(len(dq)):
         store_dq_columns(sums + at, dq[i], half, q_len, c.D_PAD, dq[i].shape[1])
@@ -183,28 +199,30 @@ def store_partial_dq(sums, dq, half: gl.constexpr, q_len, c):
 
 
 @gluon.jit
-def store_dq_columns(sums, found, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
-    """WIDTH columns of them, in lines of `pitch`."""
+def store_dq_columns(sums, dkv, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
+    """Store WIDTH columns of partial dq, rows `pitch` apart."""
     row = half * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_layout(WIDTH))), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, mma_layout(WIDTH))), 0)
-    gl.store(sums + row * pitch + column, found, mask=row + column * 0 < q_len)
+    gl.store(sums + row * pitch + column, dkv, mask=row + column * 0 < q_len)
 
 
 @gluon.jit
 def attention_few_gradients(
-    q, k, v, do, lse, delta, dq, dk, dv, shares, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
+    q, k, v, do, lse, delta, dq, dk, dv, partials, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
 ):
-    """dq, dk and dv of one head of up to 128 queries, as many query heads as heads of keys. Tensors come as descriptors of 64 rows or
-    keys; lse in base 2 and delta [B, H, Sq] as pointers. `shares`: None, or `SplitKVPartials`, and then no dq."""
+    """dq, dk and dv of one head, or of a part of its keys. Shapes are in the legend above.
+
+    partials: None, or `SplitKVPartials`; then dq is None.
+    """
     DTYPE: gl.constexpr = q.dtype
     q_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
     do_tiles = allocate_tiles(DTYPE, 2, ROWS, c.DV_PAD)
     k_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.D_PAD)
     v_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.DV_PAD)
-    rooms = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
-    # weights, and gradients of scores: of two tiles of keys, by each warpgroup
-    weights = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
-    steps = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
+    out_smem = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
+    # P and dS of two tiles of keys, by each warpgroup
+    p_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
+    ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
     bars = (
         make_barriers(1, 1).index(0),
         make_barriers(c.STAGES, 1),
@@ -217,21 +235,22 @@ def attention_few_gradients(
     kv_len = decode(size.columns)
     tiles = (kv_len + c.TILE_KV - 1) // c.TILE_KV
     head = gl.program_id(0)
-    low = 0
+    first_tile = 0
     count = tiles
-    if shares is not None:
-        head = head // decode(shares.count)
-        low = (gl.program_id(0) - head * decode(shares.count)) * decode(shares.tiles)
-        count = gl.minimum(tiles - low, decode(shares.tiles))
+    if partials is not None:
+        head = head // decode(partials.count)
+        first_tile = (gl.program_id(0) - head * decode(partials.count)) * decode(partials.tiles)
+        count = gl.minimum(tiles - first_tile, decode(partials.tiles))
     b = head // heads
-    at = (b, head - b * heads, decode(size.rows), kv_len, low, count)
-    held, buffers, handed, rows = (q_tiles, do_tiles), (k_tiles, v_tiles), (weights, steps), (lse, delta)
-    told = (heads, gl.program_id(0), scale, env)
+    at = (b, head - b * heads, decode(size.rows), kv_len, first_tile, count)
+    q_do_smem, buffers, exchange, rows = (q_tiles, do_tiles), (k_tiles, v_tiles), (p_smem, ds_smem), (lse, delta)
+    params = (heads, gl.program_id(0), scale, env)
+    outputs = (dq, dk, dv, partials)
     gl.warp_specialize(
         [
-            (few_consumer, (0, held, buffers, bars, handed, rooms, (dq, dk, dv, shares), rows, at, told, c, pre, both, mask)),
-            (few_consumer, (1, held, buffers, bars, handed, rooms, (dq, dk, dv, shares), rows, at, told, c, pre, both, mask)),
-            (few_producer, ((q, do, k, v), held, buffers, bars, at, c)),
+            (short_q_consumer, (0, q_do_smem, buffers, bars, exchange, out_smem, outputs, rows, at, params, c, pre, both, mask)),
+            (short_q_consumer, (1, q_do_smem, buffers, bars, exchange, out_smem, outputs, rows, at, params, c, pre, both, mask)),
+            (short_q_producer, ((q, do, k, v), q_do_smem, buffers, bars, at, c)),
         ],
         [4, 1],
         [240, 24],

@@ -1,9 +1,7 @@
 # mypy: ignore-errors
-"""Task queue in shared memory for the kernel of all gradients (`bwd_dq_dk_dv`). A slot says where a tile of keys is, and which tiles of
-queries visit it.
+"""Task queue in shared memory for the persistent kernel `bwd_dq_dk_dv`. A slot holds a key tile and the query tiles that it visits.
 
-Programs take task after task. The producer is one ahead, so that what it takes to find a task, and its first queries, come beside the
-products of the task before.
+The producer is one task ahead: finding a task and loading its first queries overlap with the products of the previous task.
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
@@ -12,39 +10,39 @@ from foci.backends.hopper.task_queue import SLOTS, read_slot, write_slot
 
 __all__ = ["allocate_task_queue", "has_task", "pop_task", "push_end", "push_task"]
 
-# place, runs of queries, and where a packed sequence lies; what goes round is not packed, and has two numbers more of runs
-RUNS = gl.constexpr(5)
-SPAN = gl.constexpr(12)
+# a slot: place (5), runs of query tiles (7, or 9 with ROUND), packed sequence (4); ROUND is never packed
+RUNS_AT = gl.constexpr(5)
+SPAN_AT = gl.constexpr(12)
 FIELDS = gl.constexpr(16)
-# two warpgroups and two warps that add
+# two consumer warpgroups and the two warps of `dq_semaphore.reduce_dq_shares`
 READERS = gl.constexpr(4)
 
 
 @gluon.jit
 def allocate_task_queue():
-    """(slots, one number a line; barriers of filled slots; barriers of slots that every reader has read)."""
+    """Allocate (slots, one number a line; a "filled" barrier per slot; a "free" barrier per slot, at which every reader arrives)."""
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, READERS)
 
 
 @gluon.jit
 def push_task(queue, n, place, runs):
-    """Writes the n-th task into its slot."""
+    """Write the n-th task to its slot."""
     slots, full, free = queue
     first = n % SLOTS * FIELDS
     mbarrier.wait(free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
     for i in gl.static_range(5):
         write_slot(slots, first + i, place[i])
     for i in gl.static_range(len(runs)):
-        write_slot(slots, first + RUNS + i, runs[i].to(gl.int32))
+        write_slot(slots, first + RUNS_AT + i, runs[i].to(gl.int32))
     for i in gl.static_range(len(place) - 5):
-        write_slot(slots, first + SPAN + i, place[5 + i])
+        write_slot(slots, first + SPAN_AT + i, place[5 + i])
     mbarrier.arrive(full.index(n % SLOTS), count=1)
 
 
 @gluon.jit
 def push_end(queue, n):
-    """Writes that there is no n-th task."""
+    """Write that there is no n-th task."""
     slots, full, free = queue
     mbarrier.wait(free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
     write_slot(slots, n % SLOTS * FIELDS, -1)
@@ -53,7 +51,7 @@ def push_end(queue, n):
 
 @gluon.jit
 def has_task(queue, n, WARPS: gl.constexpr):
-    """Whether there is an n-th task, which is waited for."""
+    """Wait for the n-th slot; whether it holds a task."""
     slots, full, free = queue
     mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
     return read_slot(slots, n % SLOTS * FIELDS, WARPS) >= 0
@@ -61,16 +59,16 @@ def has_task(queue, n, WARPS: gl.constexpr):
 
 @gluon.jit
 def pop_task(queue, n, c, WARPS: gl.constexpr):
-    """(place, runs of queries) of the n-th task."""
-    gl.static_assert(not (c.ROUND and c.JAGGED), "what goes round leaves no room for where a sequence lies")
+    """Read the n-th task: (place, runs of query tiles)."""
+    gl.static_assert(not (c.ROUND and c.JAGGED), "ROUND leaves no room in a slot for a packed sequence")
     slots, full, free = queue
     at = n % SLOTS * FIELDS
     place = ()
     for i in gl.static_range(9 if c.JAGGED else 5):
-        place = place + (read_slot(slots, at + (i if i < 5 else SPAN + i - 5), WARPS),)
-    # entries of a table are found in 64 bits
-    runs = (read_slot(slots, at + RUNS, WARPS).to(gl.int64),)
+        place = place + (read_slot(slots, at + (i if i < 5 else SPAN_AT + i - 5), WARPS),)
+    # offsets into tables need 64 bits
+    runs = (read_slot(slots, at + RUNS_AT, WARPS).to(gl.int64),)
     for i in gl.static_range(1, 9 if c.ROUND else 7):
-        runs = runs + (read_slot(slots, at + RUNS + i, WARPS),)
+        runs = runs + (read_slot(slots, at + RUNS_AT + i, WARPS),)
     mbarrier.arrive(free.index(n % SLOTS), count=1)
     return place, runs

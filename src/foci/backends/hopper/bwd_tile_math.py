@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What the backward kernels share: weights and their gradient in a tile, and which tiles are visited how.
+"""Tile arithmetic that the backward kernels share: recomputed weights, and the gradient of scores.
 
-With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delta = sum_j p dp = sum(out * do) - dlse
-(Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.
+With P the weights and dP = dO V^T, the gradient of the scores is P * (dP - delta), delta = sum_j P dP = sum(out * do) - dlse (Dao et al.,
+"FlashAttention", 2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon
@@ -11,7 +11,7 @@ from foci.backends.triton.tiles import FORCED, LOG2E, decode
 
 @gluon.jit
 def row_line(b, memory_b, h, heads, q_start, pitch, c):
-    """Where the rows of a head, or of a sequence in it, begin in `bwd_preprocess.begin_gradients`' lines."""
+    """Offset of a head's first row, or of a sequence's in it, in the padded lse and delta of `bwd_preprocess.begin_gradients`."""
     head = (memory_b * heads + h) * decode(pitch)
     if c.JAGGED:
         return head + (q_start // 128 + b) * 128
@@ -21,19 +21,19 @@ def row_line(b, memory_b, h, heads, q_start, pitch, c):
 
 @gluon.jit
 def recompute_weights(
-    raw, lse2, where, scale, env, aux, c, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, EDGE: gl.constexpr
+    raw, lse2, position, scale, env, aux, c, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, EDGE: gl.constexpr
 ):
-    """(weights, slope of the score function) of a tile of products without their scale.
+    """Recompute (P, slope of the score function) of a tile from S without its scale.
 
-    `where` is (b, h, q_idx, kv_idx, q_len, kv_len, tile). MASKED: the mask is asked; EDGE: some places may not exist.
-    What a line adds to the scores has been taken off lse2.
+    `position` is (b, h, q_idx, kv_idx, q_len, kv_len, tile). MASKED: apply the mask function. EDGE: some positions may not exist. The
+    caller has already subtracted the offset of an affine score function from lse2.
     """
-    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = position
     inside = (q_idx < q_len) & (kv_idx < kv_len)
     if EDGE:
         q_idx = gl.minimum(q_idx, q_len - 1)
         kv_idx = gl.minimum(kv_idx, kv_len - 1)
-    if c.PLAIN or c.LINE:
+    if c.PLAIN or c.AFFINE:
         slope = 1.0
         p = gl.exp2(raw * (scale * LOG2E) - lse2)
     else:
@@ -53,9 +53,9 @@ def recompute_weights(
 
 @gluon.jit
 def scale_dscore(p, slope, c, CLEAN: gl.constexpr):
-    """Weights times slopes of the score function, before their gradients come: both would take twice the registers. CLEAN where a masked
-    place may hold an infinite slope."""
-    if c.PLAIN or c.LINE:
+    """P * slope, computed before dP arrives: P and slope would take twice the registers. CLEAN: a masked position may have an infinite
+    slope."""
+    if c.PLAIN or c.AFFINE:
         return p
     elif CLEAN:
         return gl.where(p == 0.0, 0.0, p * slope)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for. All else that kernels receive is as `foci.backends.triton.kernel_args` has it."""
+"""Compile-time configuration of the kernels. Their other arguments are those of `foci.backends.triton.kernel_args`."""
 
 from __future__ import annotations
 
@@ -8,78 +8,55 @@ __all__ = ["Config", "MaskedTable"]
 
 
 class Config(NamedTuple):
-    """Each field a `tl.constexpr`.
+    """Each field is a `tl.constexpr`."""
 
-    CONSUMERS: warpgroups of 64 rows each. OVERLAPPED: each computes softmax while its products run. TILE_Q: rows of a
-    program; TILE_KV: keys of a tile. STAGES: tiles of keys, and of values, in flight. D, DV: head dims; D_PAD, DV_PAD: the
-    same, padded to a power of two or to the sum of some (`foci.backends.hopper.layouts.pieces`). MODE: which tiles are
-    visited: those within the rows' "bounds", or "all", "ranges" or "lists" (see `foci.backends.triton.tile_table_kernels`). JAGGED:
-    packed sequences. PLAIN: the score function is the identity, and the scale positive. DROPOUT: weights are dropped.
-    BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to whatever the mask says. LOW: a row's
-    first key need not be 0. WORDS: masks of partial tiles are given as words. PERSISTENT: a program takes one task after
-    another. GROUPED: more than one query head shares keys. BOUNDED: queries that attend to a key are one run. DEFERS: a
-    share in dq is shown to the warp that adds it a tile later. LINE: `score`, or `both`, is given as the function `line`
-    (`foci.backends.hopper.functions`). JOINED: one loop for whole and partial tiles. NUMBERED: how
-    consumers free stages (`foci.backends.hopper.barriers`). EXACT: a row's weights are
-    measured against its largest score itself. HELD: queries stay in registers. EARLY: overlapped consumers round weights before they
-    wait for values. TOGETHER: heads whose tasks come in turn. STARTS: lists say at which keys tiles begin, not which tiles they are.
-    AT_ONCE: queries whose random numbers the backward makes at a time. REGISTERS: of a thread of the forward's consumers.
-    TURNING: strided programs take every second round of tasks in reverse. ROUND: the backward's tiles of keys begin at tiles of queries of
-    their own and go round (`foci.backends.hopper.dq_semaphore`).
-    """
-
-    CONSUMERS: Any
-    OVERLAPPED: Any
-    TILE_Q: Any
-    TILE_KV: Any
-    STAGES: Any
-    D: Any
-    D_PAD: Any
-    DV: Any
+    CONSUMERS: Any  # warpgroups of 64 rows each
+    OVERLAPPED: Any  # a consumer computes softmax while its products run
+    TILE_Q: Any  # query rows of a tile
+    TILE_KV: Any  # keys of a tile
+    STAGES: Any  # tiles in flight
+    D: Any  # head dim of q and k
+    D_PAD: Any  # D padded to a power of two or a sum of two (`foci.backends.hopper.layouts`)
+    DV: Any  # head dim of v
     DV_PAD: Any
-    MODE: Any
-    JAGGED: Any
-    PLAIN: Any
+    MODE: Any  # visited tiles: within rows' "bounds", or "all", "causal", "ranges", "lists" (`foci.backends.triton.tile_table_kernels`)
+    JAGGED: Any  # packed sequences
+    PLAIN: Any  # the score function is the identity, and the scale positive
     DROPOUT: Any
-    BLOCKS: Any
-    LOW: Any = None
-    WORDS: Any = None
-    PERSISTENT: Any = None
-    GROUPED: Any = None
-    BOUNDED: Any = None
-    DEFERS: Any = None
-    LINE: Any = None
-    JOINED: Any = None
-    NUMBERED: Any = None
-    EXACT: Any = None
-    HELD: Any = None
-    EARLY: Any = None
-    TOGETHER: Any = None
-    STARTS: Any = None
-    AT_ONCE: Any = None
-    REGISTERS: Any = None
-    TURNING: Any = None
-    ROUND: Any = None
+    BLOCKS: Any  # the caller gave a block mask; a tile marked FORCED is attended to whatever the mask function says
+    LOW: Any = None  # a row's first key may not be 0
+    MASK_BITS: Any = None  # partial tiles come with mask bits (`foci.backends.hopper.mask_bits`)
+    PERSISTENT: Any = None  # a program takes one task after another
+    GROUPED: Any = None  # several query heads share keys
+    BOUNDED: Any = None  # the queries that attend to a key are one run
+    DEFERS_DQ: Any = None  # a share of dq is handed to the adding warp one tile later: one fence less a tile
+    AFFINE: Any = None  # `score`, or `both`, is the function `line` of `foci.backends.hopper.functions`
+    SINGLE_LOOP: Any = None  # one loop for full and partial tiles
+    NAMED_BARRIERS: Any = None  # see `foci.backends.hopper.barriers`
+    EXACT_MAX: Any = None  # the softmax reference is the row max itself
+    Q_IN_REGISTERS: Any = None  # queries stay in registers
+    EARLY_ROUNDING: Any = None  # overlapped consumers round weights before they wait for the previous P V
+    HEADS_TOGETHER: Any = None  # heads whose tasks alternate
+    KEY_STARTS: Any = None  # lists say at which keys tiles begin, not which tiles they are
+    DROPOUT_QUERIES: Any = None  # queries whose random numbers the backward computes at a time
+    REGISTERS: Any = None  # of a thread of the forward's consumers
+    SERPENTINE: Any = None  # static persistent programs take every second wave in reverse
+    ROUND: Any = None  # backward: key tiles begin at query tiles of their own and wrap around (`foci.backends.hopper.dq_semaphore`)
 
 
 class MaskedTable(NamedTuple):
-    """A `foci.backends.triton.kernel_args.Table`, the words of its partial tiles and their limits (`foci.backends.hopper.mask_bits`).
-
-    tickets: int32 of zero, how many tasks persistent programs have taken besides their first, None if each takes every so-manieth.
-        Packed, the table of tasks, which holds them (`foci.backends.triton.tiles.TICKETS`), zero again behind the last.
-    halved: how many of the last tasks are for two programs each, encoded.
-    order: int32 [rows of the lists], in the place of each task the one that is taken for it, or None.
-    late: 1 where the last task of each head comes behind all others, else 0, encoded; None where tasks are of any length.
-    """
+    """A `foci.backends.triton.kernel_args.Table` with mask bits and the order of tasks."""
 
     counts: Any
     lists: Any
     b_stride: int
     h_stride: int
     width: int
-    words: Any
+    bits: Any  # mask bits of partial tiles and their limits, see `foci.backends.hopper.mask_bits.pack_masks`
     limits: Any = None
+    # int32 zero, counts the tasks that persistent programs have taken besides their first; None if tasks are assigned statically. Packed:
+    # the task table, which holds it (`foci.backends.triton.tiles.TICKETS`); the kernel zeroes it again
     tickets: Any = None
-    halved: Any = None
-    order: Any = None
-    late: Any = None
+    halved: Any = None  # how many of the last tasks are split between two programs, encoded
+    order: Any = None  # int32 [rows of the lists]: the task to take in place of each, or None
+    short_last: Any = None  # encoded: 1 if the last task of each head comes after all others, else 0; None if tasks are of any length

@@ -1,7 +1,7 @@
-"""Tensor descriptors: what TMA needs to know of a [B, H, S, D] tensor to copy tiles of rows.
+"""TMA descriptors of [B, H, S, D] tensors, in boxes of rows.
 
-Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.tensor_descriptors.packed_dims`. `smem.load_pieces` and
-`smem.store_pieces` make the coordinates for both.
+Dense tensors have descriptors of rank 4, packed sequences of rank 5, see `triton.tensor_descriptors.packed_dims`. `smem.tma_coordinates`
+makes the coordinates for both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["describe", "takes_descriptor"]
 
 
 def takes_descriptor(tensor: Tensor) -> bool:
-    """Whether TMA can read a tensor as it lies: rows contiguous, other strides positive and multiples of 16 bytes."""
+    """Whether TMA can read a tensor without a copy: contiguous rows, other strides positive and multiples of 16 bytes."""
     *outer, last = tensor.stride()
     unit = 16 // tensor.element_size()
     if tensor.data_ptr() % 16 or (last != 1 and tensor.shape[-1] != 1):
@@ -30,9 +30,10 @@ def takes_descriptor(tensor: Tensor) -> bool:
 
 
 def describe(tensor: Tensor, rows: int, width: int = 0, *, ragged: bool) -> TensorDescriptor:
-    """A descriptor of tiles [rows, width] of a [B, H, S, D] tensor, or of packed sequences [1, H, T, D] when `ragged`.
+    """Make a descriptor of tiles [rows, width] of a [B, H, S, D] tensor, or of packed sequences [1, H, T, D] if `ragged`.
 
-    `width`: of the tile, at least D; by default D padded to a power of two."""
+    `width`: of the tile, at least D; by default D padded to a power of two.
+    """
     columns = tma_columns.fn(width or padded_dim(tensor.shape[-1]))
     return TensorDescriptor(tensor, *_geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, rows, columns, ragged))
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Ranks of tiles of keys: how many before each visit the same tile of queries. By them they add to dq (`dq_semaphore`)."""
+"""Ranks of key tiles: how many earlier ones visit the same query tile. `dq_semaphore` adds to dq in this order."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,10 @@ from foci.backends.triton.tiles import RECORD, decode
 
 @triton.jit
 def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
-    """1 where a tile of keys visits a tile of queries. One program for each row of the table.
+    """Write 1 where a key tile visits a query tile. One program per row of the table.
 
-    ranks: int32 [rows, width], for lists zeros; the last column is how many tiles of a list are partial and behind all full ones.
-    table: what tiles of keys visit. c: of which MODE is read.
+    ranks: int32 [rows, width], zeros for lists. The last column counts a list's partial tiles that come after all its full ones.
+    table: query tiles that key tiles visit. c: only MODE is read.
     """
     row = tl.program_id(0).to(tl.int64)
     width = decode(table.width)
@@ -40,8 +40,8 @@ def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
 
 @triton.jit
 def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
-    """Sums of the marks of `mark_tiles` over the tiles of keys before each, in place. Programs: batch entries and heads of the table,
-    tiles of queries by CHUNK. `tasks`: tiles of keys, encoded."""
+    """Replace the marks of `mark_tiles` by their exclusive prefix sums over key tiles. Programs: batch entries and heads of the table;
+    CHUNK query tiles. `tasks`: number of key tiles, encoded."""
     width = decode(table.width)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = at < width - 1
@@ -56,10 +56,10 @@ def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
 
 @triton.jit
 def rank_packed(ranks, table, spans, tasks, CHUNK: tl.constexpr, BEFORE: tl.constexpr):
-    """Ranks in ranges, of packed sequences: each tile of keys counts those before it in its own. One program for each row of the table.
+    """Ranks for packed sequences, whose tables have ranges: each key tile counts the earlier tiles of its sequence. One program per row.
 
-    ranks: int32 [rows, width], filled where a tile of keys visits a tile of queries. `tasks`: of a head, encoded; a sequence's count its
-    tiles down, so those before one come behind it.
+    ranks: int32 [rows, width], filled where a key tile visits a query tile. `tasks`: key tiles of a head, encoded. A sequence's tasks
+    count its tiles down, so earlier tiles come later in the table.
     """
     row = tl.program_id(0).to(tl.int64)
     record = spans.tasks + RECORD * (row % decode(tasks))

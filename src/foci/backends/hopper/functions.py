@@ -1,18 +1,17 @@
-"""The small functions of a variant as the warps of a tile call them: what a tile needs once, then score, slope and mask.
+"""Jit functions generated from a mask and score function, as the kernels call them on a tile.
 
     pre(b, h, at, q_len, kv_len, scale, env) -> aux
     score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> score / aux[0]
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
-    line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score / aux[0] - raw, what it rises by from key to key), where they are
-    a line (`foci.backends.triton.affine_scores`); where queries stream, (score - scale * raw in base 2, what it rises by from query
-    to query)
-    bounds(b, h, at, q_len, kv_len, env) -> (first, last) of what streams by, where a mask has them (`foci.backends.mask_intervals`)
+    line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        -> (score / aux[0] - raw, slope per key), for scores that are affine in the key (`foci.backends.triton.affine_scores`);
+           where queries stream: (score - scale * raw, slope per query), both in base 2
+    bounds(b, h, at, q_len, kv_len, env) -> (first, last) streaming index, if the mask has bounds (`foci.backends.mask_intervals`)
 
-`raw` is q . k, without the scale. `at` is the coordinate that stays while the other streams by, `resident`: "q_idx" where
-keys stream, "kv_idx" where queries do. What depends on nothing else is computed by `pre`, once for a tile: a load inside a
-loop is not moved out of it by the compiler. aux[0] is 1, or a positive factor of all scores: the exponential's own factor
-takes it in, so that it costs nothing.
+`raw` is q . k without the scale. `at` is the index that is constant over a kernel's loop, `resident`: "q_idx" where keys stream, "kv_idx"
+where queries do. `pre` computes once what depends on nothing else, because the compiler does not hoist loads out of a loop. aux[0] is 1 or
+a positive factor of all scores, which the exponential's own factor absorbs at no cost.
 """
 
 from __future__ import annotations
@@ -37,34 +36,33 @@ from foci.variant import Variant
 
 __all__ = ["KernelFunctions", "build_functions"]
 
-_TAIL: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
+_COORDINATES: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env, aux"
 _SCORE: Final = variable("score")
 _SCALE: Final = node("var", (), DType.FLOAT, "scale")
 _LOG2E: Final = const(math.log2(math.e))
-_SMALLEST: Final = 1e-6
+_SMALLEST_FACTOR: Final = 1e-6
 
 
 @dataclass(frozen=True)
 class KernelFunctions:
-    """Jit functions, each to be passed as a `constexpr` argument of its own; `outer` is the factor in aux[0], `source` what they
-    were made of. `line` is None where scores are none."""
+    """Jit functions, each to be passed as a `constexpr` argument."""
 
     pre: Any
     score: Any
     both: Any
     mask: Any
     bounds: Any
-    line: Any
-    outer: Expr
-    source: str
+    line: Any  # None unless scores are affine
+    outer: Expr  # the factor in aux[0]
+    source: str  # of all functions
 
     def takes(self, scale: float, floats: Sequence[float]) -> bool:
         """Whether the factor in aux[0] is positive, and not so small that dividing by it would overflow."""
-        return _value(self.outer, scale, floats) > _SMALLEST
+        return _value(self.outer, scale, floats) > _SMALLEST_FACTOR
 
 
 def _value(e: Expr, scale: float, floats: Sequence[float]) -> float:
-    """A factor of scores as the number it is in a call; 0 where it is not one for all calls alike."""
+    """Evaluate a factor of scores for a call; 0 for any other expression."""
     if e.op == "const":
         return float(str(e.value))
     if e is _SCALE or e.op == "param":
@@ -74,13 +72,13 @@ def _value(e: Expr, scale: float, floats: Sequence[float]) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def build_functions(
-    variant: Variant, lies: tuple[TensorLayout, ...], *, half: bool, resident: str, divided: bool = False
+    variant: Variant, layouts: tuple[TensorLayout, ...], *, half: bool, resident: str, divided: bool = False
 ) -> KernelFunctions:
-    """The functions of a variant. One object for each, so that Triton compiles kernels once.
+    """Generate the functions of a variant. Equal arguments give the same object, so that Triton compiles kernels once.
 
     Args:
         variant: score and mask.
-        lies: how the captured tensors lie.
+        layouts: strides and dtypes of the captured tensors.
         half: whether half precision's rounding is enough for transcendental functions.
         resident: "q_idx" or "kv_idx", see above.
         divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
@@ -92,33 +90,33 @@ def build_functions(
         log2_weight(cast_coordinates_early(variant.score), half=half),
         scaled_derivative(cast_coordinates_early(score_derivative(variant.score)), half=half),
     )
-    line: tuple[Expr, ...] = (affine_in_keys(inner) or ()) if divided else ()
+    affine: tuple[Expr, ...] = (affine_in_keys(inner) or ()) if divided else ()
     if resident == "kv_idx":
-        line = tuple(
+        affine = tuple(
             gather_factors(apply("mul", part, _LOG2E)) for part in affine_in_keys(cast_coordinates_early(variant.score), "q_idx") or ()
         )
-    roots, kept = _hoist((inner, exponent, slope, variant.mask, *line), resident)
-    spelling = triton_codegen(lies, half=half)
-    emitted = emit((outer, *kept), spelling)
+    roots, hoisted = _hoist((inner, exponent, slope, variant.mask, *affine), resident)
+    codegen = triton_codegen(layouts, half=half)
+    emitted = emit((outer, *hoisted), codegen)
     before = (f"    {resident} = at", *_indent(emitted.lines))
     results = ", ".join(emitted.results)
     sources = {"pre": _function("pre", "b, h, at, q_len, kv_len, scale, env", (*before, f"    return ({results},)"))}
     parts = {"score": ("score, ", roots[:1]), "both": ("raw, lse2, ", roots[1:3]), "mask": ("", roots[3:4])}
-    if line:
+    if affine:
         parts["line"] = ("", roots[4:])
     for name, (first, exprs) in parts.items():
-        sources[name] = _written(name, first + _TAIL, exprs, spelling, len(kept))
-    found = find_bounds(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
-    exprs = (const(0), const(0)) if found is None else (found.low, found.high)
-    emitted = emit(exprs, spelling)
+        sources[name] = _write_function(name, first + _COORDINATES, exprs, codegen, len(hoisted))
+    bounds = find_bounds(variant.mask, "kv_idx" if resident == "q_idx" else "q_idx")
+    exprs = (const(0), const(0)) if bounds is None else (bounds.low, bounds.high)
+    emitted = emit(exprs, codegen)
     ends = ", ".join(f"{resident} * 0 + {result}" for result in emitted.results)
     sources["bounds"] = _function("bounds", f"b, h, {resident}, q_len, kv_len, env", (*_indent(emitted.lines), f"    return {ends}"))
-    made = {name: jit_function(name, source) for name, source in sources.items()}
-    return KernelFunctions(**{"line": None, **made}, outer=outer, source="\n\n".join(sources.values()))
+    jitted = {name: jit_function(name, source) for name, source in sources.items()}
+    return KernelFunctions(**{"line": None, **jitted}, outer=outer, source="\n\n".join(sources.values()))
 
 
 def _divide(score: Expr) -> tuple[Expr, Expr]:
-    """(the score by its factor, the factor): a run-time number of a product, or the scale of score + fixed * something."""
+    """Split a score into (score / factor, factor): a constant or parameter that multiplies it, or the scale of `score + constant * x`."""
     inner, factor = split_factor(score)
     if factor is not ONE and all(e is _SCALE or e.op in ("param", "const", "mul") for e in factor.walk()):
         return inner, factor
@@ -131,29 +129,29 @@ def _divide(score: Expr) -> tuple[Expr, Expr]:
 
 
 def _hoist(roots: Sequence[Expr], resident: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
-    """(roots with what is invariant replaced by `aux` variables, the invariant expressions in their order)."""
+    """Replace loop-invariant parts of the roots by `aux` variables. Returns (roots, invariant expressions in order)."""
     streaming = {"score", "raw", "lse2", "kv_idx" if resident == "q_idx" else "q_idx"}
-    kept: dict[Expr, int] = {}
+    hoisted: dict[Expr, int] = {}
 
     def cut(e: Expr, memo: dict[Expr, Expr]) -> Expr:
-        found = memo.get(e)
-        if found is None:
+        replaced = memo.get(e)
+        if replaced is None:
             reads = e.variables()
             if e.args and not e.free and not (reads & streaming) and (resident not in reads or _is_costly(e)):
-                found = _aux(kept.setdefault(e, len(kept)), e.dtype)
+                replaced = _aux(hoisted.setdefault(e, len(hoisted)), e.dtype)
             elif e.args:
-                found = node(e.op, tuple(cut(a, memo) for a in e.args), e.dtype, e.value)
+                replaced = node(e.op, tuple(cut(a, memo) for a in e.args), e.dtype, e.value)
             else:
-                found = _aux(kept.setdefault(e, len(kept)), e.dtype) if e is _SCALE else e
-            memo[e] = found
-        return found
+                replaced = _aux(hoisted.setdefault(e, len(hoisted)), e.dtype) if e is _SCALE else e
+            memo[e] = replaced
+        return replaced
 
     cuts = tuple(cut(root, {}) for root in roots)
-    return cuts, tuple(kept)
+    return cuts, tuple(hoisted)
 
 
 def _is_costly(e: Expr) -> bool:
-    """Whether computing it anew beats holding it for every row: not if it reads memory or loops."""
+    """Whether to compute it once and hold it for every row: if it reads memory or loops."""
     return any(part.op in ("load", "reduce") for part in e.walk())
 
 
@@ -161,16 +159,16 @@ def _aux(n: int, dtype: DType) -> Expr:
     return node("var", (), dtype, f"aux{n}")
 
 
-def _written(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any, count: int) -> str:
-    emitted = emit(exprs, spelling)
+def _write_function(name: str, arguments: str, exprs: tuple[Expr, ...], codegen: Any, aux_count: int) -> str:
+    emitted = emit(exprs, codegen)
     results = list(emitted.results)
-    # what does not read the score is given the shape of a tile; a mask need only be a tensor
+    # a result that does not read the score is broadcast to the tile's shape; a mask need only be a tensor
     reads = exprs[0].variables()
     if exprs[0].dtype is DType.BOOL:
         results[0] = results[0] if reads & {"q_idx", "kv_idx"} else f"((kv_idx < 0) | {results[0]})"
     elif not reads & {"score", "raw"}:
         results[0] = f"((q_idx + kv_idx) * 0.0 + {results[0]})"
-    unpacked = [f"    aux{n} = aux[{n + 1}]" for n in range(count)]
+    unpacked = [f"    aux{n} = aux[{n + 1}]" for n in range(aux_count)]
     return _function(name, arguments, (*unpacked, *_indent(emitted.lines), f"    return {', '.join(results)}"))
 
 
@@ -180,4 +178,4 @@ def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
 
 
 def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    return [f"    {affine}" for affine in lines]

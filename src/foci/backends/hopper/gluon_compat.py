@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The names of Gluon that kernels use, and where each is found: the one place that follows Gluon's versions.
+"""The Gluon names that kernels use, across Triton releases.
 
 Gluon is `triton.experimental.gluon`. With a version that is not in `foci.backends.hopper.VERSIONS` another process imports this first
 (`foci.backends.self_check`): where a name is missing, the planner says so, and another backend runs.
@@ -27,15 +27,16 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 @builtin
 def view_smem(buffer, dtype, shape, layout, _semantic=None):
-    """A buffer in shared memory as one of another shape and layout."""
+    """Reinterpret a buffer in shared memory with another dtype, shape and layout."""
     return reinterpreted(buffer)(dtype, shape, layout, _semantic=_semantic)
 
 
 class _SharedConsumers:
-    """Stands in for Triton's reader of functions: all consumers call theirs as a partition of four warps, with their number a value.
+    """Wraps Triton's code generator so that all consumers share one compiled function: each is a partition of four warps with its number
+    as a run-time value.
 
-    A function is read anew for each number that it is to know beforehand, and for the program's own warps apart from a partition's.
-    Read once for all, the forward's take half of the time, and what is made of them is the same.
+    Triton otherwise generates a function for every constexpr number, and again for the program's own warps. Shared, the forward's code is
+    generated in half of the time, and the PTX is the same.
     """
 
     def __init__(self, reader, consume, semantic):
@@ -53,14 +54,15 @@ class _SharedConsumers:
 
 
 @builtin
-def specialize(consumers, consume, own, args, produce, given, registers, _semantic=None, _generator=None):
-    """Divides a program of one warpgroup: so many `consumers`, the first of them the program's own warps, each call
-    `consume(its number, *own[its number], *args)`, and a warp beside them `produce(*given)`. `registers`: of a consumer's thread."""
-    n, most = (x.value if isinstance(x, gl.constexpr) else x for x in (consumers, registers))
-    parts = [(consume, (gl.constexpr(me), *own[me], *args)) for me in range(n)]
+def specialize(consumers, consume, consumer_args, args, produce, producer_args, registers, _semantic=None, _generator=None):
+    """Specialize warps: each of `consumers` warpgroups, the first being the program's own, calls
+    `consume(number, *consumer_args[number], *args)`, and one more warp calls `produce(*producer_args)`. `registers`: of a consumer's
+    thread."""
+    n, max_registers = (x.value if isinstance(x, gl.constexpr) else x for x in (consumers, registers))
+    parts = [(consume, (gl.constexpr(me), *consumer_args[me], *args)) for me in range(n)]
     reader = _generator if CallerContext is None else _SharedConsumers(_generator, consume, _semantic)
-    warps, limits = [*[4] * (n - 1), 1], [*[most] * (n - 1), 24]
-    gl.warp_specialize([*parts, (produce, given)], warps, limits, _semantic=_semantic, _generator=reader)
+    warps, limits = [*[4] * (n - 1), 1], [*[max_registers] * (n - 1), 24]
+    gl.warp_specialize([*parts, (produce, producer_args)], warps, limits, _semantic=_semantic, _generator=reader)
 
 
 __all__ = [

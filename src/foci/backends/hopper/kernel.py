@@ -1,4 +1,4 @@
-"""A plan without gradients made runnable: what a forward launches, and with what."""
+"""Host side of the forward: which kernels a call launches, with which arguments."""
 
 from __future__ import annotations
 
@@ -38,27 +38,26 @@ __all__ = ["HopperKernel"]
 
 
 class MaskBits(NamedTuple):
-    """What is found once of the lists of a mask. Words and their limits: see `pack_masks`. Where tiles are moved to the keys that are
-    attended to, lists and counts of these, and the order of tasks, longest last (`cover_keys`)."""
+    """Precomputed from the tile lists of a mask, see `foci.backends.hopper.mask_bits`."""
 
-    words: Tensor | None = None
-    limits: Tensor | None = None
-    starts: Tensor | None = None
-    counts: Tensor | None = None
-    order: Tensor | None = None
+    bits: Tensor | None = None  # mask bits of partial tiles
+    limits: Tensor | None = None  # which of them each 64 rows need
+    starts: Tensor | None = None  # lists of moved tiles, by first key (`cover_keys`), if tiles are moved
+    counts: Tensor | None = None  # counts of these lists
+    order: Tensor | None = None  # tasks with the most tiles last, if they are sorted
 
 
-_Ways: TypeAlias = tuple[bool, bool]
-"""Whether tiles are moved to the keys that are attended to, and whether tasks are ordered."""
-_partial: Final[weakref.WeakKeyDictionary[TileTable, dict[_Ways, MaskBits]]] = weakref.WeakKeyDictionary()
-"""Kept as long as the visits are that they belong to, which calls with dropout and without share."""
+_TableOptions: TypeAlias = tuple[bool, bool]
+"""(whether tiles are moved to the attended keys, whether tasks are sorted)."""
+_mask_bits_cache: Final[weakref.WeakKeyDictionary[TileTable, dict[_TableOptions, MaskBits]]] = weakref.WeakKeyDictionary()
+"""Lives as long as the tile table that it belongs to. Calls with and without dropout share a table but not these options."""
 
-FEW: Final = 1 << 13
-"""Tiles of all tasks, visited or not, up to which a forward is too short for tiles to be moved."""
+SHORT_FORWARD_TILES: Final = 1 << 13
+"""Up to this many tiles in all tasks, visited or not, a forward is too short for moving tiles to pay."""
 
 
 class HopperKernel(host.TritonKernel):
-    """Forward of a plan. What precedes its launches, and what is kept between calls, is as in the Triton backend."""
+    """Forward of a plan. Preparation and caches are those of the Triton backend."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -77,30 +76,32 @@ class HopperKernel(host.TritonKernel):
         call = self.begin(operands, {"out": out}, sequences, recorder)
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem, dense_sizes(operands))
-        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.late)
-        visits = self._visits(call, tiles)
+        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.short_tasks_last)
+        visits = self._find_visits(call, tiles)
         size = self.size(call, query.shape[1], visits.tasks)
-        lies = capture_layouts(operands.captures)
-        functions = build_functions(self.variant, lies, half=True, resident="q_idx", divided=True)
+        layouts = capture_layouts(operands.captures)
+        functions = build_functions(self.variant, layouts, half=True, resident="q_idx", divided=True)
         if not functions.takes(operands.scale, operands.floats):
-            functions = build_functions(self.variant, lies, half=True, resident="q_idx")
-        is_line = functions.line is not None
-        partial, count = self._partial(call, schedule, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
+            functions = build_functions(self.variant, layouts, half=True, resident="q_idx")
+        is_affine = functions.line is not None
+        mask_bits, count = self._find_mask_bits(call, schedule, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
         table = visits.table
-        if partial.starts is not None:
-            table = table._replace(counts=partial.counts, lists=partial.starts)
+        if mask_bits.starts is not None:
+            table = table._replace(counts=mask_bits.counts, lists=mask_bits.starts)
         sources = (
             describe(t, n, padded_width(t.shape[-1]), ragged=is_jagged)
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
         programs, tickets, halved = self._programs(count, schedule, operands, visits, recorder)
-        marked = MaskedTable(*table, partial.words, partial.limits, tickets, encode(halved), partial.order, self._late(schedule, operands))
+        masked_table = MaskedTable(
+            *table, mask_bits.bits, mask_bits.limits, tickets, encode(halved), mask_bits.order, self._encode_short_last(schedule, operands)
+        )
         recorder.launch(
             attention_forward, (programs,),
-            *sources, lse, row_max, size, visits.spans, marked, call.numbers._replace(scale=operands.scale), call.environment,
-            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, partial=partial, is_line=is_line),
+            *sources, lse, row_max, size, visits.spans, masked_table, call.numbers._replace(scale=operands.scale), call.environment,
+            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, mask_bits=mask_bits, is_affine=is_affine),
             functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4, launch_pdl=schedule.persistent,
-            maxnreg=schedule.most_registers,
+            maxnreg=schedule.max_registers,
         )  # fmt: skip
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
@@ -110,100 +111,105 @@ class HopperKernel(host.TritonKernel):
     def _programs(
         self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, recorder: Recorder
     ) -> tuple[int, Tensor | None, int]:
-        """(programs for so many tasks, what persistent ones count them by, how many of the last tasks are for two programs each).
-        Packed, that is in the table of tasks.
+        """(number of programs, ticket counter of persistent ones or None, how many of the last tasks are split between two programs).
 
-        Equal tasks that would keep less than half of the programs busy in a last round are halved.
+        Packed sequences keep the counter in their task table. Equal tasks are split if they would keep less than half of the programs busy
+        in the last wave.
         """
         if not schedule.persistent:
             return tasks, None, 0
-        programs = at_most(tasks, schedule.programs * count_sms(operands.query.device))
+        programs = at_most(tasks, schedule.programs_per_sm * count_sms(operands.query.device))
         if operands.cu_q is not None:
-            return programs, None if schedule.strided else visits.spans.tasks, 0
-        tickets = None if schedule.strided else recorder.empty((1,), (1,), torch.int32, operands.query)
+            return programs, None if schedule.static else visits.spans.tasks, 0
+        tickets = None if schedule.static else recorder.empty((1,), (1,), torch.int32, operands.query)
         if tickets is not None and programs < tasks:
             recorder.launch(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
-        last = tasks % programs if self.is_even else 0
-        return programs, tickets, last if 2 * last <= programs else 0
+        in_last_round = tasks % programs if self.is_even else 0
+        return programs, tickets, in_last_round if 2 * in_last_round <= programs else 0
 
-    def _visits(self, call: host.Pass, tiles: Tiles) -> TileTable:
-        """Which tiles of keys each task visits; by a mask's bounds it finds them by arithmetic."""
+    def _find_visits(self, call: host.Pass, tiles: Tiles) -> TileTable:
+        """Which tiles of keys each task visits. With bounds the kernel computes them, and the table is that of an unmasked problem."""
         if not self.is_bounded:
             return self.visits(call, tiles, "queries")
         return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
 
-    def _late(self, schedule: Schedule, operands: Operands) -> int | None:
-        """1 where the last task of each head, shorter than its others, is to come behind all of these, else 0, encoded; None if none is."""
-        if not (self.is_even and schedule.late) or operands.cu_q is not None:
+    def _encode_short_last(self, schedule: Schedule, operands: Operands) -> int | None:
+        """`MaskedTable.short_last`: encoded 1 if heads have a shorter last task that comes after all others, else 0; None if not
+        applicable."""
+        if not (self.is_even and schedule.short_tasks_last) or operands.cu_q is not None:
             return None
         return encode(int(0 < operands.query.shape[2] % schedule.tile_q < operands.query.shape[2]))
 
-    def _partial(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: TileTable) -> MaskBits:
-        """What is kept of lists, found once: not where the pass is to be known for other sequences."""
+    def _find_mask_bits(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: TileTable) -> MaskBits:
+        """Mask bits of a table, computed once and cached. None where other sequences will reuse the launch, or the bits would be too
+        large."""
         lists = visits.table.lists
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
             return MaskBits()
         query, formula = call.operands.query, self.problem.formula
-        is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > FEW
+        is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > SHORT_FORWARD_TILES
         # with blocks and dropout tiles are where the caller's classes, and random numbers, are
-        ways = (
+        options = (
             is_long and formula.block_size is None and not formula.dropout,
-            is_long and schedule.ordered and call.operands.cu_q is None,
+            is_long and schedule.longest_first and call.operands.cu_q is None,
         )
-        found = _partial.get(visits, {}).get(ways)
-        if found is None:
-            found = self._marked(call, ways, tiles, visits, lists)
-            after_launches(functools.partial(_keep, visits, ways, found))
-        call.recorder.keep(found)
-        return found
+        mask_bits = _mask_bits_cache.get(visits, {}).get(options)
+        if mask_bits is None:
+            mask_bits = self._build_mask_bits(call, options, tiles, visits, lists)
+            after_launches(functools.partial(_store_mask_bits, visits, options, mask_bits))
+        call.recorder.keep(mask_bits)
+        return mask_bits
 
-    def _marked(self, call: host.Pass, ways: _Ways, tiles: Tiles, visits: TileTable, lists: Tensor) -> MaskBits:
-        """Words of the partial tiles, and in a long forward where tiles are best to begin, and the order of tasks."""
-        query, table, (moves, ordered) = call.operands.query, visits.table, ways
+    def _build_mask_bits(self, call: host.Pass, options: _TableOptions, tiles: Tiles, visits: TileTable, lists: Tensor) -> MaskBits:
+        """Compute the mask bits of partial tiles; in a long forward also move tiles and sort tasks."""
+        query, table, (moves, sorts) = call.operands.query, visits.table, options
         heads = 1 if table.h_stride == encode(0) else query.shape[1]
         size, mask = self.size(call, heads, visits.tasks), call.functions.mask
         places = (visits.spans, call.environment, encode(heads), self.config(call, tiles, visits))
         rows, width = lists.shape
-        alone = Recorder((), None)  # by itself: a pass reads what it made
-        new = MaskBits(
+        tables = Recorder((), None)  # separate: the pass reads the result
+        bits = MaskBits(
             torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
             torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
         )
         assert table.counts is not None
         if moves:
-            new = new._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
+            bits = bits._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
             keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
-            alone.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
-            found, across = (new.starts, new.counts, keys), triton.next_power_of_2(width)
-            alone.launch(cover_keys, (rows,), *found, table, size, visits.spans, places[-1], across, 1024, num_warps=4)
-            table = table._replace(counts=new.counts, lists=new.starts)
-        if ordered:
-            new = new._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
-            alone.launch(order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), new.order, table.counts, size, 64, num_warps=4)
-        alone.launch(
+            tables.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
+            cover_args, width_pow2 = (bits.starts, bits.counts, keys), triton.next_power_of_2(width)
+            tables.launch(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], width_pow2, 1024, num_warps=4)
+            table = table._replace(counts=bits.counts, lists=bits.starts)
+        if sorts:
+            bits = bits._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
+            tables.launch(
+                order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), bits.order, table.counts, size, 64, num_warps=4
+            )
+        tables.launch(
             pack_masks, (rows * (tiles.tile_q // 64), 8),
-            new.words, new.limits, table, size, *places, mask, 8, new.starts is not None, num_warps=4,
+            bits.bits, bits.limits, table, size, *places, mask, 8, bits.starts is not None, num_warps=4,
         )  # fmt: skip
-        return new
+        return bits
 
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, partial: MaskBits, is_line: bool) -> Config:
-        """What a launch is compiled for."""
+    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, mask_bits: MaskBits, is_affine: bool) -> Config:
+        """Compile-time configuration of a launch."""
         p = self.problem
         return _config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, padded_width(p.head_dim), p.value_dim, padded_width(p.value_dim), mode, is_jagged, is_plain,
                 p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
-                partial.words is not None, schedule.persistent,
+                mask_bits.bits is not None, schedule.persistent,
             ),
-            LINE=is_line, JOINED=schedule.joined, NUMBERED=schedule.numbered, EXACT=p.formula.outputs.row_max, HELD=schedule.held,
-            EARLY=schedule.early and not p.formula.dropout, STARTS=partial.starts is not None, TOGETHER=schedule.together,
-            REGISTERS=schedule.registers, TURNING=schedule.turning,
+            AFFINE=is_affine, SINGLE_LOOP=schedule.single_loop, NAMED_BARRIERS=schedule.named_barriers, EXACT_MAX=p.formula.outputs.row_max,
+            Q_IN_REGISTERS=schedule.q_in_registers, EARLY_ROUNDING=schedule.early_rounding and not p.formula.dropout,
+            KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
+            SERPENTINE=schedule.serpentine,
         )  # fmt: skip
 
 
-def _keep(visits: TileTable, ways: _Ways, found: MaskBits) -> None:
-    _partial.setdefault(visits, {})[ways] = found
+def _store_mask_bits(visits: TileTable, options: _TableOptions, mask_bits: MaskBits) -> None:
+    _mask_bits_cache.setdefault(visits, {})[options] = mask_bits
 
 
 def _without_mask(plan: Plan) -> Plan:
@@ -213,5 +219,5 @@ def _without_mask(plan: Plan) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **others: int) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in others.items()})
+def _config(values: tuple[Any, ...], **flags: int) -> Config:
+    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})

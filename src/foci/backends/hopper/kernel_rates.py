@@ -1,6 +1,6 @@
-"""What is fast where: rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them.
+"""Measured rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them.
 
-Measured on an H200, bfloat16, 8192 positions, in several runs; `benchmarks/hopper_attention.py` measures them anew.
+Measured on an H200, bfloat16, 8192 positions, in several runs; `benchmarks/hopper_attention.py` measures them again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
-from foci.backends.hopper.backward_schedules import few_schedule, few_shares, fused_schedule
+from foci.backends.hopper.backward_schedules import fused_schedule, short_q_schedule, split_short_q
 from foci.backends.hopper.schedules import DEFAULT_SMS
 from foci.backends.problem_class import score_kind
 from foci.backends.triton.schedules import busy_fraction, padded_dim
@@ -38,7 +38,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Backward:
-    """TFLOP/s of one kernel for all gradients, of several, and of those of `triton`."""
+    """TFLOP/s of the fused kernel, of separate kernels, and of `triton`'s."""
 
     fused: float
     apart: float
@@ -47,7 +47,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a kind of problem, both passes."""
+    """Rates of a kind of problem, both passes."""
 
     forward: Pair
     backward: Backward
@@ -55,11 +55,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a problem, both passes. `busy`: which part of the multiprocessors `triton`'s backward has work for, by which its rate is less."""
+    """Rates of a problem, both passes."""
 
     forward: Pair
     backward: Pair
-    busy: float
+    busy: float  # fraction of the SMs that `triton`'s backward keeps busy; its rate is scaled by it
 
 
 MEASURED: Final[dict[tuple[int, str], Measured]] = {
@@ -83,57 +83,57 @@ MEASURED: Final[dict[tuple[int, str], Measured]] = {
     (256, "full"): Measured(Pair(689, 456), Backward(0, 593, 298)),
     (256, "causal"): Measured(Pair(704, 494), Backward(0, 574, 313)),
 }
-"""What a zero stands for was not measured, and is left to `triton`; a kind without a row of its width has that of 128."""
+"""0: not measured, and left to `triton`. A kind without a row of its width takes that of 128."""
 
 
-DROPPED: Final[dict[int, Measured]] = {
+DROPOUT: Final[dict[int, Measured]] = {
     64: Measured(Pair(205, 210), Backward(331, 0, 173)),
     128: Measured(Pair(355, 271), Backward(462, 0, 246)),
 }
-"""With dropout, whatever the kind; of other widths as of 128. Where several kernels take the backward pass, `triton`'s do it."""
+"""With dropout, for all kinds; other widths as 128. Without a fused kernel, `triton` computes the backward."""
 
 
-FEW_QUERIES: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
-"""Of the backward of 128 queries, by width, whatever the kind, where each multiprocessor has a head. Those of `triton` have tiles of keys
-enough with fewer heads."""
+SHORT_Q: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
+"""Backward of 128 queries, by width, for all kinds, where each SM has a head. `triton`'s kernels have enough key tiles with fewer heads."""
 
 
-_SUMS: Final = {64: 3e-13, 128: 0.0}
-"""By width, seconds for each element of query that a kernel of all gradients takes longer than those of `triton`, whatever the keys:
-float32 sums of dq are added, read and written again. Measured with heads of 64 for 8192 tokens or more: it wins by 11 to 24 % with
-sequences of 128, 256 and 512, and loses with 64, which fill half of a tile. Heads of 128 win by 13 % and more, with 128 positions too."""
+_DQ_SUM_SECONDS: Final = {64: 3e-13, 128: 0.0}
+"""Seconds per element of query, by width, that the fused kernel takes longer than `triton`'s whatever the number of keys: float32
+accumulators of dq are written and read. Measured with heads of 64 for 8192 tokens or more: the fused kernel is 11 to 24 % faster with
+sequences of 128, 256 and 512, and slower with 64, which fill half of a tile. Heads of 128 are at least 13 % faster, with 128
+positions too."""
 
 
 def estimate_rates(problem: Problem) -> Rates:
-    """As measured for the kind and the padded width nearest to a problem's, with the backward that takes it, by what its sums cost."""
+    """Rates of the kind and width nearest to a problem's, with the backward that takes it and the cost of its accumulators."""
     kind, dim = score_kind(problem), max(problem.head_dim, problem.value_dim)
     width = next(width for width in (64, 128, 192, 256) if width >= dim)
-    dropped, measured = DROPPED.get(width, DROPPED[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
-    found = dropped if problem.formula.dropout else measured
-    backward, busy = found.backward, busy_fraction(problem, 90)
-    if (few := few_schedule(problem)) is not None:
+    dropped, measured = DROPOUT.get(width, DROPOUT[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
+    rates = dropped if problem.formula.dropout else measured
+    backward, busy = rates.backward, busy_fraction(problem, 90)
+    if (short_q := short_q_schedule(problem)) is not None:
         heads = problem.batch * problem.q_heads
-        part = min(1.0, heads * few_shares(heads, problem.kv_len, few.tile_kv)[1] / DEFAULT_SMS)
-        return Rates(found.forward, Pair(FEW_QUERIES[width].hopper * part, FEW_QUERIES[width].triton * busy), busy)
-    is_whole = fused_schedule(problem) is not None
-    own = _summed(problem, backward.fused) if is_whole else backward.apart
-    if not is_whole:
-        # which have as many programs as those of `triton`, or half as many
-        return Rates(found.forward, Pair(own * busy, backward.triton * busy), busy)
-    return Rates(found.forward, Pair(own * _filled(problem), backward.triton * busy), busy)
+        busy_sms = min(1.0, heads * split_short_q(heads, problem.kv_len, short_q.tile_kv)[1] / DEFAULT_SMS)
+        return Rates(rates.forward, Pair(SHORT_Q[width].hopper * busy_sms, SHORT_Q[width].triton * busy), busy)
+    is_fused = fused_schedule(problem) is not None
+    hopper_rate = _add_dq_sum_time(problem, backward.fused) if is_fused else backward.apart
+    if not is_fused:
+        # separate kernels have as many programs as those of `triton`, or half as many
+        return Rates(rates.forward, Pair(hopper_rate * busy, backward.triton * busy), busy)
+    return Rates(rates.forward, Pair(hopper_rate * _busy_part(problem), backward.triton * busy), busy)
 
 
-def _summed(problem: Problem, rate: float) -> float:
-    """A rate over many keys as it is over those of a problem: sums cost the same for few. Of packed sequences the longest is known; the
-    others are taken to be half as long."""
+def _add_dq_sum_time(problem: Problem, rate: float) -> float:
+    """Reduce a rate measured over many keys by the time of dq's accumulators, which is the same for few keys. Of packed sequences only the
+    longest is known; the average is assumed to be half as long."""
     packed = 0.5 if problem.formula.layout is Layout.JAGGED else 1.0
     flops = 2.5 * problem.flops * packed * (0.5 if is_causal(problem.variant) else 1.0)
     elements = problem.batch * problem.q_heads * problem.q_len * problem.head_dim
-    return flops / (flops / rate + 1e12 * _SUMS[max(64, padded_dim(problem.head_dim))] * elements) if rate else 0.0
+    return flops / (flops / rate + 1e12 * _DQ_SUM_SECONDS[max(64, padded_dim(problem.head_dim))] * elements) if rate else 0.0
 
 
-def _filled(problem: Problem) -> float:
-    """Which part of the multiprocessors has a tile of 128 keys to work on, and which part of that has keys; rates are of problems that fill
-    them all."""
+def _busy_part(problem: Problem) -> float:
+    """Fraction of the SMs that have a tile of 128 keys, times the fraction of a tile that has keys. Rates are of problems that fill
+    both."""
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // 128)
     return min(1.0, tiles / DEFAULT_SMS) * min(1.0, problem.kv_len / 128)

@@ -1,11 +1,10 @@
 # mypy: ignore-errors
-"""Layouts of tiles in shared memory and in registers, the same for every kernel.
+"""Layouts of tiles in shared memory and registers, the same for every kernel.
 
-A tile of rows lies in shared memory as TMA writes it and wgmma reads it: swizzled over its width. Products are held by one
-warpgroup, 64 rows at a time.
+A tile [rows, width] in shared memory is swizzled over its width, as TMA writes and wgmma reads it. A warpgroup holds 64 rows of a product.
 
-Tensors in registers and tiles have sides of powers of two. A width that is none is the sum of some, and its tile lies in as many
-pieces: products over the width sum over them, products that have it as columns are as many products.
+Gluon tensors have powers of two as sizes. Another width is split into a sum of powers of two, and the tile into as many pieces: a product
+that sums over the width accumulates piece by piece, a product with the width as columns is one product per piece.
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon
@@ -19,29 +18,29 @@ pieces = gluon.constexpr_function(width_pieces)
 
 @gluon.constexpr_function
 def piece(width, i):
-    """The i-th of them."""
+    """The i-th of `pieces(width)`."""
     return pieces(width)[i]
 
 
 @gluon.constexpr_function
 def tma_columns(width):
-    """Columns that one copy brings, by the one descriptor that a tensor has: those of the narrowest piece."""
+    """Columns of one TMA box: a tensor has one descriptor, so those of the narrowest piece."""
     return width & -width
 
 
 @gluon.constexpr_function
 def smem_layout(rows, width, rank=2):
-    """Of a [rows, width] tile of 16-bit numbers, with leading dimensions of 1 up to `rank`."""
+    """Shared-memory layout of a [rows, width] tile of 16-bit values, with leading dimensions of 1 up to `rank`."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=rank)
 
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Of a [64 n, columns] product, n a warpgroup's turns."""
+    """Register layout of a [64 n, columns] product of one warpgroup."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
 def operand_layout(columns):
-    """Of the left factor of a product when it stays in registers, made from a product of so many columns."""
+    """Register layout of a left wgmma operand, converted from a product with so many columns."""
     return gl.DotOperandLayout(operand_index=0, parent=mma_layout(columns), k_width=2)

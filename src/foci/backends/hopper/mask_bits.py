@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-"""Masks of partial tiles as bits, and which of the tiles 64 rows need, found once and read by every head and call that they serve.
+"""Kernels that precompute mask bits of partial tiles, and which tiles 64 rows need. All heads and calls with the same mask reuse the
+result.
 
-A thread holds columns 8 i + 2 l + j of a row, l its lane's place among the four of a row. Bit 2 i + j of word l says whether a column
-is attended to, so that a mask costs a kernel the same whatever it reads. Rows are queries in the forward, keys in the backward.
+words     4 for each row of a tile. A thread holds columns 8 i + 2 l + j of a row, l its lane among the four of the row; bit 2 i + j of
+          word l says whether the column is attended to. So a mask costs a kernel the same whatever it reads.
+rows      queries in the forward, keys in the backward
+table     lists of visited tiles, see `foci.backends.triton.tile_table_kernels`
 """
 
 import triton
@@ -15,7 +18,7 @@ __all__ = ["cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries
 
 @triton.jit
 def find_place(size, heads, TILE: tl.constexpr):
-    """(which 64 rows of a tile the program has, row of the table, task, batch entry, head)."""
+    """(which 64 rows of a tile this program takes, row of the table, task, batch entry, head)."""
     part = tl.program_id(0) % (TILE // 64)
     row = tl.program_id(0) // (TILE // 64)
     task = row % decode(size.tasks)
@@ -26,15 +29,15 @@ def find_place(size, heads, TILE: tl.constexpr):
 
 @triton.jit
 def pack_words(keep, column, COLUMNS: tl.constexpr):
-    """The four words of each of 64 rows."""
+    """Pack a [64, COLUMNS] mask into four words for each row."""
     bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
     return tl.sum(tl.sum(bits.reshape(64, COLUMNS // 8, 4, 2), 3), 1)
 
 
 @triton.jit
 def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
-    """Which keys any row of a task attends to, 1, and which all do, 3: of the tiles that it visits. Each of SPLIT programs takes every
-    SPLIT-th of them.
+    """Mark the keys of a task's visited tiles: 1 if any row attends to the key, 3 if all do. Each of SPLIT programs takes every SPLIT-th
+    tile.
 
     keys: int8 zeros [rows of the lists, entries of a list, c.TILE_KV]. Others as for `pack_masks`.
     """
@@ -65,11 +68,11 @@ def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT
 
 @triton.jit
 def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr, AHEAD: tl.constexpr):
-    """Where tiles of a task's keys begin, each at the first key that is attended to behind the tile before, if those are fewer than before:
-    a run of keys that begins within a tile and ends within another often is in one tile less.
+    """Move a task's tiles: each begins at the first attended key after the tile before, if that takes fewer tiles. A run of keys that
+    begins inside one aligned tile and ends inside another often needs one tile less.
 
-    starts: int32, as the lists of the table: whole tiles first. counts: int32 [rows of the lists, 4]. keys: of `mark_keys`. WIDTH: a power
-    of two, no less than the entries of a list; AHEAD: how many keys are looked at together, no fewer than c.TILE_KV.
+    starts: int32, like the lists of the table, full tiles first. counts: int32 [rows of the lists, 4]. keys: from `mark_keys`. WIDTH: a
+    power of two, at least the entries of a list. AHEAD: keys read together, at least c.TILE_KV.
     """
     row = tl.program_id(0)
     b, tile = read_task_record(spans, row * 0, row % decode(size.tasks), c)
@@ -82,28 +85,28 @@ def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr,
     part = tl.load(table.counts + row.to(tl.int64) * 4 + 1)
     entry = tl.arange(0, WIDTH)
     begins = tl.load(table.lists + first + entry, mask=entry < full + part, other=0) * c.TILE_KV
-    found = tl.zeros([WIDTH], tl.int32)
-    whole = tl.zeros([WIDTH], tl.int32)
+    new_starts = tl.zeros([WIDTH], tl.int32)
+    is_full = tl.zeros([WIDTH], tl.int32)
     at = tl.min(tl.where(entry < full + part, begins, kv_len), 0)
     column = tl.arange(0, AHEAD)
     n = 0
-    # as many as before are no gain
+    # stop at as many tiles as before: no gain
     while (at < kv_len) & (n < full + part):
-        known = tl.load(keys + first * c.TILE_KV + at + column, mask=at + column < kv_len, other=0).to(tl.int32)
-        ahead = tl.min(tl.where(known > 0, column, AHEAD), 0)
+        marks = tl.load(keys + first * c.TILE_KV + at + column, mask=at + column < kv_len, other=0).to(tl.int32)
+        ahead = tl.min(tl.where(marks > 0, column, AHEAD), 0)
         if ahead == 0:
-            is_whole = tl.min(tl.where(column < c.TILE_KV, known, 3), 0) == 3
-            found = tl.where(entry == n, at, found)
-            whole = tl.where(entry == n, is_whole.to(tl.int32), whole)
+            covers = tl.min(tl.where(column < c.TILE_KV, marks, 3), 0) == 3
+            new_starts = tl.where(entry == n, at, new_starts)
+            is_full = tl.where(entry == n, covers.to(tl.int32), is_full)
             n += 1
             at += c.TILE_KV
         else:
             at += ahead
     if n < full + part:
-        others = tl.where(entry < n, 1 - whole, 0)
-        place = tl.where(whole > 0, tl.cumsum(whole, 0) - 1, tl.sum(whole, 0) + tl.cumsum(others, 0) - 1)
-        begins = found
-        full = tl.sum(whole, 0)
+        partial = tl.where(entry < n, 1 - is_full, 0)
+        place = tl.where(is_full > 0, tl.cumsum(is_full, 0) - 1, tl.sum(is_full, 0) + tl.cumsum(partial, 0) - 1)
+        begins = new_starts
+        full = tl.sum(is_full, 0)
         part = n - full
     else:
         place = entry
@@ -114,8 +117,7 @@ def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr,
 
 @triton.jit
 def order_tasks(order, counts, size, BLOCK: tl.constexpr):
-    """Tasks of each head that lists tell apart by how many tiles they visit, the most last; of as many, in their order. A program places
-    BLOCK of them.
+    """Sort the tasks of each head of the lists by their number of tiles, most last, ties in order. A program ranks BLOCK of them.
 
     order: int32 [rows of the lists].
     """
@@ -135,12 +137,15 @@ def order_tasks(order, counts, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, STARTS: tl.constexpr):
-    """Words of the partial tiles of 64 rows of a task; each of SPLIT programs takes every SPLIT-th of them.
+def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, KEY_STARTS: tl.constexpr):
+    """Pack the mask of a task's partial tiles, 64 rows each program. Each of SPLIT programs takes every SPLIT-th tile.
 
-    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4]. limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]; of
-    the partial tiles that hold a bit, how many come from the first of them on, and up to the last. `heads`: those that the lists
-    tell apart, encoded. STARTS: lists are those of `cover_keys`.
+    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4].
+    limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]: the number of partial tiles from the first with a set bit on, and the
+    number up
+        to the last one. 64 rows skip the others.
+    heads: heads of the lists, encoded.
+    KEY_STARTS: the lists are those of `cover_keys`.
     """
     part, row, task, b, h = find_place(size, heads, c.TILE_Q)
     b, tile = read_task_record(spans, b, task, c)
@@ -162,7 +167,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
         if c.BLOCKS:
             forced = entry >= FORCED
             entry = entry & (FORCED - 1)
-        kv_idx = entry * (1 if STARTS else c.TILE_KV) + column
+        kv_idx = entry * (1 if KEY_STARTS else c.TILE_KV) + column
         keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
         keep = (keep | forced) & (q_idx < q_len) & (kv_idx < kv_len)
         word = pack_words(keep, column, c.TILE_KV)
@@ -174,9 +179,9 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
 
 @triton.jit
 def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
-    """Words of the partial tiles of queries that 64 keys of a tile visit; of all where keys are not there.
+    """Pack the mask of the partial query tiles that 64 keys of a tile visit; of all its query tiles if the tile overhangs the keys.
 
-    words: [rows of the table, its width, c.TILE_KV, 4] of integers that hold c.TILE_Q / 4 bits. Others as for `pack_masks`.
+    words: [rows of the table, its width, c.TILE_KV, 4] of integers with c.TILE_Q / 4 bits. Others as for `pack_masks`.
     """
     part, row, task, b, h = find_place(size, heads, c.TILE_KV)
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Products of tiles in pieces: those that sum over a width go on from piece to piece, those that have it as columns are a product each."""
+"""wgmma of tiles whose width is split into pieces, powers of two (`foci.backends.hopper.layouts`).
+
+A product that sums over the width accumulates piece after piece; a product with the width as columns is one product per piece.
+"""
 
 from foci.backends.hopper.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import mma_layout, operand_layout, piece, pieces
@@ -9,7 +12,7 @@ __all__ = ["begin_pv", "begin_scores", "scale_accumulators", "wait_accumulators"
 
 @gluon.jit
 def begin_scores(rows, columns, scores, ADDS: gl.constexpr):
-    """Begins rows . columns of two tiles, on top of what `scores` holds where ADDS: one product to wait for per piece."""
+    """Begin rows @ columns^T, one asynchronous wgmma per piece. ADDS: accumulate onto `scores` instead of overwriting it."""
     for i in gl.static_range(len(rows)):
         scores = warpgroup_mma(rows[i], columns[i].permute((1, 0)), scores, use_acc=ADDS or i > 0, is_async=True)
     return scores
@@ -17,36 +20,36 @@ def begin_scores(rows, columns, scores, ADDS: gl.constexpr):
 
 @gluon.jit
 def zero_accumulators(rows: gl.constexpr, width: gl.constexpr):
-    """Zeros [rows, columns] for each piece of a width."""
-    sums = ()
+    """Zero accumulators [rows, columns], one for each piece of the width."""
+    acc = ()
     for i in gl.static_range(len(pieces(width))):
-        sums = sums + (gl.zeros([rows, piece(width, i)], gl.float32, mma_layout(piece(width, i))),)
-    return sums
+        acc = acc + (gl.zeros([rows, piece(width, i)], gl.float32, mma_layout(piece(width, i))),)
+    return acc
 
 
 @gluon.jit
-def begin_pv(weights, tile, sums):
-    """Begins to add weights . tile, each piece for itself; the weights stay in the registers where they are."""
-    begun = ()
-    for i in gl.static_range(len(sums)):
-        factor = gl.convert_layout(weights, operand_layout(sums[i].shape[1]), assert_trivial=True)
-        begun = begun + (warpgroup_mma(factor, tile[i], sums[i], is_async=True),)
-    return begun
+def begin_pv(p, tile, acc):
+    """Begin acc += p @ tile, one asynchronous wgmma per piece; p is read from the registers it is in."""
+    pending = ()
+    for i in gl.static_range(len(acc)):
+        factor = gl.convert_layout(p, operand_layout(acc[i].shape[1]), assert_trivial=True)
+        pending = pending + (warpgroup_mma(factor, tile[i], acc[i], is_async=True),)
+    return pending
 
 
 @gluon.jit
-def wait_accumulators(begun, LEFT: gl.constexpr = 0):
-    """The sums, once no more than so many products are in flight."""
-    if len(begun) == 1:
-        return (warpgroup_mma_wait(LEFT, deps=[begun[0]]),)
+def wait_accumulators(pending, LEFT: gl.constexpr = 0):
+    """Wait until at most LEFT products are in flight; return the accumulators."""
+    if len(pending) == 1:
+        return (warpgroup_mma_wait(LEFT, deps=[pending[0]]),)
     else:
-        return warpgroup_mma_wait(LEFT, deps=begun)
+        return warpgroup_mma_wait(LEFT, deps=pending)
 
 
 @gluon.jit
-def scale_accumulators(sums, factor):
-    """The sums times a number."""
-    found = ()
-    for i in gl.static_range(len(sums)):
-        found = found + (sums[i] * factor,)
-    return found
+def scale_accumulators(acc, factor):
+    """Multiply accumulators by a number."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (acc[i] * factor,)
+    return scaled

@@ -1,4 +1,4 @@
-"""Estimated seconds of a problem: those of its launches, and those of its flops at the rates of `kernel_rates`."""
+"""Performance model: estimated seconds of a problem, from its launches and its flops at the rates of `kernel_rates`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from foci.problem import Problem, Target
 __all__ = ["backward_cost", "forward_cost", "split_cost", "takes_split"]
 
 _TRITON: Final = 4.5e14
-"""The rate that the backend triton estimates its cost by; ours is estimated from it, by how the measured ones compare."""
+"""Flop/s by which the backend `triton` estimates its cost; this backend scales it by the ratio of measured rates."""
 _LAUNCH: Final = 2e-5
 _BACKWARD: Final = 5e-5
-"""What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
+"""Seconds of host time of a pass, measured beside an H200 (benchmarks/gpu_overhead.py)."""
 
 
 def forward_cost(problem: Problem, target: Target) -> float:
-    """Of the forward by this backend's kernel: rows come in tiles, which few queries leave mostly empty, and too few tiles leave
-    multiprocessors so. Programs that take task after task have been seen to lose nothing by rows that are not there, but those of a
-    warpgroup; where there are so few that `triton` splits keys, each takes as long as its rows."""
+    """Estimate the forward. Short queries leave query tiles partly empty and few tiles leave SMs idle, so both are rounded up. Persistent
+    kernels skip empty warpgroups and pay for whole 64-row blocks only. Where `triton` would split keys, too few tasks remain to hide that,
+    and each takes as long as its rows.
+    """
     schedule, rates = forward_schedule(problem), estimate_rates(problem).forward
     rows = 64 if schedule.persistent else schedule.tile_q
     if schedule.persistent and triton.splits_keys(problem, target):
@@ -34,16 +35,16 @@ def forward_cost(problem: Problem, target: Target) -> float:
 
 
 def split_cost(problem: Problem, target: Target) -> float:
-    """Of the forward by `triton`'s kernel that splits keys over programs; infinite where that splits none."""
+    """Estimate the forward by `triton`'s split-KV kernel; infinite if it does not split."""
     return triton.forward_cost(problem, target) if triton.splits_keys(problem, target) else math.inf
 
 
 def takes_split(problem: Problem, target: Target) -> bool:
-    """Whether a forward with gradients is better taken from `triton`, which splits keys over programs."""
+    """Whether `triton`'s split-KV forward is faster for a problem with gradients."""
     return split_cost(problem, target) < forward_cost(problem, target)
 
 
 def backward_cost(problem: Problem) -> float:
-    """Of the backward by the kernels that take it."""
+    """Estimate the backward, by this backend's kernels or `triton`'s."""
     rates, part = estimate_rates(problem), 0.5 if is_causal(problem.variant) else 1.0
     return _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.busy / rates.backward.best

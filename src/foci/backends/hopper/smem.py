@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What every kernel does with tiles: how they come and go, and which are visited."""
+"""Tiles in shared memory: allocation, TMA loads and stores, and which tiles of keys a task visits."""
 
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
-from foci.backends.hopper.layouts import piece, pieces, smem_layout, tma_columns
+from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
 from foci.backends.triton.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 
 __all__ = [
@@ -10,8 +10,10 @@ __all__ = [
     "allocate_tiles",
     "first_key",
     "load_pieces",
+    "load_q_registers",
     "make_barriers",
     "opaque_zero",
+    "reuses_q_smem",
     "sequence_span",
     "step_to_tile",
     "store_pieces",
@@ -23,51 +25,52 @@ __all__ = [
 
 @gluon.jit
 def opaque_zero(x):
-    """A number that the compiler takes as it comes, where it stands: what follows from it is neither made earlier nor kept over a loop."""
+    """Return x as a value that the compiler cannot see through, so that it neither hoists what depends on it nor keeps that over a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def make_barriers(n: gl.constexpr, count: gl.constexpr):
-    """n barriers, each for so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    """Allocate n mbarriers, each of which completes after `count` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
-        mbarrier.init(made.index(i), count=count)
-    return made
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
 
 
 @gluon.jit
 def allocate_tiles(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, width: gl.constexpr):
-    """n tiles [rows, width]: [n, rows, columns] for each piece of the width."""
-    made = ()
+    """Allocate n tiles [rows, width], as one buffer [n, rows, columns] for each power of two that the width is split into."""
+    tiles = ()
     for i in gl.static_range(len(pieces(width))):
-        made = made + (gl.allocate_shared_memory(dtype, [n, rows, piece(width, i)], smem_layout(rows, tma_columns(width))),)
-    return made
+        tiles = tiles + (gl.allocate_shared_memory(dtype, [n, rows, piece(width, i)], smem_layout(rows, tma_columns(width))),)
+    return tiles
 
 
 @gluon.jit
 def tile_pieces(buffers, n):
-    """The pieces of the n-th tile."""
-    found = ()
+    """View the n-th tile: a buffer for each piece of its width."""
+    views = ()
     for i in gl.static_range(len(buffers)):
-        found = found + (buffers[i].index(n),)
-    return found
+        views = views + (buffers[i].index(n),)
+    return views
 
 
 @gluon.jit
 def nth_columns(piece, i: gl.constexpr, columns: gl.constexpr):
-    """The i-th so many columns of a piece, which lie together."""
+    """View the i-th group of `columns` columns of a piece; each group is contiguous in shared memory."""
     if piece.shape[1] == columns:
         return piece
     else:
         rows: gl.constexpr = piece.shape[0]
-        apart = view_smem(piece, piece.dtype, [piece.shape[1] // columns, rows, columns], smem_layout(rows, columns))
-        return apart.index(i)
+        slabs = view_smem(piece, piece.dtype, [piece.shape[1] // columns, rows, columns], smem_layout(rows, columns))
+        return slabs.index(i)
 
 
 @gluon.jit
-def place(b, h, row, start, length, at, JAGGED: gl.constexpr):
-    """Where columns from `at` of the rows from `row` of a sequence lie, as the copy engine's maps count."""
+def tma_coordinates(b, h, row, start, length, at, JAGGED: gl.constexpr):
+    """TMA coordinates of column `at` in `row` of a sequence. Packed, the map is 5-D so that rows past the sequence's end are out of
+    bounds."""
     if JAGGED:
         return [FAR, start + length, h, FAR - length + row, at]
     else:
@@ -75,8 +78,8 @@ def place(b, h, row, start, length, at, JAGGED: gl.constexpr):
 
 
 @gluon.jit
-def to_box(part, JAGGED: gl.constexpr):
-    """[rows, columns] with the dims of a map."""
+def reshape_to_box(part, JAGGED: gl.constexpr):
+    """Reshape [rows, columns] to the rank of a TMA box."""
     if JAGGED:
         return part.reshape([1, 1, 1, part.shape[0], part.shape[1]])
     else:
@@ -85,49 +88,56 @@ def to_box(part, JAGGED: gl.constexpr):
 
 @gluon.jit
 def load_pieces(source, b, h, row, start, length, barrier, tile, JAGGED: gl.constexpr):
-    """Begins to copy the tile at `row` of a sequence into the pieces of one; rows beyond the sequence are zeros."""
+    """Begin a TMA load of the tile at `row` of a sequence; rows past the sequence are filled with zeros."""
     columns: gl.constexpr = source.block_shape[len(source.block_shape) - 1]
-    at = 0
+    column = 0
     for i in gl.static_range(len(tile)):
         for j in gl.static_range(tile[i].shape[1] // columns):
-            tma_load(source, place(b, h, row, start, length, at, JAGGED), barrier, to_box(nth_columns(tile[i], j, columns), JAGGED))
-            at = at + columns
+            tma_load(
+                source,
+                tma_coordinates(b, h, row, start, length, column, JAGGED),
+                barrier,
+                reshape_to_box(nth_columns(tile[i], j, columns), JAGGED),
+            )
+            column = column + columns
 
 
 @gluon.jit
 def store_pieces(target, b, h, row, start, length, tile, values, JAGGED: gl.constexpr):
-    """Leaves values in the pieces of a tile and begins to copy them to `row` of a sequence; rows beyond it are not written."""
+    """Write values to a tile in shared memory and begin a TMA store to `row` of a sequence; rows past the sequence are not written."""
     columns: gl.constexpr = target.block_shape[len(target.block_shape) - 1]
-    at = 0
+    column = 0
     for i in gl.static_range(len(values)):
         tile[i].store(values[i].to(tile[i].dtype))
         fence_async_shared()
         for j in gl.static_range(tile[i].shape[1] // columns):
-            tma_store(target, place(b, h, row, start, length, at, JAGGED), to_box(nth_columns(tile[i], j, columns), JAGGED))
-            at = at + columns
+            tma_store(
+                target, tma_coordinates(b, h, row, start, length, column, JAGGED), reshape_to_box(nth_columns(tile[i], j, columns), JAGGED)
+            )
+            column = column + columns
 
 
 @gluon.jit
 def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """Tiles of keys that rows from `first` attend to: (first partial, first whole, behind the last whole, behind the last), and
-    whether a tile may hold both a row's first key and a row's last."""
-    # each warp holds all rows, so that none waits for another
+    """Tiles of keys that `rows` rows from `first` attend to, by the mask's bounds: (first, first full, end of full, end), and 1 where one
+    tile may hold both a row's first key and a row's last."""
+    # every warp holds all rows: the reductions need no exchange between warps
     q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [WARPS], [0])), q_len - 1)
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
     least = gl.min(low, 0)
     most = gl.max(high, 0)
-    there = (least <= most) & (first < q_len)
-    start = gl.where(there, least // c.TILE_KV, 1 << 24)
-    end = gl.where(there, most // c.TILE_KV + 1, 0)
-    whole = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
+    has_keys = (least <= most) & (first < q_len)
+    start = gl.where(has_keys, least // c.TILE_KV, 1 << 24)
+    end = gl.where(has_keys, most // c.TILE_KV + 1, 0)
+    full_start = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
     last = (gl.min(high, 0) + 1) // c.TILE_KV
-    ending = gl.minimum(gl.maximum(last, whole), end)
-    return start, whole, ending, end, gl.where(last < whole, 1, 0)
+    full_end = gl.minimum(gl.maximum(last, full_start), end)
+    return start, full_start, full_end, end, gl.where(last < full_start, 1, 0)
 
 
 @gluon.jit
 def sequence_span(place, spans, size, c):
-    """Where the sequence of a program's place lies, see `triton.tiles.sequence`: packed, the place ends with it."""
+    """(q_start, q_len, kv_start, kv_len) of a task, see `triton.tiles.sequence`; a packed task ends with them."""
     if c.JAGGED:
         return place[len(place) - 4 :]
     else:
@@ -136,13 +146,13 @@ def sequence_span(place, spans, size, c):
 
 @gluon.jit
 def tile_run(table, b, h, task, kv_len, c):
-    """Tiles of keys of a task by the lists: (row, first full, full, first partial, partial before the gap, gap, partial)."""
+    """Tiles of keys of a task: (row of the table, first full, full count, first partial, partial before the gap, gap, partial count)."""
     return tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
 
 
 @gluon.jit
 def step_to_tile(table, run, i, c):
-    """The i-th tile that a program visits: by bounds from the last to the first, else partial ones before full ones."""
+    """The i-th tile that a task visits: from the last to the first with bounds, else partial ones before full ones."""
     row, full_first, full, part_first, before, gap, part = run
     if c.MODE == "bounds":
         return row - 1 - i
@@ -153,15 +163,33 @@ def step_to_tile(table, run, i, c):
             at = full_first + i - part
         return nth_visited(table, row, at, at * 0, before, gap, c)
     else:
-        back = part - 1 - i
-        tile = part_first + back + gl.where(back >= before, gap, 0)
+        n = part - 1 - i
+        tile = part_first + n + gl.where(n >= before, gap, 0)
         return gl.where(i < part, tile, full_first + full - 1 - (i - part))
 
 
 @gluon.jit
 def first_key(tile, c):
-    """First key of a tile that `step_to_tile` gave."""
-    if c.STARTS:
+    """First key of a tile that `step_to_tile` returned."""
+    if c.KEY_STARTS:
         return tile
     else:
         return tile_start(tile, c, c.TILE_KV)
+
+
+@gluon.jit
+def load_q_registers(tile, c):
+    """Load a query tile into registers as the left operand of wgmma, which then reads shared memory for keys alone."""
+    parts = ()
+    for i in gl.static_range(len(tile)):
+        parts = parts + (tile[i].load(operand_layout(c.TILE_KV)),)
+    # the producer may overwrite the tile by TMA after this
+    fence_async_shared()
+    return parts
+
+
+@gluon.constexpr_function
+def reuses_q_smem(width, out_width, is_persistent):
+    """Whether a consumer stages its result in its query tile: wide heads leave no room for another, and a single task needs none."""
+    fits = pieces(width)[: len(pieces(out_width))] == pieces(out_width)
+    return fits and min(64, tma_columns(width)) == min(64, tma_columns(out_width)) and (width > 128 or not is_persistent)

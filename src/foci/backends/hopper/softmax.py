@@ -1,30 +1,30 @@
 # mypy: ignore-errors
-"""The softmax of the forward: weights of a tile against what follows the largest score so far, dropped, and packed.
+"""Softmax of the forward: weights of a tile relative to the running row max, dropout, and rounding to the dtype of wgmma operands.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.hopper.masking import ROWS, by_column
+from foci.backends.hopper.masking import ROWS, split_columns
 from foci.backends.hopper.online_softmax import broadcast_lanes, eight_columns, exp2_scores, update_row_max
 
 __all__ = [
-    "by_thread",
     "pack_weights",
     "rescale_acc",
     "round_weights",
     "round_weights_in_place",
     "scale_rows",
     "softmax_tile",
+    "sum_by_thread",
     "unpack_weights",
 ]
 
 
 @gluon.jit
-def by_thread(p):
-    """Sums over the columns that one thread holds, so that threads meet once, at the end: one after the other, as exponentials come.
-    Triton 3.8 and later add in pairs, for which more of them wait in registers."""
-    y, column, lane = by_column(p)
+def sum_by_thread(p):
+    """Sum the columns that each thread holds; threads combine once, at the end. Written out because `gl.sum` adds in pairs from Triton 3.8
+    on, which keeps more exponentials in registers."""
+    y, column, lane = split_columns(p)
     total = eight_columns(y, 0)
     for i in gl.static_range(1, p.shape[1] // 8):
         total = total + eight_columns(y, i)
@@ -32,19 +32,21 @@ def by_thread(p):
 
 
 @gluon.jit
-def softmax_tile(x, acc, kept, total, factor, c):
-    """(weights of a tile, sums rescaled or not, the factor of those that are not, what is kept, new totals of each thread's columns):
-    see `foci.backends.hopper.online_softmax`."""
-    acc, alpha, kept, total = update_row_max(x, acc, kept, total, factor, c.EXACT)
-    p = exp2_scores(x, kept)
-    return p, acc, alpha, kept, total + by_thread(p)
+def softmax_tile(x, acc, row_state, row_sum, factor, c):
+    """Online softmax of one tile. Returns (weights, acc, alpha, row_state, row_sum).
+
+    acc is rescaled already if `online_softmax.rescales_acc`; else the caller multiplies it by alpha.
+    """
+    acc, alpha, row_state, row_sum = update_row_max(x, acc, row_state, row_sum, factor, c.EXACT_MAX)
+    p = exp2_scores(x, row_state)
+    return p, acc, alpha, row_state, row_sum + sum_by_thread(p)
 
 
 @gluon.jit
 def round_weights(p, dtype: gl.constexpr, c):
-    """Weights as a product takes them."""
+    """Round weights to the operand dtype."""
     if c.DROPOUT:
-        # rounded two by two: else what is dropped is chosen among rounded weights, one by one
+        # dropped weights have their sign bit set; packed conversion zeroes two at a time (cvt.relu)
         return unpack_weights(pack_weights(p, dtype, c), dtype)
     else:
         return p.to(dtype)
@@ -52,15 +54,15 @@ def round_weights(p, dtype: gl.constexpr, c):
 
 @gluon.jit
 def round_weights_in_place(p, dtype: gl.constexpr, c):
-    """The same, between the exponentials before it: a cast may become instructions behind the next wait (from Triton 3.8 on it does)."""
+    """Round weights here: a plain cast may be moved behind the next wait (it is from Triton 3.8 on)."""
     return unpack_weights(pack_weights(p, dtype, c, PURE=False), dtype)
 
 
 @gluon.jit
 def pack_weights(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
-    """Weights rounded, two to a register: carried one by one from step to step, each would take a register, and two moves.
+    """Round weights to 16 bits, two to a register: carried through the loop one by one, each would take a register and two moves.
 
-    With dropout a weight with a minus is dropped. What is not PURE stays where it stands among waits.
+    With dropout, weights with the sign bit set become 0. PURE=False keeps the conversion in place among waits.
     """
     low, high = gl.split(p.reshape([ROWS, p.shape[1] // 2, 2]))
     KIND: gl.constexpr = ("relu." if c.DROPOUT else "") + ("bf16" if dtype == gl.bfloat16 else "f16")
@@ -69,14 +71,14 @@ def pack_weights(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
 
 @gluon.jit
 def unpack_weights(words, dtype: gl.constexpr):
-    """What `pack_weights` took."""
+    """Inverse of `pack_weights`, without the lost precision."""
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
     return gl.join(low, high).reshape([ROWS, words.shape[1] * 2]).to(dtype, bitcast=True)
 
 
 @gluon.constexpr_function
-def _if_any(n):
-    """Products of the n numbers of a thread, which are of two rows, with those of the rows, unless these are 1 in the whole warp."""
+def _rescale_text(n):
+    """PTX that multiplies a thread's n values, of two rows, by the rows' factors; a warp whose factors are all 1 skips it."""
     text = f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;"
     text += " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni skip; "
     return text + "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i}; " for i in range(n)) + "skip: }"
@@ -88,10 +90,10 @@ def _operands(n):
 
 
 @gluon.jit
-def _rescaled_seldom(x, alpha):
-    y, column, lane = by_column(x)
+def _rescale_if_needed(x, alpha):
+    y, column, lane = split_columns(x)
     N: gl.constexpr = min(x.shape[1] // 2, 64)
-    TEXT: gl.constexpr = _if_any(N)
+    TEXT: gl.constexpr = _rescale_text(N)
     LAYOUT: gl.constexpr = y.type.layout
     y = gl.inline_asm_elementwise(TEXT, _operands(N), [y, broadcast_lanes(alpha, LAYOUT)], dtype=gl.float32, is_pure=True, pack=N)
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
@@ -99,17 +101,17 @@ def _rescaled_seldom(x, alpha):
 
 @gluon.jit
 def rescale_acc(acc, alpha):
-    """The pieces of the result, each row times what its lanes hold; a warp whose numbers are all 1 passes over it."""
+    """Multiply each row of the accumulators by alpha; a warp whose factors are all 1 skips it."""
     scaled = ()
     for i in gl.static_range(len(acc)):
-        scaled = scaled + (_rescaled_seldom(acc[i], alpha),)
+        scaled = scaled + (_rescale_if_needed(acc[i], alpha),)
     return scaled
 
 
 @gluon.jit
-def scale_rows(acc, weight):
-    """The pieces of the result, each row times its number."""
+def scale_rows(acc, factor):
+    """Multiply each row of the accumulators by its factor."""
     scaled = ()
     for i in gl.static_range(len(acc)):
-        scaled = scaled + (acc[i] * gl.convert_layout(weight, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+        scaled = scaled + (acc[i] * gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
     return scaled

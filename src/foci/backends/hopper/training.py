@@ -1,4 +1,4 @@
-"""A plan with gradients made runnable."""
+"""Kernel of a plan with gradients: chooses between this backend's passes and those of `triton`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ __all__ = ["TrainingKernel"]
 
 
 class TrainingKernel(HopperKernel, HopperGradients):
-    """Forward and backward of a plan. A forward of few queries over many keys is that of `triton`, which splits keys, where that is sooner
-    done.
+    """Forward and backward of a plan.
 
-    `takes_own`: whether the backward is by kernels of this backend, and not by those of `triton`. `takes_split`: whether the forward is by
-    those, as `explain` says.
+    `takes_own`: this backend's kernels compute the backward, not `triton`'s. `takes_split`: `triton`'s split-KV kernel computes the
+    forward, which is faster for short queries over many keys.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -34,15 +33,15 @@ class TrainingKernel(HopperKernel, HopperGradients):
 
     @property
     def can_precompile_backward(self) -> bool:
-        """False where the backward kernels of this backend build tables of the mask, which would run at once."""
+        """False if this backend's backward builds mask tables: those kernels run at once, not when they are compiled."""
         return self.is_prefix or not self.takes_own
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
-        by = TritonKernel if self.takes_split else HopperKernel
-        return by._forward(self, operands, sequences, recorder)
+        kernel = TritonKernel if self.takes_split else HopperKernel
+        return kernel._forward(self, operands, sequences, recorder)
 
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        by = HopperGradients if self.takes_own else TritonKernel
-        return by._backward(self, operands, given, sequences, recorder, flow)
+        kernel = HopperGradients if self.takes_own else TritonKernel
+        return kernel._backward(self, operands, given, sequences, recorder, flow)

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-"""What goes with other kernels: numbers that become zeros; of packed tensors, zeros in rows that belong to no sequence, and -inf for their
-statistics. Both may begin while the kernel before them ends, and wait for it."""
+"""Kernels that zero counters, and rows of packed tensors that belong to no sequence (-inf in their lse and row max).
+
+Both use programmatic dependent launch: they start while the previous kernel ends, and wait for it before they write.
+"""
 
 import triton
 import triton.language as tl
@@ -12,29 +14,29 @@ from foci.backends.triton.tiles import clear_gaps, decode, fill_gaps, widest_gap
 
 @triton.jit
 def wait_for_previous_kernel():
-    """Waits until the kernel before on the stream has ended and what it wrote can be read, and lets the next begin up to where it waits."""
+    """Wait until the previous kernel on the stream has ended and its writes are visible; let the next kernel start."""
     if not INTERPRETED:
         gdc_wait()
         gdc_launch_dependents()
 
 
 @triton.jit
-def zero_counters(turns, count):
-    """Zeros."""
+def zero_counters(counters, count):
+    """Write `count` zeros."""
     wait_for_previous_kernel()
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    tl.store(turns + at, tl.zeros([1024], tl.int32), mask=at < decode(count))
+    tl.store(counters + at, tl.zeros([1024], tl.int32), mask=at < decode(count))
 
 
 @triton.jit
 def zero_fill_gaps(out, lse, row_max, strides, size, spans, c):
-    """One program for each head, which most often finds at one look nothing to do."""
+    """Fill rows outside all sequences; one program per head. Usually there are none, and the first loop shows it."""
     h = tl.program_id(0)
     rows, count = decode(size.rows), decode(spans.sequences)
     widest = 0
     for first in range(0, count + 1, 128):
         widest = tl.maximum(widest, widest_gap(spans.q_start, spans.q_length, count, first, rows, 128))
-    # where sequences lie is known since before the kernel that this one follows
+    # the sequences' spans are older than the kernel that this one follows, so reading them needs no wait
     wait_for_previous_kernel()
     if widest > 0:
         clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)

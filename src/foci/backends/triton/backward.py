@@ -191,7 +191,7 @@ def attention_query_gradient(
     row_lse, row_delta = prepare_row_stats(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     from_first = (0.0, 0.0)
-    if c.LINE:
+    if c.AFFINE:
         start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, both)
         from_first = (start, rise)
         row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (across * LOG2E)
@@ -261,7 +261,7 @@ def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
 def key_product(queries, k, rise, c):
     """Products of a tile of queries and one of keys, as `Config.TURNED` says; where scores are on a line, with what it has more than at
     the first key."""
-    if c.LINE:
+    if c.AFFINE:
         sign = -1.0 if c.NEGATIVE else 1.0
         line = tl.arange(0, c.TILE_KV).to(tl.float32) * (rise * sign)
         if c.TURNED:
@@ -312,7 +312,7 @@ def accumulate_dk_dv(
             qk = -qk
         rows = here + tl.arange(0, c.TILE_Q)
         row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
-        if c.LINE:
+        if c.AFFINE:
             start, rise, across = line
             row_lse -= affine_columns(start + (here - kv_first).to(tl.float32) * across, across, c.TILE_Q)
         where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
@@ -387,7 +387,7 @@ def attention_key_gradient(
             full = full * 0
             gap = gap * 0
         line_of_head = (0.0, 0.0, 0.0)
-        if c.LINE:
+        if c.AFFINE:
             # each query's logsumexp takes the line at the first key, products what the others have more
             start, rise, across = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, env)
             line_of_head = (start * LOG2E + tl.zeros([4], tl.float32), rise / numbers.scale, across * LOG2E)

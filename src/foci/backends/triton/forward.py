@@ -121,7 +121,7 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
         round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     from_first = (0.0, 0.0)
     leaning = tl.zeros([c.TILE_Q], tl.float32)
-    if c.LINE:
+    if c.AFFINE:
         # from its first query's line: what a row has more is the same for all keys, so that weights do not know it
         start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, score)
         from_first = (start, rise)
@@ -164,7 +164,7 @@ def store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_sta
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
     head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
     natural = tl.where(tl.abs(most) * factor < HUGE, base * LN2, most * (factor * LN2))
-    if c.LINE:
+    if c.AFFINE:
         natural += leaning
     tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)), mask=inside)
     if row_max is not None:

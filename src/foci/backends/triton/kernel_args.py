@@ -38,7 +38,7 @@ class Config(NamedTuple):
     from shared memory. MODE: which tiles are visited: "all", "ranges" or "lists" (see `tile_table_kernels`). JAGGED: packed
     sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every tensor has a contiguous last
     dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets within a tile. PLAIN: the kernel asks no score
-    function: scores are products, or products on a line. LINE: they are the latter, and the function `line` takes the score function's
+    function: scores are products, or products on a line. AFFINE: they are the latter, and the function `line` takes the score function's
     place (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that overhangs the keys is
     visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
     whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for none beyond the last (see
@@ -59,7 +59,7 @@ class Config(NamedTuple):
     UNIT: Any
     WIDE: Any
     PLAIN: Any
-    LINE: Any
+    AFFINE: Any
     NEGATIVE: Any
     SPLIT_EDGE: Any
     DROPOUT: Any

@@ -175,7 +175,7 @@ def affine_line(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
 @triton.jit
 def product(q, keys, distance, line, c):
     """q k^T of a tile of keys, on top of a line where there is one, of which the first key is so far away."""
-    if c.LINE:
+    if c.AFFINE:
         start, rise = line
         seed = affine_columns(start + distance.to(tl.float32) * rise, rise, c.TILE_KV)
         return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
