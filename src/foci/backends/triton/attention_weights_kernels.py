@@ -1,7 +1,11 @@
 # mypy: ignore-errors
-"""What needs normalised weights: a second pass over the tiles that a row or a column visits, each weight computed anew.
+"""Kernels for outputs that need normalised weights: a second pass over the visited tiles, with weights recomputed from lse.
 
-Every sum is one program's own, in the order of its tiles, so that it repeats bit by bit.
+    q, k                as in `foci.backends.triton.forward`
+    lse                 [B, Hq, Sq] float32
+    columns, weights    [B, Hq, Skv] float32 sums over queries, [B, Hq, Sq, Skv]; each may be None
+
+Each sum belongs to one program, in the order of its tiles, so results are bitwise repeatable.
 """
 
 import triton
@@ -28,28 +32,28 @@ __all__ = ["weigh_columns", "weigh_rows"]
 
 @triton.jit
 def tile_run(table, b, h, task, length, c, TILE: tl.constexpr):
-    """(row of the lists, first tile, tiles) of a task, full and partial ones alike."""
+    """(row of the table, first tile, tiles) of a task, full and partial tiles alike."""
     line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, length, c, TILE)
     return line, part_first if c.MODE == "ranges" else full_first, full + part
 
 
 @triton.jit
 def tile_weights(queries, keys, lse, at, rows, kv_idx, q_len, kv_len, tile, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
-    """Weights of a tile; 0 where there is no key, no query or no attention."""
+    """Recompute the weights of a tile; 0 where masked and past the end of queries or keys."""
     b, h = at
     qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
     if c.NEGATIVE:
         qk = -qk
-    natural = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
-    base = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
-    where = (b, h, rows[:, None], kv_idx[None, :], q_len, kv_len, tile)
-    p, _ = recompute_weights(qk, base[:, None], where, numbers, env, c, both, mask, c.MODE != "all", True, True)
+    lse_nat = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
+    lse2 = tl.where(lse_nat == float("-inf"), float("inf"), lse_nat * LOG2E)
+    position = (b, h, rows[:, None], kv_idx[None, :], q_len, kv_len, tile)
+    p, _ = recompute_weights(qk, lse2[:, None], position, numbers, env, c, both, mask, c.MODE != "all", True, True)
     return p
 
 
 @triton.jit
 def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
-    """Column sums [B, Hq, Skv] of one tile of keys, and the weights [B, Hq, Sq, Skv] themselves; each where it is not None."""
+    """Column sums and weights of one tile of keys. Shapes are in the legend above."""
     b, memory_b, h, task, tile = find_task(size, spans, c, False)
     if c.JAGGED and b < 0:
         return
@@ -79,7 +83,7 @@ def weigh_columns(q, k, lse, columns, weights, strides, size, spans, table, numb
 
 @triton.jit
 def weigh_rows(q, k, lse, flowing, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr):
-    """sum_j p g for one tile of queries, [B, Hq, Sq]: the part of delta that comes of the weights' own gradients."""
+    """flowing [B, Hq, Sq] = sum_j p g of one tile of queries, g the gradient of the weights: their contribution to delta."""
     b, memory_b, h, task, tile = find_task(size, spans, c, True)
     if c.JAGGED and b < 0:
         return

@@ -1,8 +1,15 @@
 # mypy: ignore-errors
 """Backward: one kernel for dq over tiles of queries, one for dk and dv over tiles of keys. No atomics, so repeatable.
 
-With p the weights and dp = do v^T, the score's gradient is p (dp - delta), delta = sum_j p dp = sum(out * do) - dlse
-(Dao et al., "FlashAttention", 2022, appendix B). The slope of the score function, derived from it, does the rest.
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.triton.forward`
+    q, k, v, dq, dk, dv           as the forward's q, k, v
+    out, do                       [B, Hq, Sq, Dv]; do is the gradient of out
+    lse, dlse                     [B, Hq, Sq] float32: natural logsumexp and its gradient, or None
+    lse2, delta                   [B, Hq, Sq] float32: logsumexp in base 2, and sum(out * do) - dlse
+    qk, p, dp, ds                 products, weights, and gradients of weights and scores of a tile
+
+With dp = do v^T, the gradient of a score is p * (dp - delta), delta = sum_j p dp = sum(out * do) - dlse (Dao et al., "FlashAttention",
+2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
 
 import triton
@@ -32,17 +39,17 @@ from foci.backends.triton.tiles import (
 
 @triton.jit
 def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
-    """(lse in base 2, delta) of a tile of rows, which are kept in `lse2` and `delta`; +inf for rows without keys, so that their
-    weights come out 0."""
-    # on its way before the tile is waited for
-    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
+    """Compute (lse in base 2, delta) of a tile of rows and store them to `lse2` and `delta`. Rows without keys get lse2 = inf, so that
+    their weights are 0."""
+    # issue this load before waiting for the tiles
+    lse_nat = tl.load(lse + at, mask=inside, other=float("-inf"))
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
         d -= tl.load(dlse + at, mask=inside, other=0.0)
-    # the logarithm of a huge sum is too coarse to find weights again: such rows pass no gradient on, instead of infinite ones
-    base2 = tl.where((natural == float("-inf")) | (tl.abs(natural) > 1e9), float("inf"), natural * LOG2E)
-    # whatever flows into a row that attends to nothing
-    d = tl.where(natural == float("-inf"), 0.0, d)
+    # a huge lse is too coarse to recompute weights from: such rows pass no gradient on, instead of an infinite one
+    base2 = tl.where((lse_nat == float("-inf")) | (tl.abs(lse_nat) > 1e9), float("inf"), lse_nat * LOG2E)
+    # a row that attends to nothing has no delta, whatever its gradients are
+    d = tl.where(lse_nat == float("-inf"), 0.0, d)
     tl.store(lse2 + at, base2, mask=inside)
     tl.store(delta + at, d, mask=inside)
     return base2, d
@@ -50,7 +57,7 @@ def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
 
 @triton.jit
 def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
-    """`prepare_row_stats` alone, for a backward pass without dq."""
+    """`prepare_row_stats` as a kernel, for a backward without dq."""
     tiles = tl.cdiv(decode(size.rows), c.TILE_Q)
     bh = tl.program_id(0) // tiles
     first = (tl.program_id(0) - bh * tiles) * c.TILE_Q
@@ -69,7 +76,7 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
 def recompute_weights(
     qk,
     lse2,
-    where,
+    position,
     numbers,
     env,
     c,
@@ -79,12 +86,11 @@ def recompute_weights(
     EDGE: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """(weights, slope of the score function) of a tile of products.
+    """Recompute (weights, slope of the score function) of a tile from its products.
 
-    Queries beyond the last have a logsumexp of +inf. CUT: keys beyond it are cut off here; otherwise the mask does, or they come to
-    nothing.
+    Queries past the end have lse2 = inf. CUT: set weights of keys past the end to 0 here; else the mask does, or they do no harm.
     """
-    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = position
     inside = kv_idx < kv_len
     column = kv_idx
     if EDGE:
@@ -110,7 +116,7 @@ def recompute_weights(
 
 @triton.jit
 def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
-    """Gradient of the scaled product from dp less delta; CLEAN where a masked place may hold an infinite slope."""
+    """ds = p * dp * slope, dp already without delta. CLEAN: a masked position may have an infinite slope."""
     ds = p * dp
     if not c.PLAIN:
         ds = ds * slope
@@ -120,27 +126,30 @@ def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
 
 
 @triton.jit
-def accumulate_dq(dq, queries, k, v, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """Adds the tiles of keys `run` to the gradient of a tile of `queries`: these, their gradients of out, logsumexp in base 2 and delta.
-    `given`: strides, table, numbers, environment."""
+def accumulate_dq(dq, queries, k, v, at, run, params, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """Accumulate tiles of keys `run` into dq of one tile of queries. `queries`: (q, do, lse2, delta). `params`: strides, table, numbers,
+    environment."""
     q, do, lse2, delta = queries
-    strides, table, numbers, env = given
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, line = at
+    strides, table, numbers, env = params
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, affine = at
     row, first, before, gap, low, high = run
     tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = tile_start(tile, c, c.TILE_KV)
+        kv_first = tile_start(tile, c, c.TILE_KV)
         current = tile
         tile = nth_visited(table, row, i + 1, first, before, gap, c)
-        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-        qk = product(q, keys, here - q_first, line, c)
-        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        # S = Q K^T and dP = dO V^T
+        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = product(q, keys, kv_first - q_first, affine, c)
+        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
-        where = (b, h, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
-        p, slope = recompute_weights(qk, lse2[:, None], where, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
+        # P = exp2(S - lse), masked
+        position = (b, h, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
+        p, slope = recompute_weights(qk, lse2[:, None], position, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
         if c.DROPOUT:
-            dp = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), dp * numbers.keep_factor, 0.0)
-        dp = with_flow(dp, numbers, b, h, memory_b, q_idx, here + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+            dp = tl.where(keep_tile(numbers, b, h, q_idx, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
+        dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+        # dS = P * slope * (dP - delta), then dQ += dS K
         ds = score_gradient(p, dp - delta[:, None], slope, c, MASKED or EDGE)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
@@ -168,7 +177,7 @@ def attention_query_gradient(
     both: tl.constexpr,
     mask: tl.constexpr,
 ):
-    """dq of one tile of queries, and what the other kernels need to know of its rows."""
+    """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads."""
     b, memory_b, h, task, tile = find_for_gradient(size, spans, c, True)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
@@ -190,29 +199,29 @@ def attention_query_gradient(
     outs = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     row_lse, row_delta = prepare_row_stats(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
-    from_first = (0.0, 0.0)
+    affine = (0.0, 0.0)
     if c.AFFINE:
-        start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, both)
-        from_first = (start, rise)
-        row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (across * LOG2E)
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, first, from_first)
+        start, kv_slope, q_slope = affine_line(b, h, first, q_len, kv_len, numbers, env, both)
+        affine = (start, kv_slope)
+        row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (q_slope * LOG2E)
+    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, first, affine)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
-    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
+    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    run = (line, full_first, full, full * 0, full * 0, full)
-    own = (queries, douts, row_lse, row_delta)
-    given = (strides, table, numbers, env)
-    acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, False, False)
-    whole = part
+    run = (table_row, full_first, full, full * 0, full * 0, full)
+    q_do = (queries, douts, row_lse, row_delta)
+    params = (strides, table, numbers, env)
+    acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, False, False)
+    part_inside = part
     if not EDGE:
-        last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
-    run = (line, part_first, before, gap, whole * 0, whole)
-    acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, MASKED, EDGE)
+        last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
+        part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+    run = (table_row, part_first, before, gap, part_inside * 0, part_inside)
+    acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, MASKED, EDGE)
     if not EDGE:
-        run = (line, part_first, before, gap, whole, part)
-        acc = accumulate_dq(acc, own, k, v, at, run, given, c, both, mask, True, True)
+        run = (table_row, part_first, before, gap, part_inside, part)
+        acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, True, True)
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
     store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
@@ -222,24 +231,24 @@ def attention_query_gradient(
 
 @triton.jit
 def load_row_stats(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
-    """(logsumexp in base 2, delta) of a tile of rows; +inf and 0 beyond the last. Those of row 0 are at `at`."""
+    """Load (lse2, delta) of a tile of rows; inf and 0 past the end. Row 0 is at offset `at`."""
     if c.TILE_Q <= 64:
-        # fewer rows than threads: read as one tile each number is fetched once, apart every thread fetches all it needs. Programs of
-        # many keys have threads for every number twice
+        # fewer rows than threads: loaded as one [rows, 2] tile each value is fetched once; as two vectors every thread fetches all it
+        # needs. Programs with many keys have threads to load every value twice
         TWICE: tl.constexpr = c.TILE_KV >= 128
         side = tl.arange(0, 4 if TWICE else 2)[None, :] % 2
-        apart = (delta.to(tl.int64) - lse2.to(tl.int64)) // 4
-        pair = lse2 + at + rows[:, None] + side * apart
+        distance = (delta.to(tl.int64) - lse2.to(tl.int64)) // 4
+        pair = lse2 + at + rows[:, None] + side * distance
         if EDGE:
             inside = (rows < q_len)[:, None]
-            both = tl.where(inside, tl.load(pair, mask=inside, other=0.0), tl.where(side == 0, float("inf"), 0.0))
+            pairs = tl.where(inside, tl.load(pair, mask=inside, other=0.0), tl.where(side == 0, float("inf"), 0.0))
         else:
-            both = tl.load(pair)
+            pairs = tl.load(pair)
         if TWICE:
-            row_lse, row_delta = tl.split(tl.reshape(both, [c.TILE_Q, 2, 2]))
+            row_lse, row_delta = tl.split(tl.reshape(pairs, [c.TILE_Q, 2, 2]))
             return tl.split(row_lse)[0], tl.split(row_delta)[0]
         else:
-            return tl.split(both)
+            return tl.split(pairs)
     elif EDGE:
         row_lse = tl.load(lse2 + at + rows, mask=rows < q_len, other=float("inf"))
         return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
@@ -249,7 +258,7 @@ def load_row_stats(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
 
 @triton.jit
 def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
-    """dp = a b^T less delta, which the product begins at, so that it need not be kept; with dropout dp alone."""
+    """a b^T - delta, with -delta as the initial accumulator, so that it takes no registers later. With dropout a b^T alone."""
     if c.DROPOUT:
         return tl.dot(a, tl.trans(b), input_precision=c.PRECISION)
     else:
@@ -258,17 +267,17 @@ def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
 
 
 @triton.jit
-def key_product(queries, k, rise, c):
-    """Products of a tile of queries and one of keys, as `Config.TURNED` says; where scores are on a line, with what it has more than at
-    the first key."""
+def key_product(queries, k, kv_slope, c):
+    """Products of a tile of queries and one of keys, as rows of queries if TURNED, else as rows of keys. An affine score function,
+    relative to the first key, is the initial accumulator."""
     if c.AFFINE:
         sign = -1.0 if c.NEGATIVE else 1.0
-        line = tl.arange(0, c.TILE_KV).to(tl.float32) * (rise * sign)
+        seed_columns = tl.arange(0, c.TILE_KV).to(tl.float32) * (kv_slope * sign)
         if c.TURNED:
-            seed = tl.broadcast_to(line[None, :], [c.TILE_Q, c.TILE_KV])
+            seed = tl.broadcast_to(seed_columns[None, :], [c.TILE_Q, c.TILE_KV])
             return tl.dot(queries, tl.trans(k), seed, input_precision=c.PRECISION)
         else:
-            seed = tl.broadcast_to(line[:, None], [c.TILE_KV, c.TILE_Q])
+            seed = tl.broadcast_to(seed_columns[:, None], [c.TILE_KV, c.TILE_Q])
             return tl.dot(k, tl.trans(queries), seed, input_precision=c.PRECISION)
     elif c.TURNED:
         return tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)
@@ -278,7 +287,7 @@ def key_product(queries, k, rise, c):
 
 @triton.jit
 def transpose_scores(x, c):
-    """A tile of scores as rows of queries, or turned, as rows of keys: see `Config.TURNED`."""
+    """Transpose a tile [queries, keys] to the layout of this kernel: see `Config.TURNED`."""
     if c.TURNED:
         return x
     else:
@@ -287,49 +296,52 @@ def transpose_scores(x, c):
 
 @triton.jit
 def accumulate_dk_dv(
-    sums, keys, stream, at, run, given, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
+    grads, keys, stream, at, run, params, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles of queries `run` of one head to `sums`, the gradients of a tile of keys and values. `stream`: queries, gradients of
-    out, logsumexp in base 2 and delta, which stream by. `given`: strides, table, numbers, environment."""
-    dk, dv = sums
+    """Accumulate tiles of queries `run` of one head into `grads`, (dk, dv) of one tile of keys. `stream`: (q, do, lse2, delta) in memory.
+    `params`: strides, table, numbers, environment."""
+    dk, dv = grads
     k, v = keys
     q, do, lse2, delta = stream
-    strides, table, numbers, env = given
-    b, h, memory_b, head, kv_first, q_start, q_len, kv_len, line = at
+    strides, table, numbers, env = params
+    b, h, memory_b, head, kv_first, q_start, q_len, kv_len, affine = at
     row, first, before, gap, low, high = run
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
     kv_idx = tl.expand_dims(kv_first + tl.arange(0, c.TILE_KV), KEY_AXIS)
     tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
-        here = tile_start(tile, c, c.TILE_Q)
+        q_first = tile_start(tile, c, c.TILE_Q)
         current = tile
         tile = nth_visited(table, row, i + 1, first, before, gap, c)
-        queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
-        qk = key_product(queries, k, line[1], c)
+        # S = Q K^T
+        queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+        qk = key_product(queries, k, affine[1], c)
         if c.NEGATIVE:
             qk = -qk
-        rows = here + tl.arange(0, c.TILE_Q)
+        rows = q_first + tl.arange(0, c.TILE_Q)
         row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
         if c.AFFINE:
-            start, rise, across = line
-            row_lse -= affine_columns(start + (here - kv_first).to(tl.float32) * across, across, c.TILE_Q)
-        where = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
-        # keys beyond the last have rows of dk and dv of their own, which nobody keeps
-        p, slope = recompute_weights(qk, tl.expand_dims(row_lse, ROW_AXIS), where, numbers, env, c, both, mask, MASKED, EDGE, False)
-        douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, here, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
+            start, kv_slope, q_slope = affine
+            row_lse -= affine_columns(start + (q_first - kv_first).to(tl.float32) * q_slope, q_slope, c.TILE_Q)
+        position = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
+        # P = exp2(S - lse), masked. Keys past the end only reach rows of dk and dv that are not stored
+        p, slope = recompute_weights(qk, tl.expand_dims(row_lse, ROW_AXIS), position, numbers, env, c, both, mask, MASKED, EDGE, False)
+        douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
-            # a minus tells what is dropped until both uses are done: a tile of bits kept besides would spill
+            # mark dropped weights by their sign until both products are done: a separate tile of bits would spill
             keep = transpose_scores(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
             p = tl.where(keep, p, -p)
         if VALUE:
+            # dV += P^T dO
             dropped = p
             if c.DROPOUT:
                 dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
             dropped = dropped.to(douts.dtype)
             dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
         if KEY:
+            # dS = P * slope * (dP - delta), then dK += dS^T Q
             dp = value_product(douts if c.TURNED else v, v if c.TURNED else douts, row_delta, ROW_AXIS, c)
             if c.DROPOUT:
                 dp = tl.where(p > 0.0, dp * numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
@@ -374,42 +386,42 @@ def attention_key_gradient(
         dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    own = (keys, values)
-    given = (strides, table, numbers, env)
-    for shared in range(0, decode(size.group)):
-        h = kv_h * decode(size.group) + shared
+    kv = (keys, values)
+    params = (strides, table, numbers, env)
+    for member in range(0, decode(size.group)):
+        h = kv_h * decode(size.group) + member
         head = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
-        line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+        table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
         if first + c.TILE_KV > kv_len:
-            # keys that are not there must not be looked up: every tile is an edge
+            # the key tile overhangs the keys: mask every query tile
             part_first = part_first if c.MODE == "ranges" else full_first
             part += full
             full = full * 0
             gap = gap * 0
-        line_of_head = (0.0, 0.0, 0.0)
+        affine = (0.0, 0.0, 0.0)
         if c.AFFINE:
-            # each query's logsumexp takes the line at the first key, products what the others have more
-            start, rise, across = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, env)
-            line_of_head = (start * LOG2E + tl.zeros([4], tl.float32), rise / numbers.scale, across * LOG2E)
-        at = (b, h, memory_b, head, first, q_start, q_len, kv_len, line_of_head)
-        run = (line, full_first, full, full * 0, full * 0, full)
+            # the affine function at the tile's first key goes into each query's lse, the rest into the products
+            start, kv_slope, q_slope = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, env)
+            affine = (start * LOG2E + tl.zeros([4], tl.float32), kv_slope / numbers.scale, q_slope * LOG2E)
+        at = (b, h, memory_b, head, first, q_start, q_len, kv_len, affine)
+        run = (table_row, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, False, False, KEY, VALUE
+            (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, False, False, KEY, VALUE
         )
-        whole = part
+        part_inside = part
         if not EDGE:
-            last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-            whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
+            last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
+            part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
             if first + c.TILE_KV > kv_len:
-                whole = whole * 0
-        run = (line, part_first, before, gap, whole * 0, whole)
+                part_inside = part_inside * 0
+        run = (table_row, part_first, before, gap, part_inside * 0, part_inside)
         dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, MASKED, EDGE, KEY, VALUE
+            (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, MASKED, EDGE, KEY, VALUE
         )
         if not EDGE:
-            run = (line, part_first, before, gap, whole, part)
+            run = (table_row, part_first, before, gap, part_inside, part)
             dk_acc, dv_acc = accumulate_dk_dv(
-                (dk_acc, dv_acc), own, (q, do, lse2, delta), at, run, given, c, both, mask, True, True, KEY, VALUE
+                (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, True, True, KEY, VALUE
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0

@@ -1,9 +1,13 @@
 # mypy: ignore-errors
-"""Gradients of captured tensors, repeatable: sums in a fixed order, or in whole numbers, whose order does not matter.
+"""Gradients of captured tensors, repeatable: sums in a fixed order, or in integers, whose order does not matter.
 
-`grad[slot][indices] += dscore * weight` over b, h, q and kv, with dscore = p (dp - delta) the gradient of the score
-function's value; where the read is inside a reduction over a captured row, over the row's entries too. Tiles are computed
-anew: nothing of size Sq x Skv is kept but the gradient itself.
+`grad[slot][indices] += dscore * weight` over b, h, q and kv, where dscore = p (dp - delta) is the gradient of the score function's value,
+and weight the derivative of the score with respect to one read. If the read is inside a reduction over a captured row, the sum also runs
+over the row's entries. Tiles are recomputed: nothing of size Sq x Skv is stored but the gradient itself.
+
+    q, k, v, do, lse2, delta    as in `foci.backends.triton.backward`
+    g, x                        [TILE_Q, TILE_KV]: dscore, and the scaled product that the score function is given
+    part                        generated function: (weight, offset in the gradient) of one read
 """
 
 import triton
@@ -37,9 +41,9 @@ def dscore(
     score: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """(gradient of the score function's value at each place of a tile, 0 where masked; the scaled product; q_idx; kv_idx).
+    """Compute (dscore of a tile, 0 where masked; the scaled product; q_idx; kv_idx).
 
-    kv_tile counts as FORCED says in `tiles.tile_start`.
+    kv_tile may carry the flag FORCED, see `tiles.tile_start`.
     """
     q_start, q_len, kv_start, kv_len, memory_b = span
     kv_h = h // decode(size.group)
@@ -51,12 +55,14 @@ def dscore(
     douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
     head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
     row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
+    # S = Q K^T and dP = dO V^T - delta
     qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
     if c.NEGATIVE:
         qk = -qk
     dp = value_product(douts, values, row_delta, 1, c)
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
+    # P = exp2(S - lse), masked
     p, _ = recompute_weights(
         qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE, True
     )
@@ -73,7 +79,7 @@ def dscore(
 
 @triton.jit
 def contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part: tl.constexpr):
-    """(contribution of each place, its offset in the gradient); entry counts through the rows that reductions read."""
+    """(contribution of each position, its offset in the gradient). entry: index into the row that a reduction reads."""
     weight, offset = part(x, b, h, q_idx, kv_idx, span[1], span[3], env, entry)
     return tl.where(g != 0.0, g * weight, 0.0), offset
 
@@ -82,7 +88,7 @@ def contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part: tl.constexpr
 def accumulate_contribution(
     acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part: tl.constexpr, HOW: tl.constexpr, ENTRIES: tl.constexpr
 ):
-    """Adds what one tile contributes: to `acc`, or with ENTRIES of a row to the program's own sums in memory, at `out + at`."""
+    """Add one tile's contributions: to `acc`, or with ENTRIES to the program's own sums in memory, at `out + at`."""
     if not ENTRIES:
         if HOW == "scatter":
             scatter_contribution(out, contribution(g, x, b, h, q_idx, kv_idx, span, 0, env, part), limit)
@@ -91,20 +97,20 @@ def accumulate_contribution(
             return reduce_contribution(acc, contribution(g, x, b, h, q_idx, kv_idx, span, 0, env, part)[0], HOW)
     else:
         for entry in range(0, decode(entries)):
-            found = contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part)
+            part_value = contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part)
             if HOW == "scatter":
-                scatter_contribution(out, found, limit)
+                scatter_contribution(out, part_value, limit)
             elif HOW == "largest":
-                acc = reduce_contribution(acc, found[0], HOW)
+                acc = reduce_contribution(acc, part_value[0], HOW)
             else:
                 here = out + at * decode(entries) + entry
-                tl.store(here, reduce_contribution(tl.load(here), found[0], HOW))
+                tl.store(here, reduce_contribution(tl.load(here), part_value[0], HOW))
         return acc
 
 
 @triton.jit
 def reduce_contribution(acc, g, HOW: tl.constexpr):
-    """`acc` with a tile's contributions summed as HOW says."""
+    """Add a tile's contributions to `acc`, reduced as HOW says."""
     if HOW == "tile":
         return acc + g
     elif HOW == "columns":
@@ -116,22 +122,22 @@ def reduce_contribution(acc, g, HOW: tl.constexpr):
 
 
 @triton.jit
-def scatter_contribution(out, found, limit):
-    """Adds each contribution where it belongs, in whole multiples of a unit, so that their order does not matter."""
-    g, offset = found
+def scatter_contribution(out, part_value, limit):
+    """Add each contribution atomically, as an integer multiple of a unit, so that the order does not matter."""
+    g, offset = part_value
     units = tl.load(limit)
     tl.atomic_add(out + (g * 0.0).to(tl.int64) + offset, (g.to(tl.float64) * units).to(tl.int64), mask=g != 0.0, sem="relaxed")
 
 
 @triton.jit
-def tile_class(given, shape, b, h, q_tile, kv_tile):
-    """Class of a tile by the caller's blocks, PARTIAL where there are none. `shape`: see `captured_grad`."""
-    known = q_tile * 0 + PARTIAL
-    if given is not None:
+def tile_class(block_classes, shape, b, h, q_tile, kv_tile):
+    """Class of a tile by the caller's block mask; PARTIAL without one. `shape`: see `captured_grad`."""
+    tile_kind = q_tile * 0 + PARTIAL
+    if block_classes is not None:
         b_stride, h_stride, width, per_q, per_kv = shape
         block = (q_tile // decode(per_q)) * decode(width) + kv_tile // decode(per_kv)
-        known = tl.load(given + b.to(tl.int64) * decode(b_stride) + h * decode(h_stride) + block).to(tl.int32)
-    return known
+        tile_kind = tl.load(block_classes + b.to(tl.int64) * decode(b_stride) + h * decode(h_stride) + block).to(tl.int32)
+    return tile_kind
 
 
 @triton.jit
@@ -144,7 +150,7 @@ def capture_gradient(
     delta,
     out,
     limit,
-    given,
+    block_classes,
     shape,
     strides,
     size,
@@ -163,12 +169,15 @@ def capture_gradient(
 ):
     """Gradient of one read of a captured tensor.
 
-    HOW: "tile", the read varies over q and kv; "rows" or "columns", over one of them at most: sums over the other; "largest", the
-    largest size of a contribution; "scatter", anywhere: contributions as whole multiples of `limit`'s unit, added in any order.
-    ENTRIES: the read is inside a reduction; rows and columns have as many sums, side by side, as `loops` says, and start as zeros.
-    CONTIGUOUS: a tile's rows lie 8 n elements apart, n given as their stride, and its columns side by side. `loops` is (batch
-    entries, heads, tiles of queries, tiles of keys, batch entries and heads summed here, longest lengths, entries), encoded.
-    `given`: classes of the caller's blocks, or None.
+    HOW:
+        "tile": the read depends on q and kv.
+        "rows", "columns": on one of them at most; the kernel sums over the other.
+        "largest": the largest size of a contribution, which fixes the unit of "scatter".
+        "scatter": anywhere; contributions are added as integer multiples of `limit`'s unit, in any order.
+    ENTRIES: the read is inside a reduction; each row or column has as many sums, side by side, as `loops` says, initially 0.
+    CONTIGUOUS: rows of a tile are 8 n elements apart, n given as their stride, and columns adjacent.
+    loops: (batch entries, heads, query tiles, key tiles, batch entries and heads summed here, longest lengths, entries), encoded.
+    block_classes: classes of the caller's block mask, or None.
     """
     batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit, entries = loops
     pid = tl.program_id(0)
@@ -208,9 +217,9 @@ def capture_gradient(
             kv_tile = step
         q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
         span = (q_start, q_len, kv_start, kv_len, b * 0 if c.JAGGED else b)
-        known = tile_class(given, shape, b, h, q_tile, kv_tile)
-        if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len) & (known != EMPTY):
-            tile = kv_tile + tl.where(known == FULL, FORCED, 0)
+        tile_kind = tile_class(block_classes, shape, b, h, q_tile, kv_tile)
+        if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len) & (tile_kind != EMPTY):
+            tile = kv_tile + tl.where(tile_kind == FULL, FORCED, 0)
             first = q_tile * c.TILE_Q
             if ((q_tile + 1) * c.TILE_Q <= q_len) & ((kv_tile + 1) * c.TILE_KV <= kv_len):
                 g, x, q_idx, kv_idx = dscore(
@@ -230,7 +239,7 @@ def capture_gradient(
 
 @triton.jit
 def store_tile(acc, base, out_strides, q_tile, kv_tile, row_limit, column_limit, c, CONTIGUOUS: tl.constexpr):
-    """Writes a tile of a gradient that q and kv index."""
+    """Store a tile of a gradient that is indexed by q and kv."""
     rows = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)
     columns = kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)
     if CONTIGUOUS:

@@ -1,7 +1,13 @@
 # mypy: ignore-errors
-"""Few queries against many keys: the keys are split over programs, the heads of a group share tiles, partial results combine.
+"""Decode: split-KV attention of short queries. Several programs each process part of the keys; a second kernel combines their results.
 
 Dao et al., "Flash-Decoding for long-context inference" (2023).
+
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.triton.forward`; the query heads of a group share tiles (GQA)
+    r                             row of a tile: query r % Sq of the group's head r // Sq
+    partial                       [B, Hkv, splits, rows, DV_PAD] float32: unnormalised results
+    partial_max, partial_total    [B, Hkv, splits, rows] float32: row max and row sum
+    acc, l_i, m_i                 accumulator, row sum, row max of one program
 """
 
 from typing import Any, NamedTuple
@@ -26,19 +32,18 @@ from foci.backends.triton.tiles import (
 
 
 class Pages(NamedTuple):
-    """Where paged keys lie: integers `lengths` [B], bounded by `Size.columns`, and `table` [B, pages of a row] with encoded strides of its
-    rows and of what is in them. `SIZE`: tokens of a page, a `tl.constexpr`."""
+    """Page table of a paged KV cache."""
 
-    lengths: Any
-    table: Any
-    stride: int
-    step: int
-    SIZE: Any
+    lengths: Any  # integers [B], at most `Size.columns`
+    table: Any  # integers [B, pages of a row]
+    stride: int  # of the table's rows, encoded
+    step: int  # of its columns, encoded
+    SIZE: Any  # tokens of a page, a `tl.constexpr`
 
 
 @triton.jit
 def key_tile(source, strides, pages, b, h, first, length, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """TILE_KV rows of keys or values from the row `first` of batch entry b; zero beyond `length`, which without EDGE none is."""
+    """Load TILE_KV rows of keys or values from row `first` of batch entry b on; 0 beyond `length`. Without EDGE no row is beyond."""
     if pages is None:
         return load_streamed_tile(source, strides, b, h, b * 0, first, length, c, EDGE, c.TILE_KV, DIM, COLS)
     else:
@@ -52,7 +57,7 @@ def key_tile(source, strides, pages, b, h, first, length, c, EDGE: tl.constexpr,
 
 @triton.jit
 def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS: tl.constexpr):
-    """A tile that lies in one page."""
+    """Load a tile that is inside one page."""
     if c.DESCRIPTORS:
         tile = source.load([page, h, first, 0]).reshape(c.TILE_KV, COLS)
         return tl.where(tl.arange(0, c.TILE_KV)[:, None] < limit, tile, 0.0)
@@ -63,7 +68,7 @@ def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS
 
 @triton.jit
 def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.constexpr, COLS: tl.constexpr):
-    """A tile of several pages, or of a page and a piece: each row is looked up. `row` points to the page table's row."""
+    """Load a tile that crosses pages: each row is looked up. `row` points to the page table's row."""
     n = first + tl.arange(0, c.TILE_KV)
     page = tl.load(row + (n // pages.SIZE) * decode(pages.step), mask=n < length, other=0)
     at = page.to(tl.int64) * (decode(strides.b) * c.UNIT) + (n % pages.SIZE).to(tl.int64) * (decode(strides.s) * c.UNIT)
@@ -75,34 +80,38 @@ def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.con
 
 @triton.jit
 def accumulate_split(
-    state, queries, k, v, pages, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    state, queries, k, v, pages, row_ctx, run, params, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total and maximum. `given`: strides,
-    table, numbers, environment."""
-    acc, total, most = state
-    strides, table, numbers, env = given
-    b, h, kv_h, q_idx, q_len, kv_len, factor = at
+    """Accumulate tiles `run` = (row of the table, first, before, gap, low, high) into `state` = (acc, l_i, m_i). `params`: strides, table,
+    numbers, environment."""
+    acc, l_i, m_i = state
+    strides, table, numbers, env = params
+    b, h, kv_h, q_idx, q_len, kv_len, factor = row_ctx
     row, first, before, gap, low, high = run
     tile = nth_visited(table, row, low, first, before, gap, c)
     for i in tl.range(low, high, num_stages=c.STAGES):
         current = tile
-        here = tile_start(tile, c, c.TILE_KV)
+        kv_first = tile_start(tile, c, c.TILE_KV)
         tile = nth_visited(table, row, i + 1, first, before, gap, c)
-        keys = key_tile(k, strides.k, pages, b, kv_h, here, kv_len, c, EDGE, c.D, c.D_PAD)
+        # S = Q K^T
+        keys = key_tile(k, strides.k, pages, b, kv_h, kv_first, kv_len, c, EDGE, c.D, c.D_PAD)
         qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
-        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        # score function and mask
+        kv_idx = kv_first + tl.arange(0, c.TILE_KV)[None, :]
         x = tile_scores(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
-        higher = tl.maximum(most, tl.max(x, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        # online softmax
+        m_new = tl.maximum(m_i, tl.max(x, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2((x - shift[:, None]) * factor)
-        alpha = tl.exp2((most - shift) * factor)
-        total = total * alpha + tl.sum(p, 1)
+        alpha = tl.exp2((m_i - shift) * factor)
+        l_i = l_i * alpha + tl.sum(p, 1)
         if c.DROPOUT:
-            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
-        values = key_tile(v, strides.v, pages, b, kv_h, here, kv_len, c, EDGE, c.DV, c.DV_PAD)
+            p = tl.where(keep_tile(numbers, b, h, q_idx, kv_first, c.TILE_KV), p, 0.0)
+        # O = alpha O + P V
+        values = key_tile(v, strides.v, pages, b, kv_h, kv_first, kv_len, c, EDGE, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
-        most = higher
-    return acc, total, most
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit
@@ -125,17 +134,15 @@ def attention_decode(
     APART: tl.constexpr,
     pages=None,
 ):
-    """Unnormalised results of a tile of rows of one group of heads over one split of the keys; `pages` says where they lie, if not in one
-    piece. APART: tiles of keys that are attended to as a whole come in a loop of their own, which asks no mask.
+    """Unnormalised attention of one tile of rows of a group over one split of the keys. Shapes are in the legend above.
 
-    partial: float32 [B, Hkv, splits, size.tasks TILE_Q, DV_PAD]; partial_max (of scores as `tile_scores` gives them) and partial_total:
-    float32 [B, Hkv, splits, size.tasks TILE_Q]. Row r of a group is query r % Sq of its head r // Sq. Tiles of one split, which read the
+    pages: None, or the page table. APART: full tiles have a loop of their own, without a mask. Tiles of rows of one split, which read the
     same keys, run together.
     """
     pid = tl.program_id(0)
-    part_of = pid // decode(size.tasks)
-    split = part_of % decode(splits)
-    bh = part_of // decode(splits)
+    program = pid // decode(size.tasks)
+    split = program % decode(splits)
+    bh = program // decode(splits)
     kv_heads = decode(size.heads) // decode(size.group)
     b = bh // kv_heads
     kv_h = bh - b * kv_heads
@@ -159,39 +166,39 @@ def attention_decode(
     factor = LOG2E
     if c.PLAIN:
         factor = numbers.scale * LOG2E
-    # one table for all queries of the group
-    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
+    # one row of the table serves all queries of the group
+    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
     count = full + part
-    share = tl.cdiv(count, decode(splits))
-    low = tl.minimum(split * share, count)
-    high = tl.minimum(low + share, count)
+    tiles_each = tl.cdiv(count, decode(splits))
+    low = tl.minimum(split * tiles_each, count)
+    high = tl.minimum(low + tiles_each, count)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
-    total = tl.zeros([c.TILE_Q], tl.float32)
-    most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
-    state = (acc, total, most)
+    l_i = tl.zeros([c.TILE_Q], tl.float32)
+    m_i = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    state = (acc, l_i, m_i)
     at = (b, h, kv_h, q_idx, q_len, kv_len, factor)
-    given = (strides, table, numbers, env)
+    params = (strides, table, numbers, env)
     MASKED: tl.constexpr = c.MODE != "all"
     if APART:
-        run = (line, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
-        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, False, False)
-        run = (line, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
-        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
+        run = (table_row, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
+        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, False, False)
+        run = (table_row, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
+        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, MASKED, True)
     else:
-        run = (line, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
-        state = accumulate_split(state, queries, k, v, pages, at, run, given, c, score, mask, MASKED, True)
-    acc, total, most = state
+        run = (table_row, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
+        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, MASKED, True)
+    acc, l_i, m_i = state
     out = pid.to(tl.int64) * c.TILE_Q
     tl.store(partial + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
-    tl.store(partial_max + out + lane, most)
-    tl.store(partial_total + out + lane, total)
+    tl.store(partial_max + out + lane, m_i)
+    tl.store(partial_total + out + lane, l_i)
 
 
 @triton.jit
 def combine_splits(
     partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Puts COLUMNS columns of the splits of one row together, in order."""
+    """Combine COLUMNS columns of one row's splits, in order: rescale each to the common row max, add, normalize."""
     pid = tl.program_id(0)
     q_len = decode(size.rows)
     heads = decode(size.heads)
@@ -207,23 +214,23 @@ def combine_splits(
     if c.PLAIN:
         factor = numbers.scale * LOG2E
     acc = tl.zeros([COLUMNS], tl.float32)
-    total = 0.0
-    most = float("-inf")
+    l_i = 0.0
+    m_i = float("-inf")
     for start in range(0, decode(splits), CHUNK):
         s = start + tl.arange(0, CHUNK)
-        here = (base + s) * (decode(size.tasks) * c.TILE_Q) + row
-        m = tl.load(partial_max + here, mask=s < decode(splits), other=float("-inf"))
-        t = tl.load(partial_total + here, mask=s < decode(splits), other=0.0)
-        higher = tl.maximum(most, tl.max(m, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        # differences first: the product of a large score is rounded
-        alpha = tl.exp2((most - shift) * factor)
+        slot = (base + s) * (decode(size.tasks) * c.TILE_Q) + row
+        m = tl.load(partial_max + slot, mask=s < decode(splits), other=float("-inf"))
+        t = tl.load(partial_total + slot, mask=s < decode(splits), other=0.0)
+        m_new = tl.maximum(m_i, tl.max(m, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        # subtract before scaling: the product of a large score with the factor would be rounded
+        alpha = tl.exp2((m_i - shift) * factor)
         weight = tl.exp2((m - shift) * factor)
-        rows = tl.load(partial + here[:, None] * c.DV_PAD + d[None, :], mask=(s < decode(splits))[:, None], other=0.0)
+        rows = tl.load(partial + slot[:, None] * c.DV_PAD + d[None, :], mask=(s < decode(splits))[:, None], other=0.0)
         acc = acc * alpha + tl.sum(rows * weight[:, None], 0)
-        total = total * alpha + tl.sum(t * weight, 0)
-        most = higher
-    weight = tl.where(total == 0.0, 0.0, 1.0 / total)
+        l_i = l_i * alpha + tl.sum(t * weight, 0)
+        m_i = m_new
+    weight = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
     if c.DROPOUT:
         weight = weight * numbers.keep_factor
     pointer = rows_pointer(out, strides.out, b, h, query, c)
@@ -232,7 +239,7 @@ def combine_splits(
     if tl.program_id(1) != 0:
         return
     at = bh.to(tl.int64) * q_len + query
-    natural = most * (factor * LN2)
-    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)))
+    row_max_nat = m_i * (factor * LN2)
+    tl.store(lse + at, tl.where(l_i == 0.0, float("-inf"), row_max_nat + tl.log(l_i)))
     if row_max is not None:
-        tl.store(row_max + at, tl.where(total == 0.0, float("-inf"), natural))
+        tl.store(row_max + at, tl.where(l_i == 0.0, float("-inf"), row_max_nat))

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Gradients that flow into the weights themselves: of their column sums, and of the weights where they were returned.
+"""Gradients that flow into the weights themselves: of their column sums, and of returned weights.
 
-With g the sum of both, the gradient of a score gains p (g - sum_j p g): g joins dp before delta is taken off.
+With g the sum of both, the gradient of a score gains p * (g - sum_j p g): g is added to dp before delta is subtracted.
 """
 
 import triton
@@ -14,7 +14,7 @@ __all__ = ["with_flow"]
 
 @triton.jit
 def with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len):
-    """dp of a tile, with what flows into its weights: see `kernel_args.Numbers`."""
+    """Add to dp of a tile the gradients of its weights, see `kernel_args.Numbers`."""
     if (numbers.flow_columns is not None) or (numbers.flow_weights is not None):
         heads, rows, keys = numbers.flow_counts
         line = (memory_b * decode(heads) + h).to(tl.int64)

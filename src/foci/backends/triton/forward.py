@@ -1,8 +1,18 @@
 # mypy: ignore-errors
 """Forward: one program per tile of queries, online softmax over the tiles of keys it visits.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023). Exponentials
-are in base 2. Tiles that the mask leaves whole take no mask work at all.
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
+
+    B, Hq, Hkv, Sq, Skv, D, Dv    batch entries, heads, queries, keys, head dims
+    q, out                        [B, Hq, Sq, D], [B, Hq, Sq, Dv]
+    k, v                          [B, Hkv, Skv, D], [B, Hkv, Skv, Dv], or tensor descriptors of them
+    lse, row_max                  [B, Hq, Sq] float32, contiguous; row_max may be None
+    qk, x, p                      [TILE_Q, TILE_KV]: products, scores, weights of a tile
+    acc, l_i, m_i                 [TILE_Q, Dv], [TILE_Q], [TILE_Q]: accumulator, row sum, row max
+    c                             `foci.backends.triton.kernel_args.Config`
+
+Packed sequences have B = 1 in memory and find their first row and length in `spans`. Exponentials are in base 2. Tiles that the mask keeps
+entirely skip all mask work.
 """
 
 import triton
@@ -30,14 +40,14 @@ from foci.backends.triton.tiles import (
 )
 
 HUGE = tl.constexpr(float(1 << 30))
-"""Scores in base 2 from which on a product with LOG2E, rounded, is off by more than an exponent may be: a power of two takes
-the factor's place, whose products are exact. Keys whose scores differ at all are then too far apart to share weight."""
+"""Scores in base 2 from which on the rounding error of a product with LOG2E exceeds what an exponent may be off by. There a power of two
+takes the factor's place, which makes products exact; keys whose scores differ at all are then too far apart to share weight."""
 
 
 @triton.jit
-def tile_scores(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """Scores of a tile, -inf where masked. When the score is plain they lack the factor `scale`."""
-    b, h, q_idx, kv_idx, q_len, kv_len, tile = where
+def tile_scores(qk, position, numbers, env, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """Apply score function and mask to a tile of products. Without a score function the result lacks the factor `scale`."""
+    b, h, q_idx, kv_idx, q_len, kv_len, tile = position
     x = qk
     column = kv_idx
     if EDGE:
@@ -58,47 +68,55 @@ def tile_scores(qk, where, numbers, env, c, score: tl.constexpr, mask: tl.conste
 
 
 @triton.jit
-def accumulate_tiles(state, q, k, v, at, run, given, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """Folds tiles `run` = (row, first, before, gap, low, high) into the `state`: accumulator, weight total, maximum, and the maximum in
-    base 2, which accumulator and total are relative to. `given`: strides, table, numbers, environment."""
-    acc, total, most, base = state
-    strides, table, numbers, env = given
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, line = at
+def accumulate_tiles(
+    state, q, k, v, row_ctx, run, params, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Accumulate tiles `run` = (row of the table, first, before, gap, low, high) into `state` = (acc, l_i, m_i, m_base2). m_base2 is m_i in
+    base 2; acc and l_i are relative to it. `params`: strides, table, numbers, environment."""
+    acc, l_i, m_i, m_base2 = state
+    strides, table, numbers, env = params
+    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, q_first, affine = row_ctx
     row, first, before, gap, low, high = run
     tile = nth_visited(table, row, low, first, before, gap, c)
-    # what the mask of a list reads is loaded ahead as well, and has the room of a tile, or a second program would lack a few bytes
+    # with lists the mask's loads are pipelined too and take shared memory: two stages, or a second program would not fit on the SM
     STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
     for i in tl.range(low, high, num_stages=STAGES):
         current = tile
-        here = tile_start(tile, c, c.TILE_KV)
+        kv_first = tile_start(tile, c, c.TILE_KV)
         tile = nth_visited(table, row, i + 1, first, before, gap, c)
-        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-        qk = product(q, keys, here - q_first, line, c)
-        kv_idx = here + tl.arange(0, c.TILE_KV)[None, :]
+        # S = Q K^T
+        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = product(q, keys, kv_first - q_first, affine, c)
+        # score function and mask
+        kv_idx = kv_first + tl.arange(0, c.TILE_KV)[None, :]
         x = tile_scores(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
-        higher = tl.maximum(most, tl.max(x, 1))
-        steep = tl.where(tl.abs(higher) * factor < HUGE, factor, round_factor)
-        relative = higher * steep
-        shift = tl.where(higher == float("-inf"), 0.0, relative)
-        p = tl.exp2(x * steep[:, None] - shift[:, None])
-        alpha = tl.exp2(base - shift)
-        total = total * alpha + tl.sum(p, 1)
+        # online softmax
+        m_new = tl.maximum(m_i, tl.max(x, 1))
+        exp_scale = tl.where(tl.abs(m_new) * factor < HUGE, factor, round_factor)
+        m_scaled = m_new * exp_scale
+        # a row without keys yet has m_new = -inf; -inf - -inf would be NaN
+        shift = tl.where(m_new == float("-inf"), 0.0, m_scaled)
+        p = tl.exp2(x * exp_scale[:, None] - shift[:, None])
+        alpha = tl.exp2(m_base2 - shift)
+        l_i = l_i * alpha + tl.sum(p, 1)
         if c.DROPOUT:
-            p = tl.where(keep_tile(numbers, b, h, q_idx, here, c.TILE_KV), p, 0.0)
+            p = tl.where(keep_tile(numbers, b, h, q_idx, kv_first, c.TILE_KV), p, 0.0)
+        # O = alpha O + P V
         acc = acc * alpha[:, None]
-        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, here, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
-        most = higher
-        base = relative
-    return acc, total, most, base
+        m_i = m_new
+        m_base2 = m_scaled
+    return acc, l_i, m_i, m_base2
 
 
 @triton.jit
 def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, numbers, env, c, score: tl.constexpr, mask: tl.constexpr):
-    """Attention of one tile of queries. Shapes as in `foci.problem.Operands` and `Results`."""
+    """Attention of one tile of queries. Shapes are in the legend above."""
     b, memory_b, h, task, tile = find_task(size, spans, c, True)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
+        # spare task: the first one of a head fills rows that belong to no sequence
         if tile == 0:
             clear_gaps(out, strides.out, spans.q_start, spans.q_length, spans, memory_b, h, decode(size.rows), c, 16, c.DV, c.DV_PAD)
             head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows)
@@ -119,53 +137,53 @@ def attention_forward(q, k, v, out, lse, row_max, strides, size, spans, table, n
     if c.PLAIN:
         factor = numbers.scale * LOG2E
         round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    from_first = (0.0, 0.0)
-    leaning = tl.zeros([c.TILE_Q], tl.float32)
+    affine = (0.0, 0.0)
+    row_bias = tl.zeros([c.TILE_Q], tl.float32)
     if c.AFFINE:
-        # from its first query's line: what a row has more is the same for all keys, so that weights do not know it
-        start, rise, across = affine_line(b, h, first, q_len, kv_len, numbers, env, score)
-        from_first = (start, rise)
-        leaning = tl.arange(0, c.TILE_Q).to(tl.float32) * across
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, first, from_first)
+        # scores relative to the tile's first query: the rest, `row_bias`, is constant over a row, so it cancels in the weights
+        start, kv_slope, q_slope = affine_line(b, h, first, q_len, kv_len, numbers, env, score)
+        affine = (start, kv_slope)
+        row_bias = tl.arange(0, c.TILE_Q).to(tl.float32) * q_slope
+    row_ctx = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, factor, round_factor, first, affine)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
-    total = tl.zeros([c.TILE_Q], tl.float32)
-    most = tl.full([c.TILE_Q], float("-inf"), tl.float32)
-    state = (acc, total, most, most)
-    given = (strides, table, numbers, env)
-    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
+    l_i = tl.zeros([c.TILE_Q], tl.float32)
+    m_i = tl.full([c.TILE_Q], float("-inf"), tl.float32)
+    state = (acc, l_i, m_i, m_i)
+    params = (strides, table, numbers, env)
+    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    run = (line, full_first, full, full * 0, full * 0, full)
-    state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, False, False)
-    whole = part
+    # full tiles, then partial ones; with SPLIT_EDGE the tile that overhangs the keys has a loop of its own at the end
+    run = (table_row, full_first, full, full * 0, full * 0, full)
+    state = accumulate_tiles(state, queries, k, v, row_ctx, run, params, c, score, mask, False, False)
+    part_inside = part
     if not EDGE:
-        last = nth_visited(table, line, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        whole = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
-    run = (line, part_first, before, gap, whole * 0, whole)
-    state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, MASKED, EDGE)
+        last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
+        part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+    run = (table_row, part_first, before, gap, part_inside * 0, part_inside)
+    state = accumulate_tiles(state, queries, k, v, row_ctx, run, params, c, score, mask, MASKED, EDGE)
     if not EDGE:
-        run = (line, part_first, before, gap, whole, part)
-        state = accumulate_tiles(state, queries, k, v, at, run, given, c, score, mask, True, True)
-    store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c)
+        run = (table_row, part_first, before, gap, part_inside, part)
+        state = accumulate_tiles(state, queries, k, v, row_ctx, run, params, c, score, mask, True, True)
+    store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, row_bias, c)
 
 
 @triton.jit
-def store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, leaning, c):
-    """Writes a finished tile: out, natural logsumexp and largest score, which lack what all scores of a row lean by; a row without keys is
-    zeros and -inf."""
-    acc, total, most, base = state
-    weight = tl.where(total == 0.0, 0.0, 1.0 / total)
+def store_rows(state, out, lse, row_max, strides, size, memory_b, h, rows, q_start, q_len, numbers, factor, row_bias, c):
+    """Normalize and store a tile: out, natural lse and row max, both with `row_bias` added back. A row without keys gets 0 and -inf."""
+    acc, l_i, m_i, m_base2 = state
+    inv_sum = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
     if c.DROPOUT:
-        weight = weight * numbers.keep_factor
-    acc = acc * weight[:, None]
+        inv_sum = inv_sum * numbers.keep_factor
+    acc = acc * inv_sum[:, None]
     inside = rows < q_len
     pointer = rows_pointer(out, strides.out, memory_b, h, q_start + tl.min(rows, 0), c)
     offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
     head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
-    natural = tl.where(tl.abs(most) * factor < HUGE, base * LN2, most * (factor * LN2))
+    row_max_nat = tl.where(tl.abs(m_i) * factor < HUGE, m_base2 * LN2, m_i * (factor * LN2))
     if c.AFFINE:
-        natural += leaning
-    tl.store(lse + head + rows, tl.where(total == 0.0, float("-inf"), natural + tl.log(total)), mask=inside)
+        row_max_nat += row_bias
+    tl.store(lse + head + rows, tl.where(l_i == 0.0, float("-inf"), row_max_nat + tl.log(l_i)), mask=inside)
     if row_max is not None:
-        tl.store(row_max + head + rows, tl.where(total == 0.0, float("-inf"), natural), mask=inside)
+        tl.store(row_max + head + rows, tl.where(l_i == 0.0, float("-inf"), row_max_nat), mask=inside)

@@ -1,8 +1,8 @@
-"""What kernels receive: named tuples that hosts fill and kernels read, and integers that never specialise a kernel.
+"""Kernel arguments: named tuples that the host fills and kernels read, and integers encoded so that they never specialise a kernel.
 
-Triton compiles a kernel anew when an integer argument becomes 1 or a multiple of 16. Integers travel as 4 v + 3, which
-is neither for any v, and `tiles.decode` undoes it, so that new lengths and values meet the same kernel. Alignment is
-said by `Config.UNIT` instead: strides travel in units of so many elements.
+Triton compiles a kernel again when an integer argument becomes 1 or a multiple of 16. So integers are passed as 4 v + 3, which is neither
+for any v; `tiles.decode` inverts it. New lengths and values then reuse the same kernel. `Config.UNIT` carries alignment instead: strides
+are passed in units of that many elements.
 """
 
 from __future__ import annotations
@@ -31,45 +31,33 @@ __all__ = [
 
 
 class Config(NamedTuple):
-    """What a kernel is compiled for; each field a `tl.constexpr`.
+    """Compile-time configuration; each field is a `tl.constexpr`."""
 
-    TILE_Q, TILE_KV: rows and keys of a tile. D, DV: head dims; D_PAD, DV_PAD: the same, padded to a power of two. STAGES: loads in
-    flight. TURNED: the kernel of dk and dv holds scores as rows of queries, as the others do: fewer registers, but products read them
-    from shared memory. MODE: which tiles are visited: "all", "ranges" or "lists" (see `tile_table_kernels`). JAGGED: packed
-    sequences. DESCRIPTORS: tiles that stream by are loaded through tensor descriptors. UNIT: 8 when every tensor has a contiguous last
-    dimension and otherwise strides that are multiples of 8, else 1. WIDE: 64-bit offsets within a tile. PLAIN: the kernel asks no score
-    function: scores are products, or products on a line. AFFINE: they are the latter, and the function `line` takes the score function's
-    place (see `foci.backends.triton.functions`). NEGATIVE: the scale is below zero. SPLIT_EDGE: the tile that overhangs the keys is
-    visited apart. DROPOUT: weights are dropped. BLOCKS: the caller gave classes of blocks, and a tile marked FORCED is attended to
-    whatever the mask says. BOUNDED: the mask is by a query's first and last key, and holds for none beyond the last (see
-    `foci.backends.mask_intervals`). PRECISION: of float32 products.
-    """
-
-    TILE_Q: Any
-    TILE_KV: Any
-    D: Any
-    D_PAD: Any
-    DV: Any
+    TILE_Q: Any  # rows of a tile
+    TILE_KV: Any  # keys of a tile
+    D: Any  # head dim of q and k
+    D_PAD: Any  # D padded to a power of two
+    DV: Any  # head dim of v
     DV_PAD: Any
-    STAGES: Any
-    TURNED: Any
-    MODE: Any
-    JAGGED: Any
-    DESCRIPTORS: Any
-    UNIT: Any
-    WIDE: Any
-    PLAIN: Any
-    AFFINE: Any
-    NEGATIVE: Any
-    SPLIT_EDGE: Any
+    STAGES: Any  # loads in flight
+    TURNED: Any  # the kernel of dk and dv holds S, not S^T, as the others do: fewer registers, but its products read S from shared memory
+    MODE: Any  # visited tiles: "all", "ranges" or "lists" (see `tile_table_kernels`)
+    JAGGED: Any  # packed sequences
+    DESCRIPTORS: Any  # streamed tiles are loaded through tensor descriptors
+    UNIT: Any  # 8 if every tensor has a contiguous last dimension and other strides that are multiples of 8, else 1
+    WIDE: Any  # 64-bit offsets within a tile
+    PLAIN: Any  # no score function is called: scores are products, or affine
+    AFFINE: Any  # scores are affine; the function `line` takes the score function's place (`foci.backends.triton.functions`)
+    NEGATIVE: Any  # the scale is negative
+    SPLIT_EDGE: Any  # the tile that overhangs the keys has a loop of its own
     DROPOUT: Any
-    BLOCKS: Any
-    BOUNDED: Any
-    PRECISION: Any
+    BLOCKS: Any  # the caller gave a block mask; a tile marked FORCED is attended to whatever the mask function says
+    BOUNDED: Any  # the mask compares with a query's first and last key, and keeps none past the end (`foci.backends.mask_intervals`)
+    PRECISION: Any  # of float32 products
 
 
 class Strides(NamedTuple):
-    """Strides of [B, H, S, D], encoded; in units of `Config.UNIT` but for the last."""
+    """Encoded strides of [B, H, S, D], in units of `Config.UNIT` except the last."""
 
     b: int
     h: int
@@ -78,32 +66,31 @@ class Strides(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Encoded counts. `heads` are those a program may have; `group` query heads share a kv head; `rows` and `columns` are
-    the queries and keys of a whole head: Sq and Skv, or the packed tokens."""
+    """Encoded sizes."""
 
     batch: int
-    heads: int
-    group: int
-    tasks: int
-    rows: int
-    columns: int
+    heads: int  # heads that programs are launched for
+    group: int  # query heads per kv head
+    tasks: int  # tasks of a head
+    rows: int  # queries of a head: Sq, or all packed tokens
+    columns: int  # keys of a head: Skv, or all packed tokens
 
 
 class Spans(NamedTuple):
-    """Jagged only: where each task and each sequence lies. `tasks` is int32 [n, 8], see `tile_table_kernels.assign_tasks`; `sequences` is
-    their encoded number, `together` whether programs take all heads of a task at a time, encoded."""
+    """Task records, starts and lengths of packed sequences."""
 
-    tasks: Tensor | None
+    tasks: Tensor | None  # int32 [n, 8], see `tile_table_kernels.assign_tasks`
     q_start: Tensor | None
     q_length: Tensor | None
     kv_start: Tensor | None
     kv_length: Tensor | None
-    sequences: int
-    together: int
+    sequences: int  # their number, encoded
+    together: int  # encoded: whether the heads of a task run together
 
 
 class Table(NamedTuple):
-    """Which tiles a task visits: `counts` int32 [rows, 4] and `lists` int32 [rows, width]; strides select the row."""
+    """Tiles that each task visits: `counts` int32 [rows, 4] and `lists` int32 [rows, width]. Strides select the row; integers are
+    encoded."""
 
     counts: Tensor | None
     lists: Tensor | None
@@ -113,7 +100,8 @@ class Table(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What score and mask functions read besides coordinates. `sizes` and `strides` are encoded, flat over captures."""
+    """What score and mask functions read besides coordinates: captured scalars and tensors. Sizes and strides are encoded, flat over
+    captures."""
 
     ints: tuple[int, ...]
     floats: tuple[float, ...]
@@ -123,47 +111,42 @@ class Environment(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scale (its absolute value), dropout's threshold and factor, the seed, and what flows into the weights in a backward pass.
+    """Scale, dropout, and gradients of the weights in a backward pass."""
 
-    `flow_columns`: gradient of the column sums, float32 [B, Hq, Skv], or [1, Hq, Tkv] jagged, with `flow_start` the first key
-    of each sequence. `flow_weights`: of the weights, float32 [B, Hq, Sq, Skv]. Contiguous, or None. `flow_counts`: Hq, Sq, and
-    Skv or Tkv, encoded; empty where nothing flows.
-    """
-
-    scale: float
-    threshold: int
-    keep_factor: float
+    scale: float  # absolute value
+    threshold: int  # of dropout, by `encode_word`: smaller random words drop
+    keep_factor: float  # dropout's factor of kept weights
     seed: Tensor | None
-    flow_columns: Tensor | None = None
-    flow_weights: Tensor | None = None
-    flow_start: Tensor | None = None
-    flow_counts: tuple[int, ...] = ()
+    flow_columns: Tensor | None = None  # gradient of the column sums, float32, contiguous [B, Hq, Skv], or packed [1, Hq, Tkv]
+    flow_weights: Tensor | None = None  # gradient of the weights, float32, contiguous [B, Hq, Sq, Skv]
+    flow_start: Tensor | None = None  # packed: first key of each sequence
+    flow_counts: tuple[int, ...] = ()  # (Hq, Sq, Skv or Tkv), encoded; empty without such gradients
 
 
 def encode(value: int) -> int:
-    """4 v + 3: never 1, never a multiple of 16."""
+    """Encode an integer as 4 v + 3, which is never 1 and never a multiple of 16."""
     return 4 * value + 3
 
 
 def encode_word(value: int) -> int:
-    """A 32-bit word as an odd integer that always takes 64 bits."""
+    """Encode a 32-bit word as an odd integer that always takes 64 bits."""
     return (1 << 40) + (value << 5) + 1
 
 
 def encode_strides(strides: tuple[int, int, int, int], unit: int) -> Strides:
-    """Strides of a [B, H, S, D] tensor as `Strides` holds them."""
+    """Encode the strides of a [B, H, S, D] tensor."""
     b, h, s, d = strides
     return Strides(4 * (b // unit) + 3, 4 * (h // unit) + 3, 4 * (s // unit) + 3, 4 * d + 3)
 
 
 def is_countable_by_eights(strides: Iterable[int]) -> bool:
-    """Whether kernels may be told strides in units of 8 elements: from 2^31 elements on the number of units fits into 32 bits, in which it
-    is multiplied by 8 again, and the product does not; from 2^32 on the number is one of 64 bits."""
+    """Whether strides can be passed in units of 8 elements. Between 2^31 and 2^32 elements the number of units fits into 32 bits, but its
+    product with 8, computed in 32 bits, does not; from 2^32 on the number of units takes 64 bits."""
     return not any(2**31 <= stride < 2**32 for stride in strides)
 
 
 @functools.lru_cache(maxsize=256)
 def table_config(tile_q: int, tile_kv: int, *, is_packed: bool, mode: str = "all", is_forced: bool = False) -> Config:
-    """What the kernels that find tiles are compiled for: little, so that the kernels of many problems share them."""
+    """Configuration of the kernels that build tile tables: few fields, so that many problems share the kernels."""
     named = {"TILE_Q": tile_q, "TILE_KV": tile_kv, "MODE": mode, "JAGGED": is_packed, "BLOCKS": is_forced}
     return Config(*(tl.constexpr(named.get(name, 0)) for name in Config._fields))

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What a transformer layer computes between its products: norms of sums, derivatives, and sums of columns.
+"""Row-wise kernels of a transformer layer: layer norm of a sum and its gradient, and column sums with activation derivatives.
 
-Tensors are [rows, WIDTH], contiguous, and compute in float32; what is stored is rounded where torch's single operations round. Sums over
-rows come in two steps: each program leaves its own in float32, and `finish_sums` adds them in one order, whichever ended first.
+Tensors are [rows, WIDTH], contiguous. Arithmetic is float32; stored values are rounded where torch's single operations round. Sums over
+rows take two steps: each program stores its own in float32, and `finish_sums` adds them in a fixed order.
 """
 
 import triton
@@ -17,9 +17,9 @@ def norm_sum(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ADDS: tl.constexpr, KEEPS: tl.constexpr, LEARNS: tl.constexpr, SCALES: tl.constexpr, SHIFTS: tl.constexpr,
 ):  # fmt: skip
-    """out = the layer norm of x + y, with ADDS, else of x; with KEEPS the sum is written over x; `out` may be x.
+    """out = layer_norm(x + y) with ADDS, else layer_norm(x). KEEPS: also store the sum to x. `out` may be x.
 
-    With LEARNS mean and reciprocal spread go to stats [2, 2, rows], float32, of which `which` is the norm's.
+    LEARNS: store mean and reciprocal standard deviation to stats [2, 2, rows] float32, at norm `which`.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -33,18 +33,18 @@ def norm_sum(
             tl.store(x + at, rounded, mask=inside)
         total = rounded.to(tl.float32)
     mean = tl.sum(total, 1) / WIDTH
-    apart = tl.where(inside, total - mean[:, None], 0.0)
-    spread = tl.rsqrt(tl.sum(apart * apart, 1) / WIDTH + eps)
+    centered = tl.where(inside, total - mean[:, None], 0.0)
+    spread = tl.rsqrt(tl.sum(centered * centered, 1) / WIDTH + eps)
     if LEARNS:
-        place = stats + which * 2 * rows + row
-        tl.store(place, mean, mask=row < rows)
-        tl.store(place + rows, spread, mask=row < rows)
-    found = apart * spread[:, None]
+        pointer = stats + which * 2 * rows + row
+        tl.store(pointer, mean, mask=row < rows)
+        tl.store(pointer + rows, spread, mask=row < rows)
+    result = centered * spread[:, None]
     if SCALES:
-        found *= tl.load(scale + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        result *= tl.load(scale + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if SHIFTS:
-        found += tl.load(shift + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)
+        result += tl.load(shift + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "which", "line", "first"])
@@ -52,10 +52,11 @@ def norm_gradient(
     dy, x, scale, stats, added, dx, sums, rows, which, line, first,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """dx of a layer norm of x, rounded; with ADDS `added` is added and the sum rounded. dx may be dy.
+    """dx of a layer norm of x, rounded. ADDS: add `added` and round the sum. dx may be dy.
 
-    With SUMS program n leaves its sums in row n of `sums`, [programs, line slots], from slot `first` on: of dy times what the norm scales,
-    of dy and, with SUMS == 3, of dx as it is stored.
+    SUMS: program n stores column sums to row n of `sums`, [programs, line slots], from slot `first` on: of dy * normalized x, of dy and,
+        with
+    SUMS == 3, of dx as stored. A slot is 128 columns.
     """
     column = tl.arange(0, BLOCK)
     within = (column < WIDTH)[None, :]
@@ -72,29 +73,29 @@ def norm_gradient(
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if ADDS:
             more = tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
-        place = stats + which * 2 * rows + row
-        mean = tl.load(place, mask=row < rows, other=0.0)
-        spread = tl.load(place + rows, mask=row < rows, other=0.0)
+        pointer = stats + which * 2 * rows + row
+        mean = tl.load(pointer, mask=row < rows, other=0.0)
+        spread = tl.load(pointer + rows, mask=row < rows, other=0.0)
         h = tl.where(inside, (v - mean[:, None]) * spread[:, None], 0.0)
         w = d * factor if SCALES else d
         level = tl.sum(w, 1) / WIDTH
         along = tl.sum(w * h, 1) / WIDTH
-        found = ((w - level[:, None] - h * along[:, None]) * spread[:, None]).to(dx.dtype.element_ty)
+        result = ((w - level[:, None] - h * along[:, None]) * spread[:, None]).to(dx.dtype.element_ty)
         if ADDS:
-            found = (found.to(tl.float32) + more).to(dx.dtype.element_ty)
-        tl.store(dx + at, found, mask=inside)
+            result = (result.to(tl.float32) + more).to(dx.dtype.element_ty)
+        tl.store(dx + at, result, mask=inside)
         if SUMS:
             of_scale += d * h
             of_shift += d
         if SUMS == 3:
-            of_dx += tl.where(inside, found.to(tl.float32), 0.0)
+            of_dx += tl.where(inside, result.to(tl.float32), 0.0)
     if SUMS:
         slot: tl.constexpr = (WIDTH + 127) // 128 * 128
-        place = sums + tl.program_id(0) * (line * 128) + first * 128 + column
-        tl.store(place, tl.sum(of_scale, 0), mask=column < WIDTH)
-        tl.store(place + slot, tl.sum(of_shift, 0), mask=column < WIDTH)
+        pointer = sums + tl.program_id(0) * (line * 128) + first * 128 + column
+        tl.store(pointer, tl.sum(of_scale, 0), mask=column < WIDTH)
+        tl.store(pointer + slot, tl.sum(of_shift, 0), mask=column < WIDTH)
         if SUMS == 3:
-            tl.store(place + 2 * slot, tl.sum(of_dx, 0), mask=column < WIDTH)
+            tl.store(pointer + 2 * slot, tl.sum(of_dx, 0), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["start_at", "rows", "units", "blocks", "line", "first"])
@@ -102,10 +103,10 @@ def column_sums(
     dy, before, sums, start_at, rows, units, blocks, line, first,
     UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the columns of dy [rows, units * UNIT]; behind an activation, of what dy is replaced by: KIND 1 is relu, whose result is
-    `before`, KIND 2 gelu, whose argument it is.
+    """Sum the columns of dy [rows, units * UNIT]. KIND: first replace dy by its gradient before an activation: 1 is relu, whose result is
+    `before`; 2 is gelu, whose argument is `before`.
 
-    Programs are `blocks` of columns for each part of the rows; part n leaves its sums in row n of `sums`, [parts, line slots] from slot
+    Programs are `blocks` of columns for each part of the rows. Part n stores its sums to row n of `sums`, [parts, line slots] from slot
     `start_at` on, from slot `first` on.
     """
     part = tl.program_id(0) // blocks
@@ -125,18 +126,18 @@ def column_sums(
             v = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
             d *= 0.5 * (1.0 + tl.erf(v * 0.7071067811865476)) + v * (0.3989422804014327 * tl.exp(-0.5 * v * v))
         if KIND:
-            found = d.to(dy.dtype.element_ty)
-            tl.store(dy + at, found, mask=inside)
-            d = found.to(tl.float32)
+            result = d.to(dy.dtype.element_ty)
+            tl.store(dy + at, result, mask=inside)
+            d = result.to(tl.float32)
         total += tl.where(inside, d, 0.0)
-    place = sums + start_at * 128 + part * (line * 128) + first * 128 + column
-    tl.store(place, tl.sum(total, 0), mask=column < width)
+    pointer = sums + start_at * 128 + part * (line * 128) + first * 128 + column
+    tl.store(pointer, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["one", "one_rows", "start_at", "other", "other_rows"])
 def finish_sums(sums, out, one, one_rows, start_at, other, other_rows, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """out [(one + other) slots] = the sums of the columns of two arrays: [one_rows, one slots], and [other_rows, other slots] from slot
-    `start_at` on."""
+    """out [(one + other) slots] = column sums of two arrays: [one_rows, one slots], and [other_rows, other slots] from slot `start_at`
+    on."""
     column = tl.program_id(0) * BLOCK
     is_one = column < one * 128
     line = tl.where(is_one, one, other) * 128

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Which tiles each task visits, found on the device without synchronisation.
+"""Kernels that build tile tables on the device, without synchronisation: which tiles each task visits.
 
-A tile of the score matrix is EMPTY, PARTIAL or FULL (`foci.blocks`). Every task gets either a list of its tiles, full
-ones first, or, where the mask attends to an interval of keys for each query (and the reverse), four numbers: partial
-tiles run from p0 to p1 except the full ones from f0 to f1.
+A tile of the score matrix is EMPTY, PARTIAL or FULL (`foci.blocks`). MODE "lists": each task has a list of its tiles, full ones first, and
+their counts. MODE "ranges", if the mask keeps one interval of keys for each query and the reverse: four numbers (p0, f0, f1, p1); tiles
+from p0 to p1 are visited, of which f0 to f1 are full.
 """
 
 import triton
@@ -17,12 +17,12 @@ FULL = tl.constexpr(2)
 
 
 @triton.jit
-def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
-    """Class of each tile by evaluating the mask; `given` classes of larger blocks decide first, where there are any.
+def classify_tiles(classes, block_classes, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
+    """Classify each tile by evaluating the mask. Where `block_classes` of larger blocks are given, only their PARTIAL ones are evaluated.
 
-    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, tasks, width, b and h stride and width of `given`, tiles per given
-    block of queries and of keys), encoded. KEYS: tasks are tiles of queries and keys stream by; otherwise the reverse.
-    One program for each tile.
+    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, tasks, width, b and h stride and width of `block_classes`, tiles per
+        block of
+    queries and of keys), encoded. KEYS: tasks are tiles of queries and columns tiles of keys; else the reverse. One program per tile.
     """
     heads, tasks, width, given_b, given_h, given_width, per_q, per_kv = shape
     pid = tl.program_id(0).to(tl.int64)
@@ -39,16 +39,16 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
     q_tile = tile if KEYS else column
     kv_tile = column if KEYS else tile
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
-    known = PARTIAL + 0 * column
-    if given is not None:
+    tile_class = PARTIAL + 0 * column
+    if block_classes is not None:
         block = (q_tile // decode(per_q)) * decode(given_width) + kv_tile // decode(per_kv)
-        known = tl.load(given + b * decode(given_b) + h * decode(given_h) + block).to(tl.int32)
-    if known == PARTIAL:
-        # a few rows at a time: code of few instructions compiles sooner. Ranges are powers of two, a tile of 192 keys is not
+        tile_class = tl.load(block_classes + b * decode(given_b) + h * decode(given_h) + block).to(tl.int32)
+    if tile_class == PARTIAL:
+        # few rows at a time, so that little code is compiled. tl.arange needs powers of two, and a tile of 192 keys is none
         ROWS: tl.constexpr = 16
         KEYS_AT_ONCE: tl.constexpr = c.TILE_KV & -c.TILE_KV
         attended = tl.zeros([ROWS, KEYS_AT_ONCE], tl.int32)
-        there = tl.zeros([ROWS, KEYS_AT_ONCE], tl.int32)
+        existing = tl.zeros([ROWS, KEYS_AT_ONCE], tl.int32)
         for i in range(0, c.TILE_Q, ROWS):
             for j in range(0, c.TILE_KV, KEYS_AT_ONCE):
                 q_idx = q_tile * c.TILE_Q + i + tl.arange(0, ROWS)[:, None]
@@ -56,36 +56,36 @@ def classify_tiles(classes, given, size, spans, env, shape, c, mask: tl.constexp
                 inside = (q_idx < q_len) & (kv_idx < kv_len)
                 keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
                 attended += (inside & keep).to(tl.int32)
-                there += inside.to(tl.int32)
+                existing += inside.to(tl.int32)
         kept = tl.sum(tl.sum(attended, 1), 0)
-        known = tl.where(kept == 0, EMPTY, tl.where(kept == tl.sum(tl.sum(there, 1), 0), FULL, PARTIAL))
-    known = tl.where((q_tile * c.TILE_Q >= q_len) | (kv_tile * c.TILE_KV >= kv_len), EMPTY, known)
-    tl.store(classes + pid, known.to(tl.int8))
+        tile_class = tl.where(kept == 0, EMPTY, tl.where(kept == tl.sum(tl.sum(existing, 1), 0), FULL, PARTIAL))
+    tile_class = tl.where((q_tile * c.TILE_Q >= q_len) | (kv_tile * c.TILE_KV >= kv_len), EMPTY, tile_class)
+    tl.store(classes + pid, tile_class.to(tl.int8))
 
 
 @triton.jit
 def reduce_classes(row, at, width, lines, shape):
-    """(whether any, whether all) classes within tiles `at` of a task are other than EMPTY, and FULL; neither beyond the last."""
+    """(whether any class within tiles `at` of a task is not EMPTY, whether all are FULL); both false past the last tile."""
     step, stride, per_task, per_tile, columns = shape
-    some = at < 0
-    whole = (at >= 0) & (at < width)
+    any_kept = at < 0
+    all_full = (at >= 0) & (at < width)
     for i in range(0, tl.minimum(decode(per_task), lines)):
         for j in range(0, decode(per_tile)):
             column = at * decode(per_tile) + j
-            lies = row + i * decode(step) + column.to(tl.int64) * decode(stride)
-            known = tl.load(lies, mask=column < decode(columns), other=0).to(tl.int32)
-            some = some | (known != EMPTY)
-            whole = whole & ((known == FULL) | (column >= decode(columns)))
-    return some, whole
+            pointer = row + i * decode(step) + column.to(tl.int64) * decode(stride)
+            tile_class = tl.load(pointer, mask=column < decode(columns), other=0).to(tl.int32)
+            any_kept = any_kept | (tile_class != EMPTY)
+            all_full = all_full & ((tile_class == FULL) | (column >= decode(columns)))
+    return any_kept, all_full
 
 
 @triton.jit
 def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.constexpr):
-    """Lists and ranges of each task from the classes of what its tiles are made of. A tile that overhangs what streams by is never full.
+    """Build the list or range of each task from classes. A tile that overhangs the streamed side is never full.
 
-    `shape` is (heads, tiles of a task, width of a list, rows or keys of a tile that streams by, whether those are keys); `grid` says
-    where classes lie: (classes of a head, of the tasks' side of a head, step from one such to the next, stride along a task, how many
-    of each a task and a tile have, how many there are along a task), all encoded.
+    `shape` is (heads, tiles of a task, width of a list, rows or keys of a streamed tile, whether those are keys). `grid` says how classes
+    are laid out: (classes of a head, of the tasks' side of a head, step from one such to the next, stride along a task, how many of each a
+    task and a tile have, how many there are along a task). All encoded.
     """
     heads, width, list_width, tile, is_by_query = shape
     area, lines, step, stride, per_task, per_tile, columns = grid
@@ -110,11 +110,11 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
     full_last = 0
     for start in range(0, decode(width), CHUNK):
         at = start + tl.arange(0, CHUNK)
-        some, whole = reduce_classes(row, at, decode(width), left, inner)
-        is_full = whole & (at < complete)
+        any_kept, all_full = reduce_classes(row, at, decode(width), left, inner)
+        is_full = all_full & (at < complete)
         full += tl.sum(is_full.to(tl.int32), 0)
-        first = tl.minimum(first, tl.min(tl.where(some, at, 1 << 30), 0))
-        last = tl.maximum(last, tl.max(tl.where(some, at + 1, 0), 0))
+        first = tl.minimum(first, tl.min(tl.where(any_kept, at, 1 << 30), 0))
+        last = tl.maximum(last, tl.max(tl.where(any_kept, at + 1, 0), 0))
         full_first = tl.minimum(full_first, tl.min(tl.where(is_full, at, 1 << 30), 0))
         full_last = tl.maximum(full_last, tl.max(tl.where(is_full, at + 1, 0), 0))
     if c.MODE == "ranges":
@@ -129,12 +129,12 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
         parts = full
         for start in range(0, decode(width), CHUNK):
             at = start + tl.arange(0, CHUNK)
-            some, whole = reduce_classes(row, at, decode(width), left, inner)
-            is_full = (whole & (at < complete)).to(tl.int32)
-            is_part = tl.where(some, 1 - is_full, 0)
+            any_kept, all_full = reduce_classes(row, at, decode(width), left, inner)
+            is_full = (all_full & (at < complete)).to(tl.int32)
+            is_part = tl.where(any_kept, 1 - is_full, 0)
             entry = at
             if c.BLOCKS:
-                entry = at + tl.where(whole, FORCED, 0)
+                entry = at + tl.where(all_full, FORCED, 0)
             tl.store(out + fulls + tl.cumsum(is_full, 0) - 1, entry, mask=is_full == 1)
             tl.store(out + parts + tl.cumsum(is_part, 0) - 1, entry, mask=is_part == 1)
             fulls += tl.sum(is_full, 0)
@@ -145,14 +145,14 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
 
 
 @triton.jit
-def place_sequences(ends, given, starts, lengths, sequences, BLOCK: tl.constexpr):
-    """Where packed sequences begin and how long they are, int32: by cumulative lengths, and by lengths that were `given`, or None."""
+def place_sequences(ends, given_lengths, starts, lengths, sequences, BLOCK: tl.constexpr):
+    """Starts and lengths of packed sequences, int32, from cumulative lengths `ends`; lengths from `given_lengths` unless None."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < decode(sequences)
     start = tl.load(ends + i, mask=inside, other=0).to(tl.int32)
     length = start
-    if given is not None:
-        length = tl.load(given + i, mask=inside, other=0).to(tl.int32)
+    if given_lengths is not None:
+        length = tl.load(given_lengths + i, mask=inside, other=0).to(tl.int32)
     else:
         length = tl.load(ends + i + 1, mask=inside, other=0).to(tl.int32) - start
     tl.store(starts + i, start, mask=inside)
@@ -160,16 +160,16 @@ def place_sequences(ends, given, starts, lengths, sequences, BLOCK: tl.constexpr
 
 
 @triton.jit
-def count_before(counts, works, mine, is_earlier):
-    """How many tasks, so many of each work, come before some of `mine`: of more work, or of as much and earlier."""
-    ahead = (works[None, :] > mine[:, None]) | ((works[None, :] == mine[:, None]) & is_earlier)
+def count_before(counts, works, work, is_earlier):
+    """Number of tasks before each of `work`: those of more work, or of as much and earlier. `counts` tasks have each of `works`."""
+    ahead = (works[None, :] > work[:, None]) | ((works[None, :] == work[:, None]) & is_earlier)
     return tl.sum(tl.where(ahead, counts[None, :], 0), 1)
 
 
 @triton.jit
 def count_work(lengths, others, TILE: tl.constexpr, OTHER: tl.constexpr):
-    """(whole tiles of each sequence, the work of one, tiles of fewer rows, none or one, its work): rows are worked on 64 at a time, and to
-    go through `others`, OTHER at a time, costs as much as 64 rows do. Without OTHER all tiles are whole, and work is the length."""
+    """(full-height tiles of each sequence, work of one, shorter tiles: 0 or 1, its work). A tile takes as much work as its blocks of 64
+    rows, plus one, for each OTHER of `others`. OTHER = 0: all tiles count as full-height, and work is the length."""
     count = (lengths + TILE - 1) // TILE
     if OTHER == 0:
         return count, lengths, count * 0, count * 0
@@ -185,47 +185,47 @@ def assign_tasks(
     tasks, lengths, others, places, sequences, total,
     TILE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Tasks of a jagged call, those of most work first, see `count_work`: RECORD numbers each, of which the first six are sequence,
-    tile and `places`, where the sequence's queries begin, how many they are, and
-    its keys. The first and those left over are spare, (-1, n); the
-    first has tickets besides, zero.
+    """Sort the tasks of a packed call by work, most first (`count_work`), and write their records: (sequence, tile, q_start, q_len,
+    kv_start, kv_len, ...). The first record and those left over are spare, (-1, n); the first also holds the ticket counter, 0.
 
-    Each program places BLOCK sequences: a sequence's whole tiles come after all of more work, or of as much and earlier ones, and so does
-    its last one where that has fewer rows. The first program marks the spare tasks. What a wrong bound of lengths leaves no room for is
-    left out.
+    Each program places BLOCK sequences: a sequence's full-height tiles come after all tasks of more work, or of as much and earlier, and
+    so does its shorter tile. The first program marks the spare records. Tasks for which a wrong bound of lengths leaves no room are left
+    out.
     """
     n = decode(sequences)
     me = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(lengths + me, mask=me < n, other=0)
+    length = tl.load(lengths + me, mask=me < n, other=0)
     q_start, q_length, kv_start, kv_length = places
     q_first = tl.load(q_start + me, mask=me < n, other=0)
     q_count = tl.load(q_length + me, mask=me < n, other=0)
     kv_first = tl.load(kv_start + me, mask=me < n, other=0)
     kv_count = tl.load(kv_length + me, mask=me < n, other=0)
-    whole, work, short, less = count_work(mine, tl.load(others + me, mask=me < n, other=0), TILE, OTHER)
-    before = tl.zeros([BLOCK], tl.int32) + 1
-    late = before
+    full_tiles, work, short, short_work = count_work(length, tl.load(others + me, mask=me < n, other=0), TILE, OTHER)
+    full_at = tl.zeros([BLOCK], tl.int32) + 1
+    short_at = full_at
     used = 1
     for start in range(0, n, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        theirs = tl.load(lengths + other, mask=other < n, other=0)
-        whole_there, work_there, short_there, less_there = count_work(theirs, tl.load(others + other, mask=other < n, other=0), TILE, OTHER)
-        used += tl.sum(whole_there + short_there, 0)
+        other_length = tl.load(lengths + other, mask=other < n, other=0)
+        other_full, other_work, other_short, other_short_work = count_work(
+            other_length, tl.load(others + other, mask=other < n, other=0), TILE, OTHER
+        )
+        used += tl.sum(other_full + other_short, 0)
         is_earlier = other[None, :] < me[:, None]
-        before += count_before(whole_there, work_there, work, is_earlier)
+        full_at += count_before(other_full, other_work, work, is_earlier)
         if OTHER > 0:
-            before += count_before(short_there, less_there, work, is_earlier)
-            late += count_before(whole_there, work_there, less, other[None, :] <= me[:, None])
-            late += count_before(short_there, less_there, less, is_earlier)
-    most = tl.max(whole + short, 0)
+            full_at += count_before(other_short, other_short_work, work, is_earlier)
+            short_at += count_before(other_full, other_work, short_work, other[None, :] <= me[:, None])
+            short_at += count_before(other_short, other_short_work, short_work, is_earlier)
+    most = tl.max(full_tiles + short, 0)
     for i in range(0, most):
-        # the last tile first: under a causal mask it is the longest
-        is_short = i >= whole
-        at = tl.where(is_short, late, before + i)
+        # last tile first: under a causal mask it is the longest
+        is_short = i >= full_tiles
+        at = tl.where(is_short, short_at, full_at + i)
         record = tasks + RECORD * at
-        inside = (i < whole + short) & (at < decode(total))
+        inside = (i < full_tiles + short) & (at < decode(total))
         tl.store(record, me, mask=inside)
-        tl.store(record + 1, tl.where(is_short, whole, whole - 1 - i), mask=inside)
+        tl.store(record + 1, tl.where(is_short, full_tiles, full_tiles - 1 - i), mask=inside)
         tl.store(record + 2, q_first, mask=inside)
         tl.store(record + 3, q_count, mask=inside)
         tl.store(record + 4, kv_first, mask=inside)

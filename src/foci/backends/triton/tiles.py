@@ -1,5 +1,9 @@
 # mypy: ignore-errors
-"""What every kernel does with tiles: find its place, load rows, mask, drop."""
+"""Device functions that all kernels share: find a task, load tiles, dropout, packed sequences, visited tiles.
+
+A task is a tile of queries, or of keys, of a head; `tile` is its number within the sequence. "b" is the batch entry or sequence that mask
+and score functions see, "memory_b" the batch entry in memory, 0 for packed sequences.
+"""
 
 import triton
 import triton.language as tl
@@ -10,23 +14,22 @@ HEAD_GROUP = tl.constexpr(8)
 GRADIENT_GROUP = tl.constexpr(2)
 FORCED = tl.constexpr(1 << 30)
 FAR = tl.constexpr(1 << 30)
-"""Rows that the descriptor of packed sequences claims to have, see `tensor_descriptors.packed_dims`."""
+"""Rows that the descriptor of packed sequences declares, see `tensor_descriptors.packed_dims`."""
 RECORD = tl.constexpr(8)
-"""Numbers of a task of packed sequences, see `tile_table_kernels.assign_tasks`."""
+"""int32 numbers of a task record of packed sequences, see `tile_table_kernels.assign_tasks`."""
 TICKETS = tl.constexpr(2)
-"""Which of the first task's numbers counts those that programs have taken besides their first; zero between kernels."""
+"""Index of the ticket counter in the first record: tasks that persistent programs took besides their first. 0 between kernels."""
 
 
 @triton.jit
 def decode(x):
-    """Undoes `kernel_args.encode`."""
+    """Inverse of `kernel_args.encode`."""
     return x >> 2
 
 
 @triton.jit
 def nth_head_task(n, heads, tasks, TOGETHER: tl.constexpr):
-    """(head, task) of the n-th program, of so many heads of so many tasks each: heads in groups of TOGETHER, which share what the cache
-    holds, task by task."""
+    """(head, task) of the n-th program. Heads come in groups of TOGETHER, whose tasks alternate, so that their keys stay in L2."""
     group = n // (TOGETHER * tasks)
     within = n - group * TOGETHER * tasks
     members = tl.minimum(TOGETHER, heads - group * TOGETHER)
@@ -36,7 +39,8 @@ def nth_head_task(n, heads, tasks, TOGETHER: tl.constexpr):
 
 @triton.jit
 def nth_place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
-    """(batch entry, head, task) of the n-th program, see `nth_head_task`; the last tiles, longest under a causal mask, first."""
+    """(batch entry, head, task) of the n-th program, see `nth_head_task`. LONGEST_FIRST: last tiles first, the longest under a causal
+    mask."""
     tasks = decode(size.tasks)
     bh, task = nth_head_task(n, decode(size.batch) * decode(size.heads), tasks, TOGETHER)
     b = bh // decode(size.heads)
@@ -48,8 +52,8 @@ def nth_place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def nth_packed_place(n, size, spans, TOGETHER: tl.constexpr):
-    """(head, task) of the n-th program of a packed call. All heads go together where that is told, as whole rows of tokens come from
-    memory sooner than parts of many; else groups of TOGETHER."""
+    """(head, task) of the n-th program of a packed call. With `spans.together` all heads alternate, because whole rows of tokens load
+    faster than parts of many rows; else groups of TOGETHER."""
     heads = decode(size.heads)
     if decode(spans.together) > 0:
         task = n // heads
@@ -67,19 +71,19 @@ def find_task(size, spans, c, LONGEST_FIRST: tl.constexpr):
 
 @triton.jit
 def find_for_gradient(size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """`find_task` where a program streams twice as much, so that the cache holds fewer heads."""
+    """`find_task` for the backward: it streams twice as much, so L2 holds fewer heads."""
     return find_task_among(tl.program_id(0), size, spans, c, LONGEST_FIRST, GRADIENT_GROUP)
 
 
 @triton.jit
 def find_nth_task(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """(b that functions are told, batch entry in memory, head, task, tile) of the n-th program; b < 0 for the tile-th spare one."""
+    """(b, memory_b, head, task, tile) of the n-th program; b < 0 for the tile-th spare task."""
     return find_task_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
 
 
 @triton.jit
 def read_task_record(spans, b, task, c):
-    """(batch entry, tile) of a task: packed, those of its record, b < 0 for a spare one; dense, the entry that is given, and the task."""
+    """(batch entry, tile) of a task: from its record if packed, with b < 0 for a spare one; else (b, task)."""
     if c.JAGGED:
         return tl.load(spans.tasks + RECORD * task), tl.load(spans.tasks + RECORD * task + 1)
     else:
@@ -88,7 +92,7 @@ def read_task_record(spans, b, task, c):
 
 @triton.jit
 def find_task_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
-    """`find_nth_task` with so many heads at a time. Tasks of packed sequences are in their order already."""
+    """`find_nth_task` with TOGETHER heads alternating. Packed tasks are sorted already."""
     if c.JAGGED:
         h, task = nth_packed_place(n, size, spans, TOGETHER)
         b, tile = read_task_record(spans, h, task, c)
@@ -113,7 +117,7 @@ def tile_offsets(strides, c, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def row_offsets(rows, strides, c, COLS: tl.constexpr):
-    """Offsets of the first COLS elements of such rows."""
+    """Offsets of the first COLS elements of `rows`."""
     row = rows[:, None]
     col = tl.arange(0, COLS)[None, :]
     if c.WIDE:
@@ -127,7 +131,7 @@ def row_offsets(rows, strides, c, COLS: tl.constexpr):
 
 @triton.jit
 def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """A [ROWS, COLS] tile; zero beyond DIM columns, and beyond `limit` rows when CHECK."""
+    """Load a [ROWS, COLS] tile; 0 beyond DIM columns, and with CHECK beyond `limit` rows."""
     if CHECK:
         rows = tl.arange(0, ROWS)[:, None] < limit
         if DIM == COLS:
@@ -145,8 +149,8 @@ def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, 
 def load_streamed_tile(
     source, strides, b, h, start, first, length, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
 ):
-    """Rows first .. first + ROWS of a sequence that begins at row `start` and has `length` rows; zero beyond when EDGE, and always by
-    a descriptor, see `tensor_descriptors.packed_dims`."""
+    """Load rows first .. first + ROWS of the sequence that begins at row `start` and has `length` rows. Rows past its end are 0 with EDGE,
+    and always with a descriptor, see `tensor_descriptors.packed_dims`."""
     if c.DESCRIPTORS and c.JAGGED:
         return source.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
     elif c.DESCRIPTORS:
@@ -157,27 +161,28 @@ def load_streamed_tile(
 
 
 @triton.jit
-def affine_columns(start, rise, COUNT: tl.constexpr):
-    """A line at COUNT columns: from `start`, at columns 0, 2, 4 and 6, where the four lanes of a row begin, it rises by as much from one to
-    the next. Columns are constants to a thread, and cost it one operation each."""
+def affine_columns(start, slope, COUNT: tl.constexpr):
+    """start + slope * column at COUNT columns, `start` given at columns 0, 2, 4 and 6, where the four lanes of a row begin. A thread's
+    columns are constants relative to those, so each costs one operation."""
     column = 8 * tl.arange(0, COUNT // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
-    return tl.reshape(start[None, :, None] + column.to(tl.float32) * rise, [COUNT])
+    return tl.reshape(start[None, :, None] + column.to(tl.float32) * slope, [COUNT])
 
 
 @triton.jit
 def affine_line(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
-    """(a score's line from query and key `first` on, as `affine_columns` has it, and what it rises by from key to key, in units of the
-    product of query and key; what it rises by from query to query)."""
-    start, rise, across = line(b, h, first, first + 2 * tl.arange(0, 4), q_len, kv_len, env)
-    return start / numbers.scale, rise / numbers.scale, across
+    """Affine score function at query and key `first`: (start for `affine_columns`, slope per key, slope per query). The first two are
+    divided by the scale, so that they can be added to q k^T."""
+    start, kv_slope, q_slope = line(b, h, first, first + 2 * tl.arange(0, 4), q_len, kv_len, env)
+    return start / numbers.scale, kv_slope / numbers.scale, q_slope
 
 
 @triton.jit
-def product(q, keys, distance, line, c):
-    """q k^T of a tile of keys, on top of a line where there is one, of which the first key is so far away."""
+def product(q, keys, distance, affine, c):
+    """q k^T of a tile of keys. An affine score function is the initial accumulator; `distance`: the tile's first key from where it
+    starts."""
     if c.AFFINE:
-        start, rise = line
-        seed = affine_columns(start + distance.to(tl.float32) * rise, rise, c.TILE_KV)
+        start, slope = affine
+        seed = affine_columns(start + distance.to(tl.float32) * slope, slope, c.TILE_KV)
         return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
     else:
         return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
@@ -185,14 +190,14 @@ def product(q, keys, distance, line, c):
 
 @triton.jit
 def wide_product(a, factor: tl.constexpr):
-    """(upper word, lower word) of a product of words."""
+    """(upper word, lower word) of a 32 x 32-bit product."""
     product = a.to(tl.uint64) * factor
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
 def random_words(key, quad, row, h, b):
-    """The four words of Philox4x32-7 of (quad, row, h, b). Numbers are spread over a tile no sooner than they depend on both its sides."""
+    """Four words of Philox4x32-7 at counter (quad, row, h, b). Values are broadcast to a tile only once they depend on row and column."""
     k0, k1 = key
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
@@ -223,7 +228,7 @@ def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
 
 @triton.jit
 def sequence(spans, size, b, c):
-    """(first query, queries, first key, keys) of a batch entry or a sequence."""
+    """(q_start, q_len, kv_start, kv_len) of a batch entry or sequence."""
     if c.JAGGED:
         return tl.load(spans.q_start + b), tl.load(spans.q_length + b), tl.load(spans.kv_start + b), tl.load(spans.kv_length + b)
     elif spans.kv_length is not None:
@@ -234,7 +239,7 @@ def sequence(spans, size, b, c):
 
 @triton.jit
 def sequence_at(spans, size, b, task, c):
-    """`sequence` of a task: packed, what its record says, for which nobody waits for b; a spare one's says nothing."""
+    """`sequence` of a task. Packed, it is in the task record, which needs no load of b first; that of a spare task is undefined."""
     if c.JAGGED:
         record = spans.tasks + RECORD * task
         return tl.load(record + 2), tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
@@ -244,14 +249,14 @@ def sequence_at(spans, size, b, task, c):
 
 @triton.jit
 def sequence_gap(starts, lengths, count, i, rows):
-    """Rows before the i-th sequence and behind the one before it, (first, behind the last); i = count is the gap at the end."""
+    """Rows between sequence i - 1 and sequence i as (first, end); i = count is the gap after the last sequence."""
     low = tl.load(starts + i - 1, mask=i > 0, other=0) + tl.load(lengths + i - 1, mask=i > 0, other=0)
     return low, tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
 
 
 @triton.jit
 def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
-    """Rows of the widest of CHUNK gaps from the first one."""
+    """Rows of the widest of CHUNK gaps from gap `first` on."""
     i = first + tl.arange(0, CHUNK)
     low = tl.load(starts + i - 1, mask=(i > 0) & (i <= count), other=0) + tl.load(lengths + i - 1, mask=(i > 0) & (i <= count), other=0)
     high = tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
@@ -260,7 +265,7 @@ def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Zeros in the rows of a head that belong to no sequence: a spare task's work, most often none."""
+    """Zero the rows of a head that belong to no sequence. A spare task does this; usually there are none."""
     count = decode(spans.sequences)
     offsets = tile_offsets(strides, c, ROWS, COLS)
     zeros = tl.zeros([ROWS, COLS], target.dtype.element_ty)
@@ -275,7 +280,7 @@ def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.
 
 @triton.jit
 def fill_gaps(target, starts, lengths, spans, rows, value, ROWS: tl.constexpr):
-    """The same for one number a row."""
+    """Fill the rows that belong to no sequence, of a tensor with one value a row."""
     count = decode(spans.sequences)
     for chunk in range(0, count + 1, 128):
         if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
@@ -288,7 +293,7 @@ def fill_gaps(target, starts, lengths, spans, rows, value, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
-    """(row of the lists, first full, full, first partial, partial before the gap, gap, partial) tiles that a task visits."""
+    """Tiles that a task visits: (row of the table, first full, full count, first partial, partial before the gap, gap, partial count)."""
     if c.MODE == "all":
         full = length // TILE
         return task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full
@@ -308,7 +313,7 @@ def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
 
 @triton.jit
 def nth_visited(table, row, i, first, before, gap, c):
-    """The i-th tile of a run: after `before` tiles it skips `sequence_gap`."""
+    """The i-th tile of a run; after `before` tiles it skips `gap` tiles."""
     if c.MODE == "lists":
         return tl.load(table.lists + row * decode(table.width) + first + i)
     else:
@@ -317,7 +322,7 @@ def nth_visited(table, row, i, first, before, gap, c):
 
 @triton.jit
 def tile_start(tile, c, TILE: tl.constexpr):
-    """First row of a tile that `nth_visited` gave."""
+    """First row of a tile that `nth_visited` returned."""
     if c.BLOCKS:
         tile = tile & (FORCED - 1)
     return tile * TILE
