@@ -1,4 +1,7 @@
-"""The backward pass: weights are rebuilt from scores and lse, tile by tile (Dao et al., "FlashAttention", 2022, section 3.1).
+"""Backward: weights are recomputed from scores and lse, tile by tile (Dao et al., "FlashAttention", 2022, section 3.1).
+
+With w the weights, d their gradient and s the scores: ds = w * (d - sum over keys of w * d). The chain rule through the score function
+multiplies ds by its derivative.
 
 With w the weights, d the gradient that reaches them and s the scores: ds = w * (d - sum over keys of w * d). What the
 score function does to ds comes from its derivative.
@@ -41,9 +44,9 @@ def backward(operands: Operands, problem: Problem, results: Results, cotangents:
         value=torch.zeros_like(value) if problem.value_grad else None,
     )
     if 0 not in query.shape[:3] and key.shape[2]:
-        found = sequences(operands, problem.formula.layout)
-        classes = block_classes(operands, problem.formula, found)
-        for sequence in found:
+        seqs = sequences(operands, problem.formula.layout)
+        classes = block_classes(operands, problem.formula, seqs)
+        for sequence in seqs:
             if sequence.q_len and sequence.kv_len:
                 scores = Scores(operands, problem.formula, sequence)
                 for chunk in plan_chunks(operands, sequence, classes):
@@ -77,7 +80,7 @@ class _BackwardCall:
 
 @dataclass(frozen=True, eq=False)
 class _QueryTile:
-    """What a tile's queries bring, each [pairs, groups * rows, width]; `delta` is the sum over keys of w * d."""
+    """A tile's query-side tensors, each [pairs, groups * rows, width]; `delta` is the sum over keys of w * d."""
 
     query: Tensor
     grad_out: Tensor
@@ -89,7 +92,7 @@ class _QueryTile:
 
 @dataclass(frozen=True, eq=False)
 class _KeyChunk:
-    """What a chunk's keys bring, [pairs, Skv, width], and the sums of their gradients."""
+    """A chunk's keys and values, [pairs, Skv, width], and the accumulators of their gradients."""
 
     key: Tensor
     value: Tensor
@@ -183,11 +186,11 @@ def _backward_run(
     if excluded is not None:
         weights.masked_fill_(excluded, 0.0)
     if columns.value_sum is not None:
-        kept = scores.dropped(weights, at) if scores.formula.dropout else weights
+        dropped_weights = scores.dropped(weights, at) if scores.formula.dropout else weights
         total = columns.value_sum[:, run.start : run.stop]
-        total.baddbmm_(kept.mT, finite(rows.grad_out) if rows.strange else rows.grad_out)
+        total.baddbmm_(dropped_weights.mT, finite(rows.grad_out) if rows.strange else rows.grad_out)
         if excluded is not None:
-            add_not_finite(total, (kept != 0).mT, rows.grad_out)
+            add_not_finite(total, (dropped_weights != 0).mT, rows.grad_out)
     if not call.needs_scores:
         return
     grad = torch.bmm(rows.grad_out, columns.value[:, run.start : run.stop].mT)
@@ -213,11 +216,11 @@ def _backward_run(
 
 
 def _expressions(call: _BackwardCall, scores: Scores) -> tuple[Expr, ...]:
-    """What a tile evaluates beside score and mask: the derivative by the score, and the factors of captured tensors."""
+    """Expressions that a tile evaluates besides score and mask: the derivative by the score, and the factors of captured tensors."""
     if scores.is_identity:
         return ()
-    own = (_derivative(scores.score),) if call.needs_products else ()
-    return (*own, *(site.factor for site in call.captures.sites))
+    derivatives = (_derivative(scores.score),) if call.needs_products else ()
+    return (*derivatives, *(site.factor for site in call.captures.sites))
 
 
 def _through_function(scores: Scores, dscore: Tensor, derivative: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:

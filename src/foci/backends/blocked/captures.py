@@ -47,17 +47,17 @@ class Site:
     def labels(self) -> tuple[int | None, ...] | None:
         """For each index the label it is, or None for one number; None at all where an index is neither."""
         labels = tuple(_axis_labels(index, self.axes) for index in self.indices)
-        plain = all(not found or index.op in ("var", "axis") for index, found in zip(self.indices, labels, strict=True))
-        single = [found[0] for found in labels if len(found) == 1]
+        plain = all(not axis_labels or index.op in ("var", "axis") for index, axis_labels in zip(self.indices, labels, strict=True))
+        single = [axis_labels[0] for axis_labels in labels if len(axis_labels) == 1]
         if not plain or len(set(single)) != len(single):
             return None
-        return tuple(found[0] if found else None for found in labels)
+        return tuple(axis_labels[0] if axis_labels else None for axis_labels in labels)
 
 
 @functools.lru_cache(maxsize=1024)
-def _capture_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[Site, ...]:
+def _capture_sites(score: Expr, needs_grad: tuple[bool, ...]) -> tuple[Site, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
-    return tuple(_site(d) for d in summed_derivatives(score) if wanted[d.slot])
+    return tuple(_site(d) for d in summed_derivatives(score) if needs_grad[d.slot])
 
 
 def _site(derivative: CaptureDerivative) -> Site:
@@ -92,10 +92,10 @@ class CaptureSums:
     """Sums that become the gradients, one for each captured tensor that wants one, in the accumulation type."""
 
     def __init__(self, problem: Problem, captures: Sequence[Tensor], acc: torch.dtype) -> None:
-        wanted = problem.capture_grads + (False,) * (len(captures) - len(problem.capture_grads))
-        self.sites = _capture_sites(problem.variant.score, wanted) if any(wanted) else ()
+        needs_grad = problem.capture_grads + (False,) * (len(captures) - len(problem.capture_grads))
+        self.sites = _capture_sites(problem.variant.score, needs_grad) if any(needs_grad) else ()
         self.captures = captures
-        self.sums = [torch.zeros(c.shape, dtype=acc, device=c.device) if on else None for c, on in zip(captures, wanted, strict=True)]
+        self.sums = [torch.zeros(c.shape, dtype=acc, device=c.device) if on else None for c, on in zip(captures, needs_grad, strict=True)]
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """The sums, in the dtypes of what was captured; None where none is asked for."""
@@ -156,8 +156,8 @@ class CaptureSums:
                 # Coordinates beyond the tensor are masked: their gradient is zero.
                 total = total.narrow(label, 0, max(0, min(stop, length) - start)) if stop > length else total
         order = [label for label in site.labels if label is not None]
-        others = [dim for dim in range(total.dim()) if dim not in order]
-        target[tuple(index)] += total.permute(*order, *others).flatten(len(order)).squeeze(-1) if others else total.permute(order)
+        summed_dims = [dim for dim in range(total.dim()) if dim not in order]
+        target[tuple(index)] += total.permute(*order, *summed_dims).flatten(len(order)).squeeze(-1) if summed_dims else total.permute(order)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,9 @@ def differentiable(operands: Operands, formula: Formula, /) -> Results:
     Returns:
         The results, those not asked for None; `row_max` carries no derivative.
     """
-    found = sequences(operands, formula.layout)
-    classes = block_classes(operands, formula, found)
-    parts = [(s, _attend_sequence(operands, formula, s, classes)) for s in found]
+    seqs = sequences(operands, formula.layout)
+    classes = block_classes(operands, formula, seqs)
+    parts = [(s, _attend_sequence(operands, formula, s, classes)) for s in seqs]
     return parts[0][1] if formula.layout is Layout.DENSE else pack(operands, formula.outputs, parts)
 
 
@@ -84,22 +84,22 @@ def _attend_tile(scores: Scores, columns: tuple[Tensor, Tensor], chunk: Chunk, t
     top = query.new_full((*query.shape[:2], 1), -torch.inf).detach()
     base = torch.zeros_like(top)
     total, out = torch.zeros_like(query[..., :1]), query.new_zeros((*query.shape[:2], values.shape[-1]))
-    held: list[tuple[Run, Tensor, Tensor]] = []
+    run_weights: list[tuple[Run, Tensor, Tensor]] = []
     for run in tile.runs:
         score = _masked(scores, scores.raw(query, keys, run), (chunk, tile, run))
         before, top = top, torch.maximum(top, score.detach().amax(-1, keepdim=True))
         base = torch.where(top == -torch.inf, 0.0, top)
         weights, shrink = torch.exp(score - base), torch.exp(before - base)
-        kept = scores.dropped(weights, (chunk, tile, run)) if scores.formula.dropout else weights
+        dropped_weights = scores.dropped(weights, (chunk, tile, run)) if scores.formula.dropout else weights
         total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + torch.bmm(kept, values[:, run.start : run.stop])
+        out = out * shrink + torch.bmm(dropped_weights, values[:, run.start : run.stop])
         if scores.formula.outputs.column_sums or scores.formula.outputs.weights:
-            held.append((run, weights, base))
+            run_weights.append((run, weights, base))
     empty = top == -torch.inf
     safe = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, base + torch.log(safe))[..., 0]
-    whole = _whole(scores, [(run, e * (torch.exp(at - base) / safe)) for run, e, at in held], query)
-    by_head = [scores.by_head(t, chunk, tile) for t in (out / safe, lse, top[..., 0], whole)]
+    all_weights = _whole(scores, [(run, e * (torch.exp(at - base) / safe)) for run, e, at in run_weights], query)
+    by_head = [scores.by_head(t, chunk, tile) for t in (out / safe, lse, top[..., 0], all_weights)]
     outputs = scores.formula.outputs
     return Results(
         out=by_head[0],
@@ -111,7 +111,7 @@ def _attend_tile(scores: Scores, columns: tuple[Tensor, Tensor], chunk: Chunk, t
 
 
 def _whole(scores: Scores, weights: list[tuple[Run, Tensor]], query: Tensor) -> Tensor:
-    """Weights of runs side by side, zeros between them: [pairs, groups * rows, Skv], or no columns if nobody asked."""
+    """Concatenate weights of runs, with zeros between them: [pairs, groups * rows, Skv]; no columns if no output needs them."""
     outputs, pieces, position = scores.formula.outputs, [query.new_zeros((*query.shape[:2], 0))], 0
     length = scores.sequence.kv_len if outputs.column_sums or outputs.weights else 0
     for run, weight in [*weights, (Run(length, length, False), pieces[0])]:

@@ -1,5 +1,7 @@
-"""What excluded positions hold never contributes: products that leave infinities and NaN out where the weight is that of an excluded
-position, for the calls that have any. Others are told apart by sums of their operands, which take a pass over them."""
+"""Products that ignore infinities and NaN at masked positions, so that what is stored there never reaches the result.
+
+They are only used where an operand is not finite somewhere, which a sum over it shows.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ __all__ = ["add_not_finite", "finite", "has_not_finite"]
 
 
 def has_not_finite(*tensors: Tensor) -> bool:
-    """Whether some element is infinite or NaN; rarely, whether a sum of finite ones overflows. While a CUDA graph is captured nobody can
-    look, so that all may be."""
+    """Whether some element is infinite or NaN; rarely also if a sum of finite ones overflows. True while a CUDA graph is captured, when
+    values cannot be read."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     return not all(bool(torch.isfinite(t.sum())) for t in tensors)

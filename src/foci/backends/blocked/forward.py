@@ -20,7 +20,7 @@ _SINGLE = 1 << 16
 
 
 def is_single(operands: Operands) -> bool:
-    """Whether `forward_single` serves a dense call: one with few scores, but some."""
+    """Whether a dense call is small enough for `forward_single`, and not empty."""
     batch, heads, q_len, _ = operands.query.shape
     return 0 < batch * heads * q_len * operands.key.shape[2] <= _SINGLE
 
@@ -63,9 +63,9 @@ def forward(operands: Operands, formula: Formula) -> Results:
     results = without_keys(operands, formula.outputs)
     if 0 in operands.query.shape[:3] or operands.key.shape[2] == 0:
         return results
-    found = sequences(operands, formula.layout)
-    classes = block_classes(operands, formula, found)
-    for sequence in found:
+    seqs = sequences(operands, formula.layout)
+    classes = block_classes(operands, formula, seqs)
+    for sequence in seqs:
         if sequence.q_len and sequence.kv_len:
             scores = Scores(operands, formula, sequence)
             for chunk in plan_chunks(operands, sequence, classes):
@@ -95,39 +95,39 @@ def _forward_tile(
     query, keys, values = operands
     chunk, tile = at
     may_be_empty = scores.may_hide(tile)
-    top: Tensor | None = None
-    base = total = out = None
+    row_max: Tensor | None = None
+    base = row_sum = out = None
     for run in tile.runs:
         score = scores.masked(query, keys, (chunk, tile, run))
         attended = score != -torch.inf if strange else None
-        here = score.amax(-1, keepdim=True)
-        before, top = top, here if top is None else torch.maximum(top, here)
-        base = top.masked_fill(top == -torch.inf, 0.0) if may_be_empty else top
+        run_max = score.amax(-1, keepdim=True)
+        prev_max, row_max = row_max, run_max if row_max is None else torch.maximum(row_max, run_max)
+        base = row_max.masked_fill(row_max == -torch.inf, 0.0) if may_be_empty else row_max
         weights = score.sub_(base).exp_()
-        part = weights.sum(-1, keepdim=True)
+        run_sum = weights.sum(-1, keepdim=True)
         if scores.formula.dropout:
             weights = scores.dropped(weights, (chunk, tile, run))
-        given = values[:, run.start : run.stop]
-        value = finite(given) if strange else given
-        if out is None or total is None or before is None:
-            out, total = torch.bmm(weights, value), part
+        run_values = values[:, run.start : run.stop]
+        value = finite(run_values) if strange else run_values
+        if out is None or row_sum is None or prev_max is None:
+            out, row_sum = torch.bmm(weights, value), run_sum
         else:
-            shrink = torch.exp(before - base)
-            out, total = out.mul_(shrink).baddbmm_(weights, value), total.mul_(shrink).add_(part)
+            shrink = torch.exp(prev_max - base)
+            out, row_sum = out.mul_(shrink).baddbmm_(weights, value), row_sum.mul_(shrink).add_(run_sum)
         if attended is not None:
-            add_not_finite(out, attended, given)
-    assert top is not None
+            add_not_finite(out, attended, run_values)
+    assert row_max is not None
     assert base is not None
-    assert total is not None
+    assert row_sum is not None
     assert out is not None
-    lse = torch.log(total).add_(base)
+    lse = torch.log(row_sum).add_(base)
     if may_be_empty:
-        total = total.masked_fill(total == 0, 1.0)
-    _write(results.out, scores, out.div_(total), chunk, tile)
+        row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+    _write(results.out, scores, out.div_(row_sum), chunk, tile)
     _write(results.lse, scores, lse[..., 0], chunk, tile)
     if results.row_max is not None:
-        _write(results.row_max, scores, top[..., 0], chunk, tile)
-    return base, total
+        _write(results.row_max, scores, row_max[..., 0], chunk, tile)
+    return base, row_sum
 
 
 def _write(target: Tensor, scores: Scores, rows: Tensor, chunk: Chunk, tile: Tile) -> None:

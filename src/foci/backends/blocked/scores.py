@@ -69,13 +69,13 @@ class Scores:
         return {name: self._coordinate(name, spans.get(name, (0, 0))) for name in self.reads}
 
     def _coordinate(self, name: str, span: tuple[int, int]) -> Tensor:
-        found = self._at.get((name, span))
-        if found is None:
-            found = self._at[name, span] = coordinate(name, self.sequence, span, self.operands.query.device)
-        return found
+        tensor = self._at.get((name, span))
+        if tensor is None:
+            tensor = self._at[name, span] = coordinate(name, self.sequence, span, self.operands.query.device)
+        return tensor
 
     def env(self, at: tuple[Chunk, Tile, Run], score: Tensor) -> Env:
-        """What expressions are evaluated on over a tile; `score` is the raw score [b, h, q, kv]."""
+        """Environment in which expressions are evaluated over a tile; `score` is the raw score [b, h, q, kv]."""
         variables = self.variables(at)
         variables["score"] = score
         operands = self.operands
@@ -108,7 +108,7 @@ class Scores:
         return score, tuple(values)
 
     def allowed(self, mask: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
-        """Where a masked run attends: its mask, under the caller's blocks if there are any."""
+        """Which positions of a masked run are attended to: its mask, combined with the caller's blocks."""
         chunk, tile, run = at
         if self.formula.block_size is None:
             return mask
@@ -128,9 +128,9 @@ class Scores:
         operands, view, run = self.operands, self.by_head(weights, *at[:2]), at[2]
         assert operands.seed is not None
         names = self.variables(at)
-        kept = keep_run(operands.seed, operands.dropout_p, (names["b"], names["h"], names["q_idx"]), run.start, run.stop)
+        keep_mask = keep_run(operands.seed, operands.dropout_p, (names["b"], names["h"], names["q_idx"]), run.start, run.stop)
         scale = 0.0 if operands.dropout_p >= 1 else 1 / (1 - operands.dropout_p)
-        return torch.where(kept, view * scale, 0.0).view(weights.shape)
+        return torch.where(keep_mask, view * scale, 0.0).view(weights.shape)
 
 
 def _whole(score: Tensor, view: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""In which pieces a call is computed: heads in chunks, queries in tiles, keys in runs of blocks of one class."""
+"""Work plan of a call: heads in chunks, queries in tiles, keys in runs of blocks of one class."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Sizes:
 
     @property
     def pairs_at_once(self) -> int:
-        """How many pairs of batch entry and key head make a chunk."""
+        """Number of (batch entry, key head) pairs in a chunk."""
         by_scores = self.scores // (self.groups * self.tile_q * min(self.kv_len, _LEAST_RUN))
         return max(1, min(by_scores, _WIDENED // (self.kv_len * self.width)))
 
@@ -172,17 +172,17 @@ def _pool(blocks: Tensor, edges: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
 
 def _cut_uniform(sizes: _Sizes, kind: int) -> Iterator[Chunk]:
     b_step, h_step = sizes.steps
-    made: dict[int, tuple[Tile, ...]] = {}
+    tiles_by_pairs: dict[int, tuple[Tile, ...]] = {}
     for b in range(0, sizes.batch, b_step):
         for h in range(0, sizes.kv_heads, h_step):
             b1, h1 = min(b + b_step, sizes.batch), min(h + h_step, sizes.kv_heads)
             pairs = (b1 - b) * (h1 - h)
-            if pairs not in made:
-                whole = [] if kind == EMPTY else [Run(0, sizes.kv_len, kind == PARTIAL)]
-                runs = tuple(_split(whole, sizes.longest_run(pairs)))
+            if pairs not in tiles_by_pairs:
+                runs_of_keys = [] if kind == EMPTY else [Run(0, sizes.kv_len, kind == PARTIAL)]
+                runs = tuple(_split(runs_of_keys, sizes.longest_run(pairs)))
                 starts = range(0, sizes.q_len, sizes.tile_q)
-                made[pairs] = tuple(Tile(start, min(start + sizes.tile_q, sizes.q_len), runs) for start in starts)
-            yield Chunk((b, b1), (h, h1), sizes.groups, made[pairs])
+                tiles_by_pairs[pairs] = tuple(Tile(start, min(start + sizes.tile_q, sizes.q_len), runs) for start in starts)
+            yield Chunk((b, b1), (h, h1), sizes.groups, tiles_by_pairs[pairs])
 
 
 def _cut(sizes: _Sizes, classes: Tensor) -> Iterator[Chunk]:
@@ -192,24 +192,24 @@ def _cut(sizes: _Sizes, classes: Tensor) -> Iterator[Chunk]:
     if classes.shape[1] > 1 and _pays_apart(sizes, classes, 1, b_step):
         h_step = 1
     # Batch entries or heads without work of their own share one list of tiles.
-    made: dict[tuple[int, int, int], tuple[Tile, ...]] = {}
+    tiles_by_entry: dict[tuple[int, int, int], tuple[Tile, ...]] = {}
     for b in range(0, sizes.batch, b_step):
         for h in range(0, sizes.kv_heads, h_step):
             b1, h1 = min(b + b_step, sizes.batch), min(h + h_step, sizes.kv_heads)
             at = (b if classes.shape[0] > 1 else 0, h if classes.shape[1] > 1 else 0, (b1 - b) * (h1 - h))
-            if at not in made:
+            if at not in tiles_by_entry:
                 part = classes[b:b1] if classes.shape[0] > 1 else classes
                 part = part[:, h * sizes.groups : h1 * sizes.groups] if classes.shape[1] > 1 else part
                 low, high = part.amin((0, 1)), part.amax((0, 1))
-                made[at] = tuple(_tiles(sizes, torch.where(low == high, low, PARTIAL), at[2]))
-            yield Chunk((b, b1), (h, h1), sizes.groups, made[at])
+                tiles_by_entry[at] = tuple(_tiles(sizes, torch.where(low == high, low, PARTIAL), at[2]))
+            yield Chunk((b, b1), (h, h1), sizes.groups, tiles_by_entry[at])
 
 
-def _pays_apart(sizes: _Sizes, classes: Tensor, dim: int, others: int) -> bool:
+def _pays_apart(sizes: _Sizes, classes: Tensor, dim: int, entries_at_once: int) -> bool:
     """Whether entries along `dim` differ so much that one pass for all would waste more than small pieces cost."""
     needed = classes != EMPTY
     saved = 1.0 - float(needed.float().mean()) / max(1e-9, float(needed.any(dim, keepdim=True).float().mean()))
-    scores = others * sizes.groups * sizes.tile_q * min(sizes.kv_len, _LEAST_RUN)
+    scores = entries_at_once * sizes.groups * sizes.tile_q * min(sizes.kv_len, _LEAST_RUN)
     return saved > 0.15 and (scores >= sizes.scores >> 4 or saved > 0.5)
 
 

@@ -74,7 +74,7 @@ class _Cpu:
         return _LAUNCH + flops / forward + (2 * _LAUNCH + 2.5 * flops / backward if problem.needs_backward else 0.0)
 
     def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
-        """What a score function adds to each score, on a CPU."""
+        """Seconds that a score function adds to each score on a CPU; None for another device."""
         return seconds_per_score(score, facts, needs_backward=needs_backward) if target.device == "cpu" else None
 
     def compile(self, plan: Plan, /) -> Kernel:
@@ -84,11 +84,11 @@ class _Cpu:
 
     def facts(self) -> dict[str, MachineFact]:
         """Compiler, flags and cache."""
-        found, directory = build.toolchain(), build.cache_directory()
-        if isinstance(found, str):
-            compiler = MachineFact(found, releases.describe_gxx(""))
+        toolchain, directory = build.toolchain(), build.cache_directory()
+        if isinstance(toolchain, str):
+            compiler = MachineFact(toolchain, releases.describe_gxx(""))
         else:
-            compiler = MachineFact(f"{found.path} ({found.version})", releases.describe_gxx(found.version))
+            compiler = MachineFact(f"{toolchain.path} ({toolchain.version})", releases.describe_gxx(toolchain.version))
         return {
             "compiler": compiler,
             "flags": MachineFact(" ".join(build.flags())),

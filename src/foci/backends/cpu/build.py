@@ -41,13 +41,13 @@ _FLAGS: Final = (
     "-fno-tree-vrp", "-fno-tree-pre", "-fno-tree-slp-vectorize", "-fno-ipa-cp", "-fno-ipa-icf",
 )  # fmt: skip
 _CHECKSUM: Final = 32  # bytes of SHA-256 at the end of a library
-_HEX_DIGITS: Final = 64  # of SHA-256
+_HEX_DIGITS: Final = 64  # hex digits of SHA-256
 _TIMEOUT: Final = 300.0
-_LITTER_AGE: Final = 3600.0  # seconds after which a file that nobody finished is removed
+_LITTER_AGE: Final = 3600.0  # seconds after which an unfinished file is removed
 
 
 class CompileError(Unbuildable):
-    """A generated kernel could not be compiled, kept or loaded. The message begins with the cause; a compiler's whole complaint and the
+    """A generated kernel could not be compiled, cached or loaded. The message begins with the cause; the compiler's full output and the
     generated source follow."""
 
 
@@ -194,7 +194,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what processes left that were killed while they built: folders that nobody has locked, and old files."""
+    """Remove leftovers of processes that were killed while they built: folders without a lock holder, and old files."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
             path = directory / entry.name
@@ -290,7 +290,7 @@ def is_kept(source: str) -> bool:
 
 
 def load(source: str) -> ctypes.CDLL:
-    """The library of a translation unit, compiled if nobody did before. Calls through it release the GIL.
+    """Load the library of a translation unit, and compile it first unless it is cached. Calls through it release the GIL.
 
     Raises:
         CompileError: if there is no compiler and none in the cache, or it cannot be compiled, kept or loaded; again at once where that
@@ -335,8 +335,8 @@ def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
 
 
 def _open(folder: Path, names: list[str]) -> ctypes.CDLL | None:
-    """The first intact library of these names. It is looked at and loaded by the folder's descriptor, so that nobody can put another
-    in its place meanwhile."""
+    """Load the first intact library of these names. It is checked and loaded through the folder's descriptor, so that it cannot be
+    exchanged in between."""
     if not names:
         return None
     with disk.open_folder(folder) as descriptor:

@@ -1,4 +1,4 @@
-"""The generated code that tells whether a tile is empty, partial or full, and for which heads and batch entries that is the same."""
+"""Generated code that classifies a tile as empty, partial or full, and says for which heads and batch entries that is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How C++ writes expressions: on scalars and vectors alike, and over intervals.
+"""C++ code generation from expressions: for scalars and vectors alike, and for intervals.
 
 Every operation is a function of `functions.h`, overloaded for scalars and for vectors of the native width. A scalar that
 meets a vector is widened first. Over intervals each value is a `Range` of `interval.h`.
@@ -20,7 +20,7 @@ __all__ = ["COLUMN", "INTERVALS", "ROW", "SPAN", "VALUES", "is_vector", "leaf", 
 ROW: Final = "row.v"
 COLUMN: Final = "col.v"
 SPAN: Final = "span"
-"""What values computed before are called, before their number: fields of the row and of the column, reads of captured elements."""
+"""Prefixes of the names of precomputed values: fields of the row and of the column, and captured elements that were read."""
 
 _SCALARS: Final = {DType.BOOL: "bool", DType.INT32: "int32_t", DType.INT64: "int64_t", DType.FLOAT: "float"}
 _VECTORS: Final = {DType.BOOL: "vb", DType.INT32: "vi", DType.INT64: "vl", DType.FLOAT: "vf"}

@@ -30,7 +30,7 @@ _ROW_ARGUMENTS = "const Call& call, int b, int h, int q, int q_len, int kv_len"
 
 
 def _capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
-    """Where each captured tensor's entry begins in the launcher's array: address, sizes, strides."""
+    """Offset of each captured tensor's entry (address, sizes, strides) in the launcher's array."""
     offsets, at = [], 0
     for capture in captures:
         offsets.append(at)
@@ -39,7 +39,7 @@ def _capture_offsets(captures: Sequence[Capture]) -> tuple[int, ...]:
 
 
 def _key_step(index: Expr) -> int | None:
-    """How an index follows the keys: 1, -1, 0 where it does not read them, None where in no such way."""
+    """Step of an index from key to key: 1, -1, or 0 if it does not depend on the key; None for any other dependence."""
     if not index.variables() & {"kv_idx", "score"}:
         return 0
     if index.op == "var":
@@ -143,7 +143,7 @@ class Functor:
         return leaf(SPAN, number, load.dtype)
 
     def staged(self, expr: Expr) -> Expr:
-        """`expr` with what does not belong to the innermost loop replaced by leaves."""
+        """Replace what does not belong to the innermost loop by leaves."""
         done: dict[Expr, Expr] = {}
 
         def place(e: Expr) -> Expr:
@@ -249,7 +249,7 @@ def _is_inner(expr: Expr) -> bool:
 
 
 def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
-    """A column's expression with its runs of captured elements replaced by leaves."""
+    """Replace runs of captured elements in a column's expression by leaves."""
     replaced: dict[Expr, Expr] = {}
     for e in expr.walk():
         if e.op == "load":

@@ -99,9 +99,9 @@ class Arguments:
         o = self.operands
         described = [n for t in (o.query, o.key, o.value, *tensors) for n in _described(t)]
         pointers = (
-            *(_bytes_address(kept) for kept in self.kept[:1]),
+            *(_bytes_address(buffer) for buffer in self.kept[:1]),
             _bytes_address(gradients),
-            *(_bytes_address(kept) for kept in self.kept[1:]),
+            *(_bytes_address(buffer) for buffer in self.kept[1:]),
         )
         keep_scale = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0
         return _LAYOUT.pack(
@@ -155,8 +155,8 @@ class CpuKernel:
         if is_empty(operands):
             return self._zeros(operands)
         arguments = Arguments(operands)
-        wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
-        grads = _gradient_tensors(operands, wanted)
+        needs_grad = (problem.query_grad, problem.key_grad, problem.value_grad)
+        grads = _gradient_tensors(operands, needs_grad)
         for tensor, of_keys in zip(grads, (False, True, True), strict=True):
             if tensor is not None and arguments.has_gaps(of_keys=of_keys):
                 tensor.zero_()
@@ -172,8 +172,8 @@ class CpuKernel:
 
     def _zeros(self, operands: Operands) -> Gradients:
         p = self.problem
-        tensors, wanted = (operands.query, operands.key, operands.value), (p.query_grad, p.key_grad, p.value_grad)
-        query, key, value = (torch.zeros_like(t) if want else None for t, want in zip(tensors, wanted, strict=True))
+        tensors, needs_grad = (operands.query, operands.key, operands.value), (p.query_grad, p.key_grad, p.value_grad)
+        query, key, value = (torch.zeros_like(t) if want else None for t, want in zip(tensors, needs_grad, strict=True))
         captures = tuple(torch.zeros_like(t) if want else None for t, want in zip(operands.captures, p.capture_grads, strict=True))
         return Gradients(query, key, value, captures)
 
@@ -196,18 +196,18 @@ class CpuKernel:
         return max(1, min(-(-64 // heads), kv_len // 512, _MOST_SPLITS))
 
 
-def _gradient_tensors(operands: Operands, wanted: tuple[bool, bool, bool]) -> Tensors:
-    """Those of query, key and value that are wanted, not filled: without gaps, and heads within rows, or rows within heads, as in the
-    tensor they are of; where that is asked for, parts of one tensor's rows."""
+def _gradient_tensors(operands: Operands, needs_grad: tuple[bool, bool, bool]) -> Tensors:
+    """Allocate gradients of query, key and value, None where not needed. Each has heads within rows, or rows within heads, as its tensor;
+    a joined call gets parts of the rows of one tensor."""
     tensors = (operands.query, operands.key, operands.value)
     widths = [t.shape[1] * t.shape[3] for t in tensors]
-    if operands.geometry is not None and operands.geometry.joined and all(wanted):
+    if operands.geometry is not None and operands.geometry.joined and all(needs_grad):
         rows = operands.query.new_empty((operands.query.shape[0], operands.query.shape[2], sum(widths)))
         parts = zip(torch.split(rows, widths, 2), tensors, strict=True)
         return tuple(part.view(*part.shape[:2], t.shape[1], t.shape[3]).transpose(1, 2) for part, t in parts)
     return tuple(
         t.new_empty_strided(t.shape, gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2))) if want else None
-        for t, want in zip(tensors, wanted, strict=True)
+        for t, want in zip(tensors, needs_grad, strict=True)
     )
 
 
@@ -230,11 +230,11 @@ class CaptureSums:
             entries += (sums.data_ptr(), *(stride if n > 1 else 0 for stride, n in zip(sums.stride()[:3], sums.shape[:3], strict=True)))
         return struct.pack(f"<{len(entries)}q", *entries)
 
-    def results(self, wanted: tuple[bool, ...]) -> Tensors:
-        """The gradients, in the tensors' dtypes: zeros where a wanted one is never read."""
+    def results(self, needs_grad: tuple[bool, ...]) -> Tensors:
+        """The gradients in the tensors' dtypes; zeros for a tensor that needs a gradient but is never read."""
         return tuple(
             None if not want else torch.zeros_like(t) if slot not in self.sums else self._total(slot).to(t.dtype)
-            for slot, (t, want) in enumerate(zip(self.captures, wanted, strict=True))
+            for slot, (t, want) in enumerate(zip(self.captures, needs_grad, strict=True))
         )
 
     def _total(self, slot: int) -> Tensor:

@@ -48,8 +48,8 @@ def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], *, needs_bac
         total += _RUN if span.dim == facts[span.slot].unit_dim or span.divisor else _STRIDED
     if not needs_backward:
         return total
-    wanted = [site for site in capture_derivatives(score) if facts[site.slot].wants_grad]
-    return total * (1 + _BACKWARD) + sum(_gradient(site.indices, facts[site.slot]) for site in wanted)
+    sites = [site for site in capture_derivatives(score) if facts[site.slot].wants_grad]
+    return total * (1 + _BACKWARD) + sum(_gradient(site.indices, facts[site.slot]) for site in sites)
 
 
 def _operation(e: Expr) -> float:

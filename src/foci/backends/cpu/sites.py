@@ -1,4 +1,7 @@
-"""Gradients of captured tensors: the generated code that adds them up, and which tasks may add to the same memory.
+"""Gradients of captured tensors: the generated code that accumulates them, and which tasks may add to the same memory.
+
+Each load that is differentiated is a site. It accumulates a vector of keys at a time: a run of elements where its index follows the keys,
+one number per row where it does not depend on the key, else element by element.
 
 Each load that is differentiated is a site. What it adds up is a vector of keys at a time: a run of elements where its
 index follows the keys, one number per row where it does not read them, else element by element.
@@ -24,15 +27,15 @@ from foci.ir.ops import cast
 __all__ = ["HeadNumbers", "Partition", "add_sites", "find_sites", "partition"]
 
 _ARGUMENTS = "const Call& call, const Row& row, const Col& col, vf s, vf g, int kv, float* const* sinks, Run* runs"
-_SMALL = 1 << 22  # bytes of gradients, all copies together, that are not worth a thought
-_LEAST_GROUPS = 16  # of tasks, where more take copies that are not small
-_BUDGET = 1 << 28  # bytes beyond which groups are joined all the same
+_SMALL = 1 << 22  # bytes of gradients, all copies together, that are always affordable
+_LEAST_GROUPS = 16  # groups of tasks, where more would need large copies
+_BUDGET = 1 << 28  # bytes of copies beyond which groups are merged even so
 
 
 @functools.lru_cache(maxsize=1024)
-def find_sites(score: Expr, wanted: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
+def find_sites(score: Expr, needs_grad: tuple[bool, ...]) -> tuple[CaptureDerivative, ...]:
     """The loads of a score function whose captured tensors want a gradient."""
-    return tuple(site for site in summed_derivatives(score) if wanted[site.slot])
+    return tuple(site for site in summed_derivatives(score) if needs_grad[site.slot])
 
 
 def add_sites(functor: Functor, sites: Sequence[CaptureDerivative]) -> None:
@@ -76,17 +79,17 @@ def _run(functor: Functor, n: int, site: CaptureDerivative, span: Span) -> list[
 
 def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
     extents = tuple(functor.staged(extent) for _, extent in site.axes)
-    bounds = emit(extents, VALUES)
+    limits = emit(extents, VALUES)
     loops = [
-        f"for (int axis{level} = 0; axis{level} < (int)(lane({bound}, 0)); ++axis{level})"
-        for (level, _), bound in zip(site.axes, bounds.results, strict=True)
+        f"for (int axis{level} = 0; axis{level} < (int)(lane({extent}, 0)); ++axis{level})"
+        for (level, _), extent in zip(site.axes, limits.results, strict=True)
     ]
     indices = tuple(functor.staged(index) for index in site.indices)
     if any(is_vector(index) for index in indices) or any(index.free for index in site.indices):
         body = _weighted(functor, site, site.indices, f"scatter(sinks[{n}], runs[{n}], c{site.slot}(call), w{{indices}});")
     else:
         body = _weighted(functor, site, site.indices, f"sinks[{n}][dense_offset(c{site.slot}(call){{indices}})] += reduce_sum(w);")
-    return ["{", *(f"  {line}" for line in (*bounds.lines, *loops, *body)), "}"]
+    return ["{", *(f"  {line}" for line in (*limits.lines, *loops, *body)), "}"]
 
 
 # Who may write where -----------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ def _looped(functor: Functor, n: int, site: CaptureDerivative) -> list[str]:
 
 @dataclass(frozen=True)
 class Partition:
-    """How the tasks of a backward pass are grouped, as the kernel's `Partition` does it: those of one group run in order.
+    """Groups of the backward's tasks, as the kernel's `Partition` runs them: the tasks of a group run in order.
 
     Attributes:
         parts: number of groups by batch entry, by kv head and by split of the keys; a task's are its own, modulo these.

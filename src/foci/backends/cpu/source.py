@@ -24,13 +24,13 @@ def _with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, C
     """The mask that a caller's blocks and the mask function make together, reading the classes as one more capture."""
     slot = len(variant.captures)
     q, kv = (apply("floordiv", variable(name), size) for name, size in zip(("q_idx", "kv_idx"), block_size, strict=True))
-    found = load(slot, (variable("b"), variable("h"), q, kv), DType.INT32)
-    partial = apply("and", apply("eq", found, 1), variant.mask)
-    return apply("or", apply("eq", found, 2), partial), Capture(torch.int8, 4)
+    block_class = load(slot, (variable("b"), variable("h"), q, kv), DType.INT32)
+    partial = apply("and", apply("eq", block_class, 1), variant.mask)
+    return apply("or", apply("eq", block_class, 2), partial), Capture(torch.int8, 4)
 
 
 class Parts:
-    """What the sources of a problem share: score, mask with the caller's blocks in it, and all captured tensors."""
+    """What all sources of a problem need: score, mask including the caller's blocks, and all captured tensors."""
 
     def __init__(self, problem: Problem) -> None:
         variant, block_size = problem.variant, problem.formula.block_size
@@ -70,13 +70,13 @@ def forward_source(problem: Problem) -> str:
     return _forward_source(replace(problem, **_ANY_SIZE, **_NO_GRADIENT))
 
 
-# what kernels do not depend on
+# kernels do not depend on these: one source for all values
 _ANY_SIZE: Final[dict[str, Any]] = {"q_heads": 1, "kv_heads": 1, "batch": 1, "q_len": 1, "kv_len": 1, "deterministic": False}
 _NO_GRADIENT: Final[dict[str, Any]] = {"query_grad": False, "key_grad": False, "value_grad": False, "capture_grads": ()}
 
 
 def backward_source(problem: Problem) -> str:
-    """The backward kernel of a problem: gradients that nobody asked for are not computed."""
+    """Source of the backward kernel. Gradients that are not needed are not computed."""
     return _backward_source(replace(problem, **_ANY_SIZE))
 
 
