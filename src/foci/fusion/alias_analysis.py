@@ -1,4 +1,4 @@
-"""What may not be moved: values that are written after they were read, and scores that someone else reads."""
+"""Aliasing checks: values that are written after they were read, and scores with other readers, must not be fused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Writes", "check_exclusive"]
 
 @dataclass(frozen=True, eq=False)
 class Writes:
-    """Where a graph writes tensors in place: position of each node, and the writes to each storage in order.
+    """Positions of nodes, and the in-place writes to each storage in order.
 
-    `of` marks the nodes that lie in such memory.
+    `of` also marks the nodes whose storage is written.
     """
 
     position: dict[fx.Node, int]
@@ -30,17 +30,17 @@ class Writes:
     def of(graph: fx.Graph) -> Writes:
         """Reads a graph: which nodes write in place, and to what."""
         position: dict[fx.Node, int] = {}
-        found: dict[int | None, list[tuple[int, fx.Node]]] = {}
+        by_storage: dict[int | None, list[tuple[int, fx.Node]]] = {}
         for n, node in enumerate(graph.nodes):
             position[node] = n
             for target in _written(node):
                 storage = storage_id(target)
                 if storage is not None:
-                    found.setdefault(storage, []).append((n, node))
-        for node in graph.nodes if found else ():
-            if storage_id(node) in found:
+                    by_storage.setdefault(storage, []).append((n, node))
+        for node in graph.nodes if by_storage else ():
+            if storage_id(node) in by_storage:
                 mark_written(node)
-        return Writes(position, found)
+        return Writes(position, by_storage)
 
     def check_unwritten(self, nodes: Iterable[fx.Node], until: fx.Node) -> None:
         """Raises NoRule if a tensor that the attention reads is written between where it was read and `until`."""
@@ -54,30 +54,30 @@ class Writes:
                 if read < at < end:
                     raise NoRule(f"{node.name} is written in place ({source_location(writer) or writer.name}) before the second product")
 
-    def add(self, made: Iterable[fx.Node], old: fx.Node) -> None:
+    def add(self, new_nodes: Iterable[fx.Node], old: fx.Node) -> None:
         """Nodes that took the place of `old`."""
-        for node in made:
+        for node in new_nodes:
             self.position[node] = self.position[old]
             self.by_storage.setdefault(storage_id(node), self.by_storage.get(storage_id(old), []))
 
     def followers(self, nodes: Sequence[fx.Node], last: fx.Node, needed: Iterable[fx.Node]) -> list[fx.Node]:
-        """What depends on `nodes` and comes before `last`, in order: it can be moved behind `last`.
+        """Nodes between `nodes` and `last` that depend on `nodes`, in order: they can be moved after `last`.
 
         Raises:
             NoRule: where it cannot: it does more than compute, or `last` itself depends on it by way of `needed`.
         """
-        end, found, stack = self.position[last], set(), list(nodes)
+        end, following, stack = self.position[last], set(), list(nodes)
         while stack:
             for user in stack.pop().users:
-                if user not in found and self.position.get(user, end) < end:
-                    found.add(user)
+                if user not in following and self.position.get(user, end) < end:
+                    following.add(user)
                     stack.append(user)
-        for node in found:
+        for node in following:
             if not is_pure(node) or any(self.by_storage.get(storage_id(n)) for n in node.all_input_nodes):
                 raise NoRule(f"{node.name} ({source_location(node)}) reads the logsumexp of the scores before the product with the values")
-        if not found.union(nodes).isdisjoint(needed):
+        if not following.union(nodes).isdisjoint(needed):
             raise NoRule("the attention depends on the logsumexp of its own scores")
-        return sorted(found, key=self.position.__getitem__)
+        return sorted(following, key=self.position.__getitem__)
 
 
 _MOST_BETWEEN: Final = 4000
@@ -121,7 +121,7 @@ def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset
 
 
 def _how_read(user: fx.Node, beside: str) -> str:
-    """What a reader does with a value, and where unless it is `beside` it."""
+    """Describe what a reader does with a value, and where, unless it is at `beside`."""
     if user.op == "output":
         return "returned"
     call, place = as_call(user), source_location(user)

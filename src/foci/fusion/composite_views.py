@@ -65,10 +65,10 @@ def _steps(node: fx.Node, mode: FakeTensorMode | None) -> fx.Graph | None:
             traced = make_fx(run)(example_value(node.args[0]))
     except Exception:  # a view that is no view of this tensor stays as it is
         return None
-    made = [step for step in traced.graph.nodes if step.op not in ("placeholder", "output")]
-    same = len(made) == 1 and made[0].target in (node.target, getattr(node.target, "default", None))
+    operations = [step for step in traced.graph.nodes if step.op not in ("placeholder", "output")]
+    same = len(operations) == 1 and operations[0].target in (node.target, getattr(node.target, "default", None))
     inputs = [step for step in traced.graph.nodes if step.op == "placeholder"]
-    reads_one = all(step.op == "call_function" for step in made) and len(inputs) == 1
+    reads_one = all(step.op == "call_function" for step in operations) and len(inputs) == 1
     return traced.graph if reads_one and not same else None
 
 

@@ -39,7 +39,7 @@ __all__ = ["Joined", "join_products"]
 
 _MOST_TERMS: Final = 16
 _MOST_FEATURES: Final = 512
-"""Of all products side by side: beyond, no fused kernel takes them."""
+"""Largest head dim of all products concatenated: beyond it no fused kernel exists."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node, within: set[fx.Node]) -> list[_Term]:
-    """What the sum consists of; `within` gets the nodes that add and scale."""
+    """Terms of the sum; nodes that add and scale are added to `within`."""
     stack: list[tuple[fx.Node, float]] = [(node, 1.0)]
     found: list[_Term] = []
     while stack:

@@ -55,7 +55,7 @@ def _encoder_layer(
     eps: float, norm1: Tensor, norm1_bias: Tensor, norm2: Tensor, norm2_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor,
     down_bias: Tensor, mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """What torch's inference kernel of nn.TransformerEncoderLayer computes; its mask is true where nothing is attended."""
+    """Decomposition of torch's inference kernel of nn.TransformerEncoderLayer. Its mask is true where a position is masked."""
     keep = None
     if mask is not None:
         hidden = mask.to(torch.bool)

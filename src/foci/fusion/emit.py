@@ -22,7 +22,7 @@ _SHARED_COPY: Final = "foci_shared_copy"
 
 
 class Sizes:
-    """Where a graph has its symbolic sizes: a node that is the number, or a dimension of a tensor."""
+    """Nodes that hold a graph's symbolic sizes: a node that is the number, or a dimension of a tensor."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._found: dict[object, tuple[fx.Node, int | None]] = {}
@@ -115,9 +115,9 @@ class Emitter:
         return total
 
     def operand(self, place: Place, groups: Sequence[Digits], *, whole: Sequence[bool]) -> fx.Node:
-        """The place's tensor with one dimension for each group of atoms.
+        """The operand's tensor with one dimension for each group of atoms.
 
-        Where it lacks a whole group, that dimension is expanded if `whole` says so, else of size 1.
+        A group that it lacks entirely becomes an expanded dimension if `whole` says so, else one of size 1.
         """
         node, flat = place.node, [d for dim in place.index for d in dim]
         if any(not is_atom(d) for d in flat):

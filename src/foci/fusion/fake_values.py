@@ -16,7 +16,7 @@ __all__ = ["making", "with_values"]
 
 @contextlib.contextmanager
 def making(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Where operations give example values. Some operators take symbolic sizes only by way of the dispatcher in Python."""
+    """Context in which operations produce example values. Some operators take symbolic sizes only through the Python dispatcher."""
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
@@ -26,7 +26,7 @@ def making(mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 def with_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeTensorMode | None:
-    """Gives each node an example value, if any lacks one that somebody reads; the mode they live in.
+    """Give each node an example value, if one that is read lacks it; return their fake mode.
 
     Raises:
         ValueError: for inputs that the graph does not take.

@@ -1,7 +1,7 @@
-"""In-place operations on values of a graph's own as operations that make new ones, where nobody could tell.
+"""Functionalize in-place operations on values that the graph made itself.
 
-`scores.masked_fill_(mask, low)` and `scores += bias` write a tensor that the graph made; when what reads it afterwards is
-known and no view of it is read later, the write is the operation without the underscore, and later readers read its result.
+`scores.masked_fill_(mask, low)` and `scores += bias` write a tensor that the graph made. If all later readers are known and none of them
+reads a view, the write becomes the out-of-place operation, and later readers read its result.
 """
 
 from __future__ import annotations
@@ -101,23 +101,23 @@ def _result_dtype(target: fx.Node, others: tuple[Any, ...]) -> torch.dtype:
 
 
 def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> fx.Node:
-    """What a write leaves of a result of a wider dtype, which `node` now makes."""
+    """Round the result of a write back to the tensor's dtype, since `node` now makes one of a wider dtype."""
     tensor = example_tensor(node)
     assert tensor is not None
     readers = list(node.users)
     with graph.inserting_after(node):
-        made = graph.call_method("to", (node, tensor.dtype))
+        rounded = graph.call_method("to", (node, tensor.dtype))
     for reader in readers:
-        reader.replace_input_with(node, made)
-    made.meta = dict(node.meta)
-    position[made] = position[node]
+        reader.replace_input_with(node, rounded)
+    rounded.meta = dict(node.meta)
+    position[rounded] = position[node]
     with making(mode):
         node.meta["example_value"] = torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
-    return made
+    return rounded
 
 
 def _is_fill(call: Call) -> bool:
-    """Whether it is `x[mask] = number`, or with whole dimensions before the mask, as `x[:, :, mask]` and `x[..., mask]`."""
+    """Whether a call is `x[mask] = number`, possibly with full slices before the mask, such as `x[:, :, mask]` and `x[..., mask]`."""
     if call.name != "setitem" or not isinstance(call.args[0], fx.Node) or not isinstance(call.args[2], (int, float)):
         return False
     target, mask = example_tensor(call.args[0]), _index_mask(call.args[1])
@@ -133,7 +133,7 @@ def _index_mask(key: Any) -> fx.Node | None:
 
 
 def _before(key: Any, target: Tensor, where: Tensor) -> int | None:
-    """How many dimensions of the target come before those of the mask; None where they are not taken whole."""
+    """Number of dimensions of the target before the mask's; None if they are not full slices."""
     lead = key[:-1] if isinstance(key, tuple) else ()
     if lead == (Ellipsis,):
         return target.dim() - where.dim()
@@ -145,20 +145,20 @@ def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: Fa
     target, key, number = node.args
     mask = _index_mask(key)
     assert isinstance(target, fx.Node) and mask is not None
-    own, where = example_tensor(target), example_tensor(mask)
-    assert own is not None and where is not None
-    before = _before(key, own, where)
-    assert before is not None
-    behind = own.dim() - before - where.dim()
-    if behind:
-        index: Any = (..., *(None,) * behind)
+    target_tensor, where = example_tensor(target), example_tensor(mask)
+    assert target_tensor is not None and where is not None
+    leading = _before(key, target_tensor, where)
+    assert leading is not None
+    trailing = target_tensor.dim() - leading - where.dim()
+    if trailing:
+        index: Any = (..., *(None,) * trailing)
         with graph.inserting_before(node):
             mask = graph.call_function(operator.getitem, (mask, index))
         position[mask] = position[node]
         with making(mode):
             mask.meta["example_value"] = where[index]
     node.target, node.args = torch.masked_fill, (target, mask, number)
-    node.meta["example_value"] = own
+    node.meta["example_value"] = target_tensor
 
 
 def _functional(node: fx.Node) -> bool:

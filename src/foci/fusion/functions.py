@@ -1,9 +1,9 @@
-"""A softmax written as an autograd.Function: opened where its backward is its derivative, as autograd would find it.
+"""A softmax written as an autograd.Function: inlined if its backward is the derivative that autograd would compute.
 
-A Function's backward need not be its forward's derivative, so what is in one is left there. But some have a softmax that is zero under a
-mask, even in rows that it hides whole, and the backward of torch's own softmax: y (g - sum g y) of its result y and that one's gradient g.
-With p the softmax of scores s filled with a constant under the mask, y = p elsewhere and 0 under it, autograd's gradient of s is
-p (g - sum g p), the sum over what is not masked, and 0 under the mask: the same. With one of the two fills alone it is another.
+The backward of a Function need not be the derivative of its forward, so Functions are usually left alone. But some contain a softmax whose
+result is zero under a mask, even in fully masked rows, and the backward of torch's softmax: y (g - sum g y) for its result y and gradient
+g. With p the softmax of scores filled with a constant under the mask, y = p elsewhere and 0 under it, autograd's gradient is p (g - sum g
+p), summed over unmasked positions, and 0 under the mask: the same. With only one of the two fills it differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["open_functions", "softmaxes_in"]
 
 
 def softmaxes_in(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """Those in the forward of the Function that a node calls; none of any other node."""
+    """Softmaxes in the forward of the Function that a node calls; none for any other node."""
     bodies = _bodies(module, node)
     if bodies is not None:
         yield from (inner for inner in bodies[0].nodes if as_softmax(inner) is not None)
@@ -39,9 +39,9 @@ def open_functions(module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
         bodies = _bodies(module, node)
         if bodies is None:
             continue
-        found = _read(node, *bodies)
-        if found is not None:
-            _open(module.graph, node, bodies[0], found, mode)
+        softmax = _read(node, *bodies)
+        if softmax is not None:
+            _open(module.graph, node, bodies[0], softmax, mode)
 
 
 def _bodies(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Graph, fx.Graph] | None:
@@ -86,50 +86,50 @@ def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], tuple[Any, ..
 
 
 def _read(node: fx.Node, forward: fx.Graph, backward: fx.Graph) -> _Softmax | None:
-    """What the Function that a node calls computes, if that is a softmax and its backward the softmax's; else None."""
+    """Read the Function that a node calls, if it is a softmax and its backward the softmax's; else None."""
     inputs, steps, outputs = _parts(forward)
-    found = _softmax(forward, steps)
-    if found is None or found.scores not in inputs or len(inputs) != len(node.args) - 2 or len(outputs) != 2:
+    softmax = _softmax(forward, steps)
+    if softmax is None or softmax.scores not in inputs or len(inputs) != len(node.args) - 2 or len(outputs) != 2:
         return None
     results, saved = map(_several, outputs)
-    if not results or results[0] not in found.results:
+    if not results or results[0] not in softmax.results:
         return None
-    given = zip(inputs, node.args[2:], strict=True)
-    if any(isinstance(arg, fx.Node) and needs_grad(arg) for inner, arg in given if inner is not found.scores):
+    arguments = zip(inputs, node.args[2:], strict=True)
+    if any(isinstance(arg, fx.Node) and needs_grad(arg) for inner, arg in arguments if inner is not softmax.scores):
         return None
     if not all(call is not None and call.name == "getitem" and call.args[1] == 0 for call in map(as_call, node.users)):
         return None  # more than one result is read
-    saves = [len(results) + n for n, value in enumerate(saved) if value in found.results]
-    return found if _is_its_derivative(backward, inputs.index(found.scores), saves, found) else None
+    saves = [len(results) + n for n, value in enumerate(saved) if value in softmax.results]
+    return softmax if _is_its_derivative(backward, inputs.index(softmax.scores), saves, softmax) else None
 
 
 def _softmax(graph: fx.Graph, steps: list[fx.Node]) -> _Softmax | None:
     """The softmax that the steps are, with their one mask; else None."""
-    found = [softmax for step in steps if (softmax := as_softmax(step)) is not None]
-    if len(found) != 1 or not all(is_tensor(step) or _is_size(step) for step in steps):
+    softmaxes = [softmax for step in steps if (softmax := as_softmax(step)) is not None]
+    if len(softmaxes) != 1 or not all(is_tensor(step) or _is_size(step) for step in steps):
         return None
-    (softmax,) = found
+    (softmax,) = softmaxes
     before, after = as_call(softmax.source), [step for step in steps if step in softmax.node.users]
     scores: Any = softmax.source if before is None else before.argument(0, "input")
     if not is_tensor(scores):
         return None
     spelled = {softmax.node, *after, *(() if before is None else (softmax.source,))}
-    others = tuple(step for step in steps if step not in spelled)
-    if any(call is None or call.in_place for call in map(as_call, others)) or node_dtype(softmax.node) != node_dtype(scores):
+    other_steps = tuple(step for step in steps if step not in spelled)
+    if any(call is None or call.in_place for call in map(as_call, other_steps)) or node_dtype(softmax.node) != node_dtype(scores):
         return None
     if {user for user in _readers(scores) if not _is_size(user)} != {softmax.node if before is None else softmax.source}:
         return None
     if before is None:
-        return None if after else _Softmax(scores, softmax.node, softmax.dim, (), frozenset({softmax.node}), others)
+        return None if after else _Softmax(scores, softmax.node, softmax.dim, (), frozenset({softmax.node}), other_steps)
     last = as_call(after[0]) if len(after) == 1 else None
     if last is None or before.in_place or _readers(softmax.source) != {softmax.node} or not _fill_alike(graph, before, last):
         return None
     results = frozenset({after[0], softmax.node} if last.in_place else after)
-    return _Softmax(scores, softmax.node, softmax.dim, before.args[1:], results, others)
+    return _Softmax(scores, softmax.node, softmax.dim, before.args[1:], results, other_steps)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Operations that read a node. Some versions of Dynamo have a forward give all that it computes; nobody reads that."""
+    """Operations that read a node. Some versions of Dynamo return everything that a forward computes; such outputs do not count."""
     return {user for user in node.users if user.op != "output"}
 
 

@@ -1,8 +1,8 @@
-"""Recognises the attentions of a torch graph and replaces each by foci's operator.
+"""Fuse pass: recognises the attentions of a torch graph and replaces each by foci's operator.
 
-Every softmax whose result reaches a matrix product is a site. What lies above it decides: `foci.fusion.match` reads the
-attention from the second product backward, `foci.fusion.masking` brings its scores to score and mask, `foci.fusion.lower`
-writes the operator. What cannot be read gives the reason that the report prints.
+Every softmax whose result reaches a matrix product is a site. The nodes above it decide: `foci.fusion.match` reads the attention from the
+second product backward, `foci.fusion.masking` separates its scores into score and mask, `foci.fusion.lower` emits the operator. If a step
+fails, its reason is what the report prints.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _hand_on(name: str, source: Any, to: Any) -> None:
 
 
 def _site(graph: fx.Graph, node: fx.Node, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
-    """What became of a node that may be, or end in, an attention; None where it is none."""
+    """Handle a node that may be, or end in, an attention; None if it is none."""
     if is_sdpa(node):
         return _call_site(node, "sdpa", lambda: _replace_sdpa(graph, node, mode, sizes, writes))
     if is_flex(node):
@@ -166,7 +166,7 @@ def _call_site(node: fx.Node, kind: Kind, replace: Callable[[], str]) -> Site:
 
 
 def _reason(obstacle: Exception) -> str:
-    """What stood in the way. An error that no rule foresaw must not stop a program that runs without its graph being fused."""
+    """Reason for the report. An unexpected error must not stop a program that runs without fusion."""
     return str(obstacle) if isinstance(obstacle, (NoRule, TraceError)) else f"{type(obstacle).__name__}: {obstacle}"
 
 
@@ -193,7 +193,7 @@ def _replace_flex(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode | None, s
 
 
 def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
-    """What became of one softmax, with sums of products in its scores as one product, else with the scores as they are."""
+    """Handle one softmax, first with sums of products in its scores joined into one product, else with the scores as they are."""
     above, passed = path_to(softmax.source)
     if len(above) > 1 and _find_products(_below(softmax.node)):
         joined = join_products(graph, sorted(passed, key=lambda n: writes.position.get(n, -1), reverse=True), sizes, mode)
@@ -210,7 +210,7 @@ def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
 
 
 def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Sizes, mode: FakeTensorMode | None) -> Site | None:
-    """What became of one softmax; None where it is no attention."""
+    """Handle one softmax; None if it is no attention."""
     below = _below(softmax.node)
     seconds = _find_products(below)
     above, passed = path_to(softmax.source)
@@ -239,7 +239,7 @@ def _spelled_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
 
 
 def _mixed_reason(product: Product) -> str:
-    """What stands in the way where a product is one of scores, as where heads are mixed; "" where it may make them."""
+    """Reason why a product of scores, such as one that mixes heads, is not fused; "" if it is an ordinary product."""
     above = [node for operand in product.operands for node in path_to(operand)[0]]
     call = as_call(product.node)
     if call is None or not any(map(_is_score_like, above)):
@@ -253,14 +253,14 @@ _MOST_SPLITS: Final = 16
 
 def _below(softmax: fx.Node) -> frozenset[fx.Node]:
     """The softmax and what it becomes on its way to products."""
-    found, stack = {softmax}, [softmax]
+    reached, stack = {softmax}, [softmax]
     while stack:
         for user in stack.pop().users:
             call = as_call(user)
-            if call is not None and call.name in BETWEEN and user not in found and not reads_only_shape(user):
-                found.add(user)
+            if call is not None and call.name in BETWEEN and user not in reached and not reads_only_shape(user):
+                reached.add(user)
                 stack.append(user)
-    return frozenset(found)
+    return frozenset(reached)
 
 
 _NEAR: Final = 24
@@ -333,10 +333,10 @@ def _prepared(
 
 
 def _operands(prepared: Prepared) -> list[fx.Node]:
-    """What the fused attention reads where the second product was."""
+    """Nodes that the fused attention reads, at the position of the second product."""
     match, walk = prepared.match, prepared.match.walk
-    others = [pair[0] for pair in (match.sink, walk.added) if pair is not None and isinstance(pair[0], fx.Node)]
-    return [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values(), *walk.factors, *others]
+    extra = [pair[0] for pair in (match.sink, walk.added) if pair is not None and isinstance(pair[0], fx.Node)]
+    return [prepared.query.node, prepared.key.node, prepared.value.node, *match.lift.leaves.values(), *walk.factors, *extra]
 
 
 def _reaches(node: fx.Node, product: fx.Node, below: frozenset[fx.Node]) -> bool:

@@ -1,4 +1,4 @@
-"""What the graph pass found: one `Site` for every attention, fused or not."""
+"""Result of the fuse pass: one `Site` for every attention, fused or not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a node of a torch graph says: its operation under one name, its shape and dtype, the user's line.
+"""Accessors of torch.fx nodes: the operation under one name, shape and dtype, the user's source line.
 
-Functions, methods, Python operators and ATen overloads of one operation get one name; the in-place spelling too, with a flag.
+Functions, methods, Python operators and ATen overloads of one operation get one name; so does the in-place form, with a flag.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 def example_value(arg: Any) -> Any:
-    """What an argument stands for: a node's example value, or the argument itself."""
+    """Example value of a node; any other argument is returned as it is."""
     if isinstance(arg, fx.Node):
-        found = arg.meta.get("example_value")
-        return arg.meta.get("val") if found is None else found
+        value = arg.meta.get("example_value")
+        return arg.meta.get("val") if value is None else value
     return arg
 
 
@@ -152,7 +152,7 @@ def example_tensor(arg: Any) -> Tensor | None:
 
 
 def storage_id(node: fx.Node) -> int | None:
-    """An identity of the memory that a node's tensor lies in, which its views share; None where the example has none."""
+    """Identity of the storage of a node's tensor, shared by its views; None if the example has none."""
     tensor = example_tensor(node)
     try:
         return None if tensor is None else storage_identity(tensor)
@@ -164,7 +164,7 @@ _WRITTEN: Final = "foci_written"
 
 
 def mark_written(node: fx.Node) -> None:
-    """Says that the graph writes the node's memory: its operation alone no longer tells its elements."""
+    """Mark that the graph writes the node's storage: its operation alone no longer determines its elements."""
     node.meta[_WRITTEN] = True
 
 
@@ -174,14 +174,14 @@ def is_written(node: fx.Node) -> bool:
 
 
 def node_dtype(node: fx.Node) -> torch.dtype:
-    """Of a node that makes a tensor."""
+    """Dtype of a node that makes a tensor."""
     tensor = example_tensor(node)
     assert tensor is not None, node
     return tensor.dtype
 
 
 def node_device(node: fx.Node) -> torch.device:
-    """Of a node that makes a tensor."""
+    """Device of a node that makes a tensor."""
     tensor = example_tensor(node)
     assert tensor is not None, node
     return tensor.device

@@ -76,7 +76,7 @@ def is_atom(digit: Digit) -> bool:
 
 
 def count_values(digits: Sequence[Digit]) -> Size:
-    """How many values the digits have together."""
+    """Number of values of the digits together."""
     return math.prod(d.size for d in digits)
 
 
@@ -91,7 +91,7 @@ def value_of_digits(digits: Digits, number: Number) -> Expr:
 
 
 def _as_dimension(digits: Digits, size: Size, number: Number) -> Digits:
-    """`digits` where they count the whole dimension; one digit of the dimension's size where they count a part of it."""
+    """`digits` if they span the whole dimension; if they span a part of it, one digit of the dimension's size."""
     if same_size(count_values(digits), size):
         return digits
     return (Digit(value_of_digits(digits, number), size),)
@@ -114,12 +114,12 @@ def offset(digits: Digits, start: Expr, step: int, size: Size, number: Number) -
 
 def broadcast_index(index: Index, sizes: Sequence[Size]) -> Index:
     """The index of an operand of these sizes, broadcast to where `index` points."""
-    own = index[len(index) - len(sizes) :]
-    return tuple(() if same_size(size, 1) else digits for digits, size in zip(own, sizes, strict=True))
+    last_dims = index[len(index) - len(sizes) :]
+    return tuple(() if same_size(size, 1) else digits for digits, size in zip(last_dims, sizes, strict=True))
 
 
-def regroup(index: Index, shape: Sequence[Size], wanted: Sequence[Size], number: Number) -> Index:
-    """The index of a tensor of sizes `wanted` that holds, in the same order, what one of sizes `shape` has at `index`.
+def regroup(index: Index, shape: Sequence[Size], new_shape: Sequence[Size], number: Number) -> Index:
+    """The index of a tensor of sizes `new_shape` that holds, in the same order, what one of sizes `shape` has at `index`.
 
     Raises:
         NeedsSplit: where an atom spans two of the wanted dimensions.
@@ -127,7 +127,7 @@ def regroup(index: Index, shape: Sequence[Size], wanted: Sequence[Size], number:
     """
     flat = [digit for digits, size in zip(index, shape, strict=True) for digit in _as_dimension(digits, size, number)]
     result: list[Digits] = []
-    for size in reversed(wanted):
+    for size in reversed(new_shape):
         digits: list[Digit] = []
         while not same_size(count_values(digits), size):
             if not flat:

@@ -1,4 +1,4 @@
-"""The same pass for those who stay on Inductor, through its hook for custom passes."""
+"""The fuse pass as a custom pass of Inductor, for programs that keep `backend="inductor"`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InductorPass(CustomGraphPass):
             _replace(module, fused.graph_module)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs tells this version of the pass by."""
+        """Key of this version of the pass in Inductor's cache of compiled graphs."""
         return code_fingerprint()
 
 

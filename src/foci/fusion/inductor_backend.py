@@ -1,4 +1,4 @@
-"""What is not attention: handed to Inductor, with foci's padding, where the compiler that it needs is there, else run eagerly."""
+"""Compiles the rest of a fused graph: with Inductor and foci's padding if Inductor's compiler is available, else eagerly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def inductor_obstacle(devices: Iterable[str]) -> str | None:
 
 
 def is_inductor(rest: Rest, example_inputs: Sequence[Any]) -> bool:
-    """Whether Inductor compiles a graph, rather than nobody."""
+    """Whether Inductor compiles the graph; else it runs eagerly."""
     if rest == "auto":
         return inductor_obstacle({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}) is None
     return rest == "inductor"
@@ -113,7 +113,7 @@ def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], confi
 
 
 def _without_partitions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Graphs are looked through for partitions that could be recorded as CUDA graphs only where somebody records them."""
+    """Options that skip Inductor's search for graph partitions, unless CUDA graphs are recorded."""
     from torch._inductor import config as defaults
 
     recorded = config.get("triton.cudagraphs", defaults.triton.cudagraphs)

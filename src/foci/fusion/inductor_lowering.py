@@ -1,4 +1,4 @@
-"""How Inductor lowers the operators: its code calls `foci.operator.compiled_call` by name, not through the dispatcher."""
+"""Inductor lowering of foci's operators: its code calls `foci.operator.compiled_call` directly, not through the dispatcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the dimensions of a match become batch, heads and positions, and where each operand is best read."""
+"""How the dimensions of a match become batch, heads and positions, and which tensor each operand is read from."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Layout:
 
 
 def arrange(atoms: Atoms, key: Place, value: Place) -> Layout:
-    """Batch and heads of the shared dimensions: heads are those that key and value lack, and the last that they have; a single one is
-    that of heads where it lies within rows of the values, as of one sequence: results lie so, too."""
+    """Assign the shared dimensions to batch and heads. Heads are those that key and value lack, and the last one that they have; a single
+    shared dimension is heads if its stride is smaller than that of the values' rows, as for one sequence, and results are laid out the
+    same."""
     used = {d.expr for place in (key, value) for digits in place.index for d in digits}
     with_keys = [d for d in atoms.shared if d.expr in used]
     without = [d for d in atoms.shared if d.expr not in used]
@@ -96,7 +97,7 @@ def uncast_place(place: Place, number: Number, element: Callable[[fx.Node, Index
 
 
 def source_place(place: Place, atoms: Atoms, number: Number, element: Callable[[fx.Node, Index], Expr]) -> Place:
-    """Where key or value was before its heads were repeated.
+    """Key or value before its heads were repeated.
 
     Raises:
         NeedsSplit: where the heads must be two dimensions to say so.
@@ -128,7 +129,7 @@ def source_place(place: Place, atoms: Atoms, number: Number, element: Callable[[
 
 
 def _extent(index: Index, shared: set[Expr]) -> Size:
-    """How many entries of batch and heads a place has; what repeats them only ever has more."""
+    """Number of batch and head entries of an index; repeating heads only increases it."""
     return count_values([d for digits in index for d in digits if d.expr in shared])
 
 

@@ -34,7 +34,7 @@ __all__ = ["Asked", "Lowered", "Prepared", "attention", "lower", "prepare"]
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a call of the operator asks for besides its operands."""
+    """Options of the operator's call besides its operands."""
 
     scale: float
     dropout: float = 0.0
@@ -66,7 +66,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """What replaces the second product, and what replaces other nodes."""
+    """Node that replaces the second product, and nodes that replace others."""
 
     out: fx.Node
     others: dict[fx.Node, fx.Node]
@@ -105,7 +105,7 @@ def prepare(match: Match) -> Prepared:
 
 
 _SWALLOWED: Final = 16.0
-"""What is lost to rounding beside a lowest number: scores, and the logarithm of a length."""
+"""Bound on a score, or on the logarithm of a length: added to a lowest number, it must be lost in rounding."""
 
 
 def _operands(match: Match) -> tuple[Place, Place, Place, torch.dtype]:
@@ -192,7 +192,7 @@ def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
 
 
 def _logsumexp(emitter: Emitter, prepared: Prepared, lse: fx.Node, node: fx.Node) -> fx.Node:
-    """What replaces a logsumexp of the scores."""
+    """Replacement of a logsumexp of the scores."""
     layout, groups = prepared.layout, (prepared.layout.batch, prepared.layout.heads, prepared.layout.queries)
     index = [digits for digits in prepared.match.walk.index if digits != layout.keys or not digits]
     if len(node_shape(node)) > len(index):  # keepdim

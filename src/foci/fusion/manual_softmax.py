@@ -122,9 +122,9 @@ def _quotients(node: fx.Node) -> Iterator[_Quotient]:
 
 
 def _is_plain(product: Product) -> bool:
-    """Whether the node multiplies its own operands, adds nothing, and is read once: it can be made anew of others."""
-    own = all(operand in product.node.all_input_nodes for operand in product.operands)
-    return own and product.addend is None and product.alpha == 1 and len(product.node.users) == 1
+    """Whether the node multiplies its own operands, adds nothing, and has one reader, so that it can be rebuilt from other operands."""
+    multiplies_operands = all(operand in product.node.all_input_nodes for operand in product.operands)
+    return multiplies_operands and product.addend is None and product.alpha == 1 and len(product.node.users) == 1
 
 
 _SUMMED: Final = (Digit(ir.axis(-(1 << 20)), -1),)
@@ -139,25 +139,25 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
     total = _by_norm(quotient, call) if call.name == "normalize" else _sum_above(quotient)
     if total is None or not values.same(quotient.top, total.source) or not _is_over_rows(quotient, total):
         return None
-    found = _raised(total.source, tuple(sorted(total.dims)), total.chain)
+    raised = _raised(total.source, tuple(sorted(total.dims)), total.chain)
     alone = {*total.chain, quotient.node, quotient.top, total.source, *([quotient.product.node] if quotient.product else ())}
-    if found is None or found.dims != tuple(range(found.dims[0], found.dims[-1] + 1)):
+    if raised is None or raised.dims != tuple(range(raised.dims[0], raised.dims[-1] + 1)):
         return None
     if any(user not in alone for node in alone - {quotient.node} for user in node.users):
         return None
-    if found.again:
-        return None if total.beside or node_dtype(found.scores) != node_dtype(quotient.node) else found
+    if raised.again:
+        return None if total.beside or node_dtype(raised.scores) != node_dtype(quotient.node) else raised
     if total.beside:
-        plain = found.dims == (node_rank(found.scores) - 1,) and not found.masks and not total.guarded
-        return replace(found, beside=True) if plain and node_dtype(found.scores) == node_dtype(quotient.node) else None
-    unshifted = _without_largest(found.scores, found.dims[0]) if len(found.dims) == 1 else None
-    if (total.guarded and (found.masks or unshifted is None)) or node_dtype(found.scores) != node_dtype(quotient.node):
+        plain = raised.dims == (node_rank(raised.scores) - 1,) and not raised.masks and not total.guarded
+        return replace(raised, beside=True) if plain and node_dtype(raised.scores) == node_dtype(quotient.node) else None
+    unshifted = _without_largest(raised.scores, raised.dims[0]) if len(raised.dims) == 1 else None
+    if (total.guarded and (raised.masks or unshifted is None)) or node_dtype(raised.scores) != node_dtype(quotient.node):
         return None
-    return found if unshifted is None else replace(found, scores=unshifted)
+    return raised if unshifted is None else replace(raised, scores=unshifted)
 
 
 def _by_norm(quotient: _Quotient, call: Call) -> _Sum | None:
-    """Of `normalize(e, p=1, dim)`: its divisor is the sum of what is positive, kept from zero."""
+    """Read `normalize(e, p=1, dim)`: its divisor is the sum of e, all positive, bounded away from zero."""
     dim, least = call.argument(2, "dim", 1), fixed_number(call.argument(3, "eps", 1e-12))
     if not isinstance(dim, int) or not isinstance(least, float) or least > 1 or call.argument(4, "out") is not None:
         return None
@@ -223,7 +223,7 @@ def _is_over_rows(quotient: _Quotient, total: _Sum) -> bool:
 
 
 def _raised(node: fx.Node, dims: tuple[int, ...], chain: list[fx.Node]) -> _Normalised | None:
-    """What was raised, and how it was masked; adds the nodes on the way to `chain`."""
+    """Read the exponent's argument and its masks; nodes on the way are added to `chain`."""
     masks: list[tuple[fx.Node, bool]] = []
     shape = node
     while (call := as_call(node)) is not None and is_tensor(node) and same_shape(node, shape):

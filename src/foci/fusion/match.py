@@ -253,7 +253,7 @@ def _through_casts(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node:
 
 
 def _without_row_maximum(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node:
-    """`x` where the source is `x - x.max(dim)`: softmax does not see what a whole row has in common."""
+    """`x` if the source is `x - x.max(dim)`: softmax is invariant to a constant added to a row."""
     while (under := _unshifted(_through_casts(source, on_path), dim, on_path)) is not None:
         source = under
     return source
@@ -276,19 +276,19 @@ def _unshifted(node: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> fx.Node 
 
 def _shifted(source: fx.Node, dim: int, on_path: frozenset[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Differences from a row's largest, each with what it is the difference of: scaled and added to, they are still no one's to see."""
-    found: dict[fx.Node, fx.Node] = {}
+    differences: dict[fx.Node, fx.Node] = {}
     node: fx.Node | None = source
     while node is not None:
         node = _through_casts(node, on_path)
         under = _unshifted(node, dim, on_path)
         if under is not None:
-            found[node] = under
+            differences[node] = under
         node = _scaled(node, on_path) if under is None else under
-    return found
+    return differences
 
 
 def _scaled(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
-    """What the node multiplies or divides by a number, adds to what no score is in, or masks, all of its own size."""
+    """Operand that the node scales by a number, adds a score-independent term to, or masks, if it has the node's size."""
     call = as_call(node)
     if call is not None and call.name == "masked_fill":
         return _masked(call, node, on_path)
@@ -308,7 +308,7 @@ def _scaled(node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
 
 
 def _masked(call: Call, node: fx.Node, on_path: frozenset[fx.Node]) -> fx.Node | None:
-    """What is masked by a lowest number, of the node's size, where the mask asks nothing of the scores."""
+    """Scores that are masked with a lowest number, if they have the node's size and the mask does not depend on them."""
     inner, mask, fill = call.args[0], call.argument(1, "mask"), fixed_number(call.argument(2, "value"))
     if inner not in on_path or mask in on_path or not isinstance(fill, (int, float)) or fill > LOWEST:
         return None
@@ -393,13 +393,13 @@ def _without_sink(
     return own, (beside, column)
 
 
-def _unpadded(call: Call, dim: int, wanted: tuple[int, int], on_path: frozenset[fx.Node]) -> fx.Node:
-    """What was padded by `wanted` along `dim`, and nowhere else."""
+def _unpadded(call: Call, dim: int, padding: tuple[int, int], on_path: frozenset[fx.Node]) -> fx.Node:
+    """Operand of a pad by `padding` along `dim` alone."""
     source: fx.Node = call.args[0]
     amounts = [example_value(n) for n in call.argument(1, "pad")]
     last = node_rank(source) - 1
     pairs = {last - n: tuple(amounts[2 * n : 2 * n + 2]) for n in range(len(amounts) // 2)}
-    if source not in on_path or any(pair != (wanted if at == dim else (0, 0)) for at, pair in pairs.items()) or dim not in pairs:
+    if source not in on_path or any(pair != (padding if at == dim else (0, 0)) for at, pair in pairs.items()) or dim not in pairs:
         raise NoRule("the softmax is over more than the keys")
     return source
 
@@ -413,7 +413,7 @@ def _filling(call: Call) -> float:
 
 
 def _sequence(shared: Digits, queries: Digits, keys: Digits) -> tuple[Digits, Digits]:
-    """Of several merged query dimensions one is the sequence, the one as long as the keys; the others are heads."""
+    """Of several merged query dimensions, the one as long as the keys is the sequence; the others are heads."""
     if len(queries) < 2 or len(keys) != 1:
         return shared, queries
     alike = [d for d in queries if same_size(d.size, keys[0].size)]

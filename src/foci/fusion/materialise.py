@@ -138,7 +138,7 @@ def _tensor(node: fx.Node) -> Tensor:
 
 
 def _elements(node: fx.Node) -> float:
-    """How many elements a tensor has in memory: an expanded dimension counts once."""
+    """Number of elements that a tensor has in memory; an expanded dimension counts once."""
     tensor = _tensor(node)
     return float(math.prod(size_hint(n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_hint(stride) != 0))
 
@@ -155,8 +155,8 @@ def _is_dense_in_rows(tensor: Tensor) -> bool:
 
 
 def _readers(node: fx.Node) -> int:
-    """How many operations read a tensor or a view of it: they share the cost of making it."""
-    found, stack, seen = 0, [node], {node}
+    """Number of operations that read a tensor or a view of it: they share the cost of computing it."""
+    count, stack, seen = 0, [node], {node}
     while stack:
         for user in stack.pop().users:
             call = as_call(user)
@@ -166,5 +166,5 @@ def _readers(node: fx.Node) -> int:
             if call is not None and _is_view(user, call):
                 stack.append(user)
             else:
-                found += 1
-    return max(1, found)
+                count += 1
+    return max(1, count)

@@ -45,7 +45,7 @@ def may_wrap(node: fx.Node, call: Call) -> bool:
 
 
 def _compares_narrow(call: Call) -> bool:
-    """Whether a result that is no narrow integer is made of some, which torch first brings to a dtype that not all fit."""
+    """Whether the operands are narrow integers that torch first converts to a dtype that does not hold all of them."""
     if call.name in CASTS or call.name in _MOVING or len(call.args) < 2:
         return False
     values = [example_value(arg) for arg in call.args[:2]]

@@ -31,7 +31,7 @@ from foci.spec import NO_NEEDS, Needs
 __all__ = ["Call", "begin", "find_calls"]
 
 _MOST_BYTES: Final = 1 << 30
-"""Of zeros: an attention that takes more runs so long that its compilation does not matter."""
+"""Most bytes of zeros: a larger attention runs so long that its compilation does not matter."""
 
 _begun: set[str] = set()
 
@@ -52,12 +52,12 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors that it takes."""
+        """Bytes of all its tensors."""
         return sum(math.prod(t.sizes) * t.dtype.itemsize for t in _geometries(self.args))
 
     @property
     def device(self) -> torch.device:
-        """Where it will run."""
+        """Device of the call."""
         query: _Geometry = self.args[0]
         return query.device
 
@@ -84,7 +84,7 @@ class _Geometry:
 
 
 def begin(graph_module: fx.GraphModule, inductor: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Starts to compile the kernels of a graph's attentions on GPUs.
+    """Start to compile the kernels of a graph's attentions on GPUs, in a thread.
 
     Args:
         graph_module: a fused graph.
@@ -116,17 +116,19 @@ def _rehearse_all(calls: Sequence[Call], submit: Submit | None = None) -> None:
 
 
 _FEWEST: Final = 4
-"""Of processes: where there are fewer, they are wanted for what they were started for."""
+"""Fewest processes: fewer are needed for Inductor's own kernels."""
 
 
 def _other_processes(config: Mapping[str, Any]) -> Submit | None:
-    """What hands work to the processes that Inductor compiles its kernels in; None where they are few or have not started."""
-    found = sys.modules.get("torch._inductor.async_compile")
-    if found is None:
+    """Function that submits work to Inductor's compile processes; None if they are few or have not started."""
+    async_compile = sys.modules.get("torch._inductor.async_compile")
+    if async_compile is None:
         return None
     with contextlib.suppress(Exception):  # closed, or not as in the releases of torch that are known
-        if (config.get("compile_threads") or found.get_compile_threads()) >= _FEWEST and found.AsyncCompile.use_process_pool():
-            submit: Submit = found.AsyncCompile.process_pool().submit
+        if (
+            config.get("compile_threads") or async_compile.get_compile_threads()
+        ) >= _FEWEST and async_compile.AsyncCompile.use_process_pool():
+            submit: Submit = async_compile.AsyncCompile.process_pool().submit
             return submit
     return None
 

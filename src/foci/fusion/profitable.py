@@ -44,7 +44,7 @@ _ELEMENTS: Final[Mapping[str, float]] = {
 
 
 def seconds_of_elements(operation: str, elements: float, *, needs_backward: bool) -> float:
-    """An operation of torch that makes so many elements one by one.
+    """Estimated seconds of a torch operation that computes this many elements.
 
     Example:
         >>> seconds_of_elements("gather", 1e6, needs_backward=False) > seconds_of_elements("add", 1e6, needs_backward=False)

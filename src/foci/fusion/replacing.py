@@ -1,4 +1,4 @@
-"""Puts a new node in an old one's place: strides that readers rely on, and what nobody reads any more."""
+"""Replaces a node by a new one: keeps strides that readers rely on, and erases what is no longer read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | 
 
 
 def _rerun(new: fx.Node, old: fx.Node) -> list[bool]:
-    """Runs what is below `old` on the value of `new`, as far as strides are others than they were; gives whether those that leave the
-    graph lie as they did.
+    """Rerun the users of `old` on the value of `new` as long as strides differ. Returns whether each value that leaves the graph keeps its
+    strides.
 
     Raises:
         Exception: where a node fails.
@@ -68,7 +68,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _hands_strides_on(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a result may lie as what it is made of: views do, and what is computed element by element."""
+    """Whether a result may inherit its operand's strides: views do, and elementwise operations."""
     call, made, read = as_call(user), example_value(user), example_value(node)
     if (call is not None and call.name in VIEWS) or user.target is operator.getitem:
         return True
@@ -103,7 +103,7 @@ _MAKERS = frozenset((
 
 
 def erase_dead(graph: fx.Graph) -> None:
-    """Erases values that nobody reads, and assertions that always hold: they would look like readers of the scores."""
+    """Erase values without readers, and assertions that always hold, which would look like readers of the scores."""
     for node in reversed(list(graph.nodes)):
         if _asserts_what_is_known(node) or (
             not node.users and node.op in ("call_function", "call_method") and (is_pure(node) or as_product(node) is not None)

@@ -1,4 +1,4 @@
-"""Where attention was found, what became of it, and why: told to observers, printed as a table."""
+"""Fusion report: where attention was found, whether it was fused, and why not. Sent to observers, printed as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row has as a whole: statistics of scores along the keys, and where each is read again."""
+"""Row statistics: reductions of scores along the keys, and where each is read."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def less_logsumexp(node: fx.Node, values: Values) -> tuple[fx.Node, int] | None:
 
 
 def _broadcast(source: fx.Node, other: fx.Node) -> Index:
-    """Where each element of the source meets one of the other."""
+    """Index in the other tensor for each element of the source."""
     return broadcast_index(atoms(node_shape(source)), node_shape(other))
 
 
@@ -94,8 +94,8 @@ def _over(node: fx.Node, index: Index, source: fx.Node, values: Values) -> int |
         if call.name == "log":
             return _of_sum(call.args[0], index, source, None, values)
         if call.name == "add" and len(call.args) == 2 and not call.kwargs and all(map(is_tensor, call.args)):
-            found = (_of_shifted(a, b, index, source, values) for a, b in (call.args, call.args[::-1]))
-            return next((dim for dim in found if dim is not None), None)
+            dims = (_of_shifted(a, b, index, source, values) for a, b in (call.args, call.args[::-1]))
+            return next((dim for dim in dims if dim is not None), None)
         following = moved(node, index)
         if following is None:
             return None
@@ -109,14 +109,14 @@ def _is_other(node: fx.Node, call: Call, source: fx.Node) -> bool:
 
 
 def _reduced(call: Call, index: Index, source: fx.Node) -> int | None:
-    given = single(call.argument(1, "dim", call.kwargs.get("axis")))
-    if not isinstance(given, int) or not is_over(call, index, given % node_rank(source)):
+    dim = single(call.argument(1, "dim", call.kwargs.get("axis")))
+    if not isinstance(dim, int) or not is_over(call, index, dim % node_rank(source)):
         return None
-    return given % node_rank(source)
+    return dim % node_rank(source)
 
 
 def _of_shifted(shift: fx.Node, logged: fx.Node, index: Index, source: fx.Node, values: Values) -> int | None:
-    """m + log(sum(exp(x - m))), m the same for a whole row."""
+    """Match m + log(sum(exp(x - m))), m constant over a row."""
     at, place = _resolved(shift, broadcast_index(index, node_shape(shift))), broadcast_index(index, node_shape(logged))
     node, place = _resolved(logged, place)
     call = as_call(node)

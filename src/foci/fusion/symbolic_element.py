@@ -221,7 +221,7 @@ class Lift:
         return cast(value, element_dtype(target.dtype))
 
     def _logarithm(self, truth: fx.Node, index: Index) -> Expr:
-        """Of what is 0 or 1: a mask to add."""
+        """Logarithm of a value that is 0 or 1, which makes a mask to add."""
         value = self.element(truth, broadcast_index(index, node_shape(truth)))
         kept = value if value.dtype is DType.BOOL else apply("ne", value, cast(ir.const(False), value.dtype))
         return apply("where", kept, 0.0, -math.inf)
@@ -257,7 +257,7 @@ def _widened(value: Any) -> Any:
 
 
 _LIKE_ANOTHER: Final = frozenset((*CASTS, "expand_as", "view_as", "reshape_as"))
-"""A second tensor tells dtype or shape alone."""
+"""Operations whose second tensor only gives dtype or shape."""
 
 
 def stops_gradient(node: fx.Node) -> bool:
@@ -277,7 +277,7 @@ def _is_method_where(call: Call) -> bool:
 
 
 def _rounded(value: Expr, dtype: torch.dtype) -> Expr:
-    """Constants of `value` as `dtype` holds them: the lowest float32 is -inf in float16. What is computed keeps its precision."""
+    """Round constants to `dtype`: the lowest float32 is -inf in float16. Computed values keep their precision."""
     if value.op == "const" and isinstance(value.value, float):
         return ir.const(_as_held(value.value, dtype))
     if value.op == "where":

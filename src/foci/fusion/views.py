@@ -1,7 +1,7 @@
-"""Operations that only move elements, one small rule each: where the element at an index of the result lies in the source.
+"""View operations, one small rule each: where in the source the element at an index of the result is.
 
-A new spelling of a view, an expansion or a selection is one rule here, and every place that reads graphs understands it:
-operands, masks, biases and what stands between softmax and second product.
+A new form of a view, an expansion or a selection is one rule here. It then works for operands, masks, biases and for what is between
+softmax and second product.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ def _integer(at: At, value: Any) -> Expr:
 
 
 def _counted(at: At, value: Any, size: Size) -> Expr:
-    """The same, counted from the end where it is negative."""
-    found = example_value(value)
-    negative = found < 0 if isinstance(found, int) else False
-    return _integer(at, found + size if negative else found)
+    """An index, counted from the end if it is negative."""
+    position = example_value(value)
+    negative = position < 0 if isinstance(position, int) else False
+    return _integer(at, position + size if negative else position)
 
 
 def _select(at: At) -> Place:
@@ -352,20 +352,20 @@ def _by_slice(at: At, digits: Digits, size: Size, entry: slice) -> Digits:
 
 
 def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr]) -> Place | None:
-    """One of the tensors that split, chunk or unbind give."""
+    """Source of one result of split, chunk or unbind."""
     producer = call.args[0]
-    made = as_call(producer) if isinstance(producer, fx.Node) else None
-    if made is None or not isinstance(call.args[1], int):
+    split_call = as_call(producer) if isinstance(producer, fx.Node) else None
+    if split_call is None or not isinstance(call.args[1], int):
         return None
-    if made.name == "meshgrid":
-        return _of_grid(made, call.args[1], index)
-    if made.name not in PARTS:
+    if split_call.name == "meshgrid":
+        return _of_grid(split_call, call.args[1], index)
+    if split_call.name not in PARTS:
         return None
-    source = view_source(made)
+    source = view_source(split_call)
     shape, parts = node_shape(source), example_value(producer)
-    dim = _dim(made.argument(PARTS[made.name], "dim", 0), len(shape))
+    dim = _dim(split_call.argument(PARTS[split_call.name], "dim", 0), len(shape))
     which = call.args[1] % len(parts)
-    if made.name == "unbind":
+    if split_call.name == "unbind":
         return source, (*index[:dim], one_digit(number(which), shape[dim]), *index[dim:])
     start = sum(p.shape[dim] for p in parts[:which])
     digits = index[dim]
@@ -375,14 +375,14 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
 
 
 def _of_grid(made: Call, which: int, index: Index) -> Place | None:
-    """One of the coordinates that meshgrid gives: its own positions along one dimension, the same along the others."""
-    given = made.args[0] if made.args and isinstance(made.args[0], (list, tuple)) else made.args
-    which = which % len(given)
-    source = given[which]
+    """Source of one result of meshgrid, which varies along one dimension only."""
+    axes = made.args[0] if made.args and isinstance(made.args[0], (list, tuple)) else made.args
+    which = which % len(axes)
+    source = axes[which]
     if not is_tensor(source):
         return None
-    turned = made.kwargs.get("indexing") == "xy" and which < 2 and len(given) > 1
-    return source, (index[1 - which if turned else which],) if node_rank(source) else ()
+    is_transposed = made.kwargs.get("indexing") == "xy" and which < 2 and len(axes) > 1
+    return source, (index[1 - which if is_transposed else which],) if node_rank(source) else ()
 
 
 PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}

@@ -103,7 +103,7 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
 
 @dataclass
 class Walk:
-    """What stands between a softmax and the second product, read upward.
+    """Operations between a softmax and the second product, read upward.
 
     Attributes:
         index: where the softmax is read.

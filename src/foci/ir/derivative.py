@@ -21,11 +21,10 @@ __all__ = ["CaptureDerivative", "capture_derivatives", "score_derivative"]
 
 @dataclass(frozen=True)
 class CaptureDerivative:
-    """How the gradient of a captured tensor gathers.
+    """How to gather the gradient of a captured tensor.
 
-    `grad[slot][indices] += d_score * weight`, summed over b, h, q_idx, kv_idx, where d_score is the gradient of the
-    expression's value; and over each `(level, extent)` of `axes`, outermost first, whose `axis(level)` runs to extent in
-    indices and weight.
+    `grad[slot][indices] += d_score * weight`, summed over b, h, q_idx, kv_idx, where d_score is the gradient of the expression's value;
+    and over each `(level, extent)` of `axes`, outermost first, whose `axis(level)` runs to extent in indices and weight.
     """
 
     slot: int
@@ -74,7 +73,7 @@ class _Loop:
 
 @dataclass(eq=False)
 class _Reverse:
-    """One reverse sweep over `root`, for the leaves that are `wanted`."""
+    """A reverse sweep over `root`, for the leaves that `wanted` selects."""
 
     root: Expr
     wanted: Callable[[Expr], bool]
@@ -96,7 +95,7 @@ class _Reverse:
         return left
 
     def _sweep(self, root: Expr, seed: Expr, loop: _Loop | None) -> tuple[_Adjoints, list[CaptureDerivative]]:
-        """Adjoints that leave the body `root` of `loop`, and what it found in there."""
+        """Adjoints that leave the body `root` of `loop`, and the loads inside it."""
         adjoints: _Adjoints = {root: seed}
         leaving: _Adjoints = {}
         loads: list[CaptureDerivative] = []

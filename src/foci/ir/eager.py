@@ -24,7 +24,7 @@ __all__ = ["SPELLING", "Env", "evaluate", "source"]
 
 @dataclass(frozen=True, eq=False)
 class Env:
-    """What an expression is evaluated on.
+    """Values of everything that an expression reads.
 
     Attributes:
         variables: values of `score`, coordinates and lengths: tensors that broadcast against each other, such as
@@ -44,7 +44,7 @@ class Env:
 
     @property
     def device(self) -> torch.device:
-        """Where results are: with the variables."""
+        """Device of the variables, on which results are."""
         for tensor in (*self.variables.values(), *self.axes.values(), *self.captures):
             return tensor.device
         return torch.device("cpu")

@@ -25,7 +25,7 @@ class UnsupportedOperation(NotImplementedError):
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a speller of `reduce` is given.
+    """Arguments of a language's `reduce`.
 
     Attributes:
         expr: the node; its kind is `expr.value[0]`, its type `expr.dtype`.
@@ -52,7 +52,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a language writes expressions.
+    """Code generation for one language.
 
     Attributes:
         ops: for each row of the op table that the language has, a format string of the spelled operands such as

@@ -31,7 +31,7 @@ _MODULES: Final = (torch, math, torch.nn.functional)
 
 @dataclass(slots=True)
 class Fingerprint:
-    """What determines the outcome of tracing a function.
+    """Everything that determines the outcome of tracing a function.
 
     Attributes:
         structure: its code, and the code, types, shapes and dtypes of what it closes over.
@@ -47,7 +47,7 @@ class Fingerprint:
 
 
 NOTHING: Final = Fingerprint(structure=(type(None), None))
-"""Of no function."""
+"""Fingerprint of no function."""
 
 
 def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
@@ -166,7 +166,7 @@ _known: dict[int, _Known] = {}
 
 
 def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
-    """What stands for code that reads constants alone, and for these; None for other code."""
+    """Key of code that reads only constants, and of these; None for other code."""
     known = _known.get(id(code)) or _add(code, scope)
     if known.scope is scope:
         return known.token

@@ -26,7 +26,7 @@ __all__ = ["EXACT_OPS", "Grid", "bounds", "is_whole"]
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What is known of the coordinates of every block, and what the expression captured.
+    """Known bounds of the coordinates of every block, and the captured values.
 
     Attributes:
         ranges: of the variables, float64 tensors that broadcast against each other, such as b [B, 1, 1, 1] and
@@ -81,7 +81,7 @@ _Frames = tuple[_Frame, ...]
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """What every analysis of an expression needs: depths, how often each node is read, whole numbers."""
+    """Facts about an expression that every analysis needs: depth of each node, number of readers, which nodes are integral."""
 
     depth: Mapping[Expr, int]
     uses: Mapping[Expr, int]
@@ -277,7 +277,7 @@ _TYPED_RULES: Final[Mapping[tuple[str, DType], Callable[..., Range]]] = {
     ("mod", DType.INT32): _integer_mod,
     ("mod", DType.INT64): _integer_mod,
 }
-"""Where the type tells more than the row of the op table, whose rules serve every type."""
+"""Rules by type, where the op table's row, which holds for every type, is too coarse."""
 _COMBINED: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
     "sum": lambda a, b: _widened(ranges.add(a, b)),
     "max": _extreme(ranges.maximum),
@@ -342,21 +342,21 @@ _ROUNDINGS: Final = frozenset(("floor", "ceil", "round", "trunc"))
 
 
 def is_whole(e: Expr) -> bool:
-    """Whether a FLOAT expression is a whole number whatever it reads, and so does not round while it is small."""
+    """Whether a FLOAT expression is an integer whatever it reads, and so exact while it is small."""
     return e in _integral(e)
 
 
 def _integral(root: Expr) -> frozenset[Expr]:
-    """The FLOAT nodes that are whole numbers: sums and products of those do not round while they are small."""
-    found: set[Expr] = set()
+    """FLOAT nodes that are integers: their sums and products are exact while they are small."""
+    integral: set[Expr] = set()
     for e in root.walk():
         if e.dtype is not DType.FLOAT:
             continue
-        whole = isinstance(e.value, float) and e.value.is_integer() if e.op == "const" else e.op == "cast" or e.op in _ROUNDINGS
+        is_leaf = isinstance(e.value, float) and e.value.is_integer() if e.op == "const" else e.op == "cast" or e.op in _ROUNDINGS
         operands = e.args[1:] if e.op == "where" else e.args
-        if whole or (e.op in _INTEGRAL_OPS and all(arg in found for arg in operands)):
-            found.add(e)
-    return frozenset(found)
+        if is_leaf or (e.op in _INTEGRAL_OPS and all(arg in integral for arg in operands)):
+            integral.add(e)
+    return frozenset(integral)
 
 
 def _widened(a: Range) -> Range:
@@ -374,7 +374,7 @@ def _beyond_double(x: Tensor, direction: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where an index may be in a dimension, int64; `is_point` where it is one place in every block."""
+    """Bounds of an index in a dimension, int64; `is_point` if it is one position in every block."""
 
     first: Tensor
     last: Tensor

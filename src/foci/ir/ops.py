@@ -26,7 +26,7 @@ Partial = Callable[..., Expr]
 
 
 class Typing(Enum):
-    """How operands and result of an operation are typed."""
+    """Type rules of an operation's operands and result."""
 
     ARITHMETIC = "operands and result take the widest type, at least int32"
     FLOATING = "operands and result are FLOAT"

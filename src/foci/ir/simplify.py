@@ -60,7 +60,7 @@ _KINDS: Final = {"var": 0, "param": 2, "size": 2, "const": 3}
 
 
 class _Key:
-    """Variables in their order, then by depth, then run-time numbers, then constants.
+    """Sort key: variables in their order, then by depth, then run-time numbers, then constants.
 
     Ties are broken by a digest of the shape, which leaves out the numbers of slots and the constants that will be lifted,
     so that neither new constants nor other captures change an order; then by a digest of everything.
@@ -144,7 +144,7 @@ def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
 
 
 def _may_contradict(operands: set[Expr]) -> list[Expr]:
-    """Those of which one is part of any pair that excludes each other: a negation costs as much as a comparison."""
+    """Operands of which at least one is in every pair that excludes each other; a negation counts like a comparison."""
     orders = [arg for arg in operands if arg.op in ("lt", "le")]
     return orders[1:] + [arg for arg in operands if arg.op in ("not", "ne")]
 

@@ -338,7 +338,7 @@ def _extremum(binary: str) -> TorchFunction:
 
 
 class _Extremum:
-    """What `row.max(dim)` gives: the values; the language has no indices."""
+    """Result of `row.max(dim)`: only the values; the language has no indices."""
 
     def __init__(self, values: Symbol) -> None:
         self.values = values

@@ -99,7 +99,7 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
 
 
 class Symbol:
-    """What a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one.
+    """Value that a score or mask function computes with. Behaves like a 0-d tensor, or like a row of a captured one.
 
     Attributes:
         tracer: of the function.
@@ -163,12 +163,12 @@ class Symbol:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What torch's would be."""
+        """Dtype that torch would have."""
         return self.narrow or _TORCH_DTYPES[self.expr.dtype]
 
     @property
     def device(self) -> torch.device:
-        """That of the call."""
+        """Device of the call."""
         return self.tracer.device
 
     @property
@@ -178,7 +178,7 @@ class Symbol:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are."""
+        """Number of dimensions."""
         return len(self.axes)
 
     @property
@@ -187,11 +187,11 @@ class Symbol:
         return False
 
     def dim(self) -> int:
-        """As `ndim`."""
+        """Number of dimensions, as `ndim`."""
         return len(self.axes)
 
     def size(self, dim: int | None = None) -> Any:
-        """As `shape`, or of one dimension."""
+        """The shape, or its length in one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def __bool__(self) -> bool:
@@ -303,7 +303,7 @@ _local = _Local()
 
 
 def length_symbol(name: str) -> Any:
-    """The length `q_len` or `kv_len` of the sequence at hand, inside a function that is being traced.
+    """The length `q_len` or `kv_len` of the current sequence, inside a function that is being traced.
 
     Raises:
         RuntimeError: outside a score or mask function.

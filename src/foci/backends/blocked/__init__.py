@@ -2,9 +2,6 @@
 
 Queries are cut into tiles and keys into runs. Blocks without an attended position are skipped; full blocks are computed without the mask.
 Gradients follow from the derivatives that `foci.ir.derivative` derives.
-
-Queries are cut into tiles and keys into runs; blocks that the mask empties are skipped, and blocks that it leaves whole
-are computed without it. Gradients follow from the derivatives that `foci.ir.derivative` derives.
 """
 
 from __future__ import annotations

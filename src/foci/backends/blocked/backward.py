@@ -2,9 +2,6 @@
 
 With w the weights, d their gradient and s the scores: ds = w * (d - sum over keys of w * d). The chain rule through the score function
 multiplies ds by its derivative.
-
-With w the weights, d the gradient that reaches them and s the scores: ds = w * (d - sum over keys of w * d). What the
-score function does to ds comes from its derivative.
 """
 
 from __future__ import annotations

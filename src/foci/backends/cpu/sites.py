@@ -2,9 +2,6 @@
 
 Each load that is differentiated is a site. It accumulates a vector of keys at a time: a run of elements where its index follows the keys,
 one number per row where it does not depend on the key, else element by element.
-
-Each load that is differentiated is a site. What it adds up is a vector of keys at a time: a run of elements where its
-index follows the keys, one number per row where it does not read them, else element by element.
 """
 
 from __future__ import annotations
