@@ -21,7 +21,7 @@ _POSITIONS = frozenset(("q_idx", "kv_idx"))
 
 
 def affine_in_keys(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
-    """(what is added to the raw score, what that rises by from one key to the next); None where that is no line, or flat.
+    """Read a score as raw score plus an affine function of the key: (what is added, slope per key). None if it is not affine, or constant.
 
     Nothing that is read from memory may differ from row to row. With `streaming` of "q_idx" rows are keys: what it rises by from one
     query to the next.
@@ -43,8 +43,7 @@ def affine_in_keys(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] 
 
 
 def affine_in_both(score: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """(what is added to the raw score, what that rises by from key to key, and from query to query); None where it is flat between keys,
-    or neither is the same everywhere."""
+    """(what is added to the raw score, slope per key, slope per query); None if the slope per key is 0, or a slope varies."""
     found, across = affine_in_keys(score), affine_in_keys(score, "q_idx")
     if found is None:
         return None
@@ -59,7 +58,7 @@ def _reads(e: Expr) -> bool:
 
 
 def _rise(e: Expr, streaming: str) -> Expr | None:
-    """What a float expression rises by from one place to the next; None where that depends on places."""
+    """Slope of a float expression along a coordinate; None if it varies."""
     if streaming not in e.variables():
         return _ZERO
     if e.op == "cast" and e.args[0].op == "var":

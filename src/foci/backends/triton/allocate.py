@@ -1,4 +1,4 @@
-"""Tensors that a pass makes: results, numbers of rows, gradients."""
+"""Allocation of a pass's tensors: results, row statistics, gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", 
 
 
 def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, laid out as `foci.problem.Results` says, lse, and the largest scores where they are asked for."""
+    """Allocate out, laid out as `foci.problem.Results` says, lse, and row maxima if they are needed."""
     query, width = operands.query, problem.value_dim
     b, h, s = query.shape[0], query.shape[1], count_tokens(operands)[0]
     shape = b, h, s, width
@@ -23,20 +23,20 @@ def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> 
 
 
 def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Numbers for each row, float32 [B, Hq, Sq]."""
+    """Allocate float32 [B, Hq, Sq] row statistics."""
     b, h, s = operands.query.shape[0], operands.query.shape[1], count_tokens(operands)[0]
     return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
 
 
 def like_tensor(recorder: Recorder, tensor: Tensor) -> Tensor:
-    """One of that shape and dtype without gaps."""
+    """Allocate a contiguous tensor of the same shape and dtype."""
     return recorder.empty(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, tensor)
 
 
 def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
-    """dq, dk and dv, those that are wanted: without gaps, and heads within rows, or rows within heads, as in the tensor they are of,
-    so that what comes before takes them as they are. All three of packed tensors whose rows may be parts of one tensor's are that too,
-    and those of dense ones where that is asked for."""
+    """Allocate the gradients of query, key and value that are needed. Each has no gaps, and heads within rows, or rows within heads, as its
+    tensor, so that the previous operation's backward reads it without a copy. Packed tensors whose rows may be parts of one tensor's get
+    gradients laid out the same; dense ones do on request."""
     rows, columns = count_tokens(operands)
     of = {"dq": (operands.query, rows), "dk": (operands.key, columns), "dv": (operands.value, columns)}
     if all(wanted):
@@ -61,7 +61,7 @@ def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool,
 
 
 def no_gradients(operands: Operands, problem: Problem) -> Gradients:
-    """Zeros: nobody attends to anything."""
+    """Zero gradients, for calls in which no query attends to any key."""
     wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
     tensors = (operands.query, operands.key, operands.value, *operands.captures)
     found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]

@@ -1,4 +1,4 @@
-"""Outputs that need the weights, and their gradients, host side: a pass of its own beside the fused kernels."""
+"""Outputs that need the weights, and their gradients, host side: a separate pass beside the fused kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WeightCotangents: TypeAlias = dict[str, Any]
 
 
 def add_aux_outputs(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> Results:
-    """The results with column sums and weights, those that the problem asks for."""
+    """Add column sums and weights to the results, if the problem asks for them."""
     query, key, asked = operands.query, operands.key, kernel.problem.formula.outputs
     (batch, heads, length, _), keys = query.shape, key.shape[2]
     columns = query.new_zeros((batch, heads, keys), dtype=torch.float32) if asked.column_sums else None
@@ -43,7 +43,7 @@ def add_aux_outputs(kernel: TritonKernel, operands: Operands, sequences: Sequenc
 
 
 def weight_cotangents(operands: Operands, cotangents: Cotangents, sequences: Sequences) -> WeightCotangents | None:
-    """What flows into the weights, as fields of `kernel_args.Numbers`; None where nothing does."""
+    """Gradients of the weights, as fields of `kernel_args.Numbers`; None if there are none."""
     if cotangents.column_sums is None and cotangents.weights is None:
         return None
     columns, weights = (None if t is None else t.to(torch.float32).contiguous() for t in (cotangents.column_sums, cotangents.weights))
@@ -55,7 +55,7 @@ def weight_cotangents(operands: Operands, cotangents: Cotangents, sequences: Seq
 def add_weight_cotangents(
     kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results, cotangents: Cotangents, flow: WeightCotangents
 ) -> Cotangents:
-    """The cotangents of out and lse, that of lse less sum_j p g: so delta comes out as the weights' gradients need it."""
+    """Cotangents of out and lse with sum_j p g subtracted from that of lse, so that delta includes the gradients of the weights."""
     query = operands.query
     if not query.numel() or not operands.key.shape[2]:
         return replace(cotangents, column_sums=None, weights=None)
@@ -75,5 +75,5 @@ def add_weight_cotangents(
 
 
 def _schedule(kernel: TritonKernel) -> Schedule:
-    """That of captured gradients, which hold more: tiles are loaded as they come."""
+    """Schedule of the captured gradients' kernel, which has room for as much, but without tensor descriptors."""
     return replace(kernel.schedule("captures"), descriptors=False)

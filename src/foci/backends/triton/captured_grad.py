@@ -1,4 +1,4 @@
-"""Gradients of captured tensors, host side: which way each read takes, and how its partial sums come together."""
+"""Gradients of captured tensors, host side: how each read is gathered, and how partial sums are combined."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ __all__ = ["LearnedBias", "Way", "bias_gradient", "bias_of_query_tiles", "captur
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
 _STRETCH: Final = 4096
-"""Keys whose sums wait in memory at a time, in float32 for each query: queries are read again for each stretch, which costs more than
-sums that leave the second cache."""
+"""Keys whose float32 sums per query wait in memory at a time: queries are read again for each range of keys, which costs more than sums
+that no longer fit in L2."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the gradient of one read is gathered: "tile", "rows", "columns" or "scatter" (see `captured_grad_kernel.capture_gradient`), and
-    for all but the last what indexes each dimension: a coordinate, the level of a reduction, or None where it is 0."""
+    """How to gather the gradient of one read: "tile", "rows", "columns" or "scatter" (see `captured_grad_kernel.capture_gradient`), and
+    for all but the last what indexes each dimension: a coordinate, the level of a reduction, or None where the index is 0."""
 
     how: str
     names: tuple[str | int | None, ...] = ()
 
 
 def _choose_way(derivative: CaptureDerivative) -> Way:
-    """The cheapest way that holds for a read's indices."""
+    """Choose the cheapest way that is valid for a read's indices."""
     names: list[str | int | None] = []
     levels = [level for level, _ in derivative.axes]
     for index in derivative.indices:
@@ -71,7 +71,7 @@ def _choose_way(derivative: CaptureDerivative) -> Way:
 
 @dataclass(frozen=True, eq=False)
 class LearnedBias:
-    """A captured tensor that scores add, read once at (q, kv), whose gradient comes with dq."""
+    """A captured tensor that scores add, read once at (q, kv), whose gradient is computed together with dq."""
 
     slot: int
     derivative: CaptureDerivative
@@ -79,7 +79,7 @@ class LearnedBias:
 
 
 def bias_of_query_tiles(kernel: TritonKernel, o: Operands) -> LearnedBias | None:
-    """The one whose tiles are those of dq, if there is one: every key is attended to, and each element is read by one head."""
+    """The captured bias whose tiles are those of dq, if any: every key is attended to, and each element is read by one head."""
     if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
         return None
     derivatives = capture_derivatives(kernel.variant.score)
@@ -96,7 +96,7 @@ def bias_of_query_tiles(kernel: TritonKernel, o: Operands) -> LearnedBias | None
 def bias_gradient(
     kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
 ) -> None:
-    """Fills dq, `rows` with lse in base 2 and delta, and `target` with the gradient of what is learned."""
+    """Compute dq, `rows` with lse in base 2 and delta, and `target` with the gradient of the bias."""
     o, schedule = call.operands, kernel.schedule("bias_gradient")
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
     strides = _by_name(_choose_way(learned.derivative), target)
@@ -167,7 +167,7 @@ def capture_gradients(
 
 
 def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
-    """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeros before."""
+    """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeroed."""
     grid = _grid(o, kernel.schedule("captures"))
     counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
     return all(counts.get(name) == n for name, n in zip(_choose_way(derivative).names, capture.shape, strict=True))
@@ -176,7 +176,7 @@ def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative
 def _exact_rows(
     kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows with delta summed anew in float32: a sum over many places would gather the rounding of a half precision `out`."""
+    """The rows with delta recomputed in float32: a sum over many positions would accumulate the rounding of a half-precision `out`."""
     dout, lse2, delta = rows
     if call.operands.cu_q is not None or not kernel.is_half:
         return rows
@@ -198,7 +198,7 @@ def _unit_part() -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _part(derivative: CaptureDerivative, lies: tuple[TensorLayout, ...], *, half: bool, scatters: bool) -> Any:
-    """The jit function of (weight, offset) of a read."""
+    """Jit function of (weight, offset) of a read."""
     weight = cast_coordinates_early(derivative.weight)
     indices = derivative.indices if scatters else ()
     spelling = triton_codegen(lies, half=half)
@@ -217,7 +217,7 @@ def _part(derivative: CaptureDerivative, lies: tuple[TensorLayout, ...], *, half
 
 
 def count_entries(derivative: CaptureDerivative, captures: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """How many entries each reduction around a read has, outermost first; None where that differs from place to place."""
+    """Number of entries of each reduction around a read, outermost first; None if it varies with position."""
     found = []
     for _, extent in derivative.axes:
         if extent.op == "size" and isinstance(extent.value, tuple):
@@ -248,7 +248,7 @@ def _grid(o: Operands, schedule: Schedule) -> _Grid:
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """Where a launch writes: a tensor with strides along b, h, q and kv, what it sums over within a program, and how."""
+    """Output of a launch: a tensor with strides along b, h, q and kv, what a program sums over, and how."""
 
     out: Tensor
     strides: tuple[int, int, int, int]
@@ -292,7 +292,7 @@ def _launch(
 
 
 def _blocks(kernel: TritonKernel, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Classes of the caller's blocks, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
+    """Classes of the caller's block mask, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
     blocks, size = call.operands.blocks, kernel.problem.formula.block_size
     if blocks is None or size is None:
         return None, ()
@@ -317,7 +317,7 @@ def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor],
 
 
 def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
-    """Sums of rows or of columns for each batch entry and head, then over what does not index."""
+    """Sums of rows or columns for each batch entry and head, then over dimensions that do not index."""
     way = _choose_way(derivative)
     schedule = kernel.schedule("captures")
     grid = _grid(call.operands, schedule)
@@ -347,7 +347,7 @@ def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
 
 
 def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
-    """Contributions as whole multiples of a unit so small that none is lost, and so large that no sum overflows."""
+    """Contributions as integer multiples of a unit, so small that none is lost and so large that no sum overflows."""
     schedule = kernel.schedule("captures")
     grid, entries = _grid(call.operands, schedule), math.prod(_entries(derivative, call))
     length = grid.tiles[0] * schedule.tile_q

@@ -17,7 +17,7 @@ from foci.ir.rewrite import rewrite, substitute
 __all__ = ["ARGUMENTS", "ONE", "gather_factors", "log2_weight", "scaled_derivative", "split_factor"]
 
 ARGUMENTS: Final = "raw, scale, lse2"
-"""What `log2_weight` reads besides coordinates: the product of query and key, its factor, and logsumexp in base 2."""
+"""Variables of `log2_weight` besides coordinates: the product of query and key, its factor, and logsumexp in base 2."""
 
 _SCORE: Final = variable("score")
 _RAW, _SCALE, _LSE2 = (node("var", (), DType.FLOAT, name) for name in ARGUMENTS.split(", "))
@@ -45,7 +45,7 @@ def log2_weight(score: Expr, *, half: bool) -> Expr:
 
 
 def scaled_derivative(derivative: Expr, *, half: bool) -> Expr:
-    """The derivative of a score by the scaled product, in the terms of `log2_weight`."""
+    """Derivative of a score by the scaled product, over the variables of `log2_weight`."""
     scaled = _scaled(derivative)
     return gather_factors(scaled) if half else scaled
 
@@ -60,7 +60,7 @@ def _in_base2(e: Expr) -> Expr:
 
 
 def _terms(e: Expr) -> tuple[Expr | None, Expr | None]:
-    """The sum of the terms that read the raw product, and that of the others."""
+    """Split a sum into terms that read the raw product, and the others."""
     if not _reads_raw(e):
         return None, e
     if e.op == "add":
@@ -82,12 +82,12 @@ def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
 
 
 def gather_factors(e: Expr) -> Expr:
-    """`e` with factors that are one number for all of a tile multiplied with each other first; dividing by one multiplies."""
+    """Multiply factors that are constant over a tile with each other first; a division counts as a multiplication."""
     return rewrite(e, _gather)
 
 
 def _is_fixed(e: Expr) -> bool:
-    """Whether it is one number for all of a tile."""
+    """Whether an expression is constant over a tile."""
     return e.dtype is DType.FLOAT and not e.variables() & {"raw", "score", "lse2", "q_idx", "kv_idx"} and not e.free
 
 
@@ -105,7 +105,7 @@ def _gather(e: Expr) -> Expr | None:
 
 
 def split_factor(e: Expr) -> tuple[Expr, Expr]:
-    """(what varies, the fixed factor) of a product; the factor is `ONE` where there is none."""
+    """Split a product into (what varies over a tile, the constant factor); the factor is `ONE` if there is none."""
     if e.op == "mul":
         left, right = e.args
         if _is_fixed(right):

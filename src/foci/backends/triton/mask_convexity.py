@@ -57,7 +57,7 @@ def _is_lower(part: Expr) -> bool:
 
 
 def _trend(expr: Expr, name: str) -> int | None:
-    """How an expression moves as the variable grows; None where unknown."""
+    """Whether an expression rises or falls as the variable grows; None if unknown."""
     if name not in expr.variables():
         return _FLAT
     if expr.op == "var":

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Functions that generated code calls where Triton's own differ from the language's."""
+"""Functions that generated code calls where Triton's differ from torch's."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def floor_divide(a, b):
-    """Integer division toward minus infinity; Triton's own goes toward zero."""
+    """Integer division toward minus infinity; Triton's rounds toward zero."""
     quotient = a // b
     rest = a - quotient * b
     return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)
@@ -24,13 +24,13 @@ def floor_modulo(a, b):
 
 @triton.jit
 def wrap(index, size):
-    """A torch index as an offset: negative ones count from the end, what is out of range goes to the nearest element."""
+    """Convert a torch index to an offset: negative indices count from the end; out-of-range ones are clamped."""
     return tl.minimum(tl.maximum(tl.where(index < 0, index + size, index), 0), size - 1)
 
 
 @triton.jit
 def tanh(x):
-    """To float32 rounding: a series near zero, exponentials elsewhere."""
+    """Accurate to float32 rounding: a series near zero, exponentials elsewhere."""
     t = tl.exp2(-2.8853900817779268 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     y = x * x
@@ -40,7 +40,7 @@ def tanh(x):
 
 @triton.jit
 def tanh_half(x):
-    """To the rounding of half precision: one instruction, relative error 2^-11."""
+    """Accurate to half-precision rounding: one instruction, relative error 2^-11."""
     if INTERPRETED:
         return tanh(x)
     else:

@@ -30,7 +30,7 @@ from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 __all__ = ["PagedKernel"]
 
 _PROGRAMS: Final = 1056
-"""Programs that a decode is split into: several for each multiprocessor, so that the last ones cost little."""
+"""Programs that a decode is split into: several per SM, so that the last ones cost little."""
 
 
 class _Joined(Recorder):
@@ -42,7 +42,7 @@ class _Joined(Recorder):
 
 
 class PagedKernel:
-    """Forward and backward of a plan of the paged layout."""
+    """Forward and backward of a plan with paged keys and values."""
 
     def __init__(self, plan: Plan) -> None:
         self.native = TritonKernel(plan)
@@ -89,7 +89,7 @@ class PagedKernel:
         return self.gathered.backward(operands, results, cotangents)
 
     def is_decode(self, operands: Operands) -> bool:
-        """Few rows for each group of heads, one set of tiles for the whole group, and nothing asked for but rows."""
+        """Whether a call is a decode: few rows per group of heads, one set of tiles for the whole group, and no other outputs."""
         (_, heads, length, _), kv_heads = operands.query.shape, operands.key.shape[1]
         if "h" in self.native.variant.mask.variables() or self.native.problem.formula.outputs.column_sums:
             return False
@@ -112,7 +112,7 @@ class PagedKernel:
         return Results(*outputs)
 
     def _schedule(self, operands: Operands) -> Schedule:
-        """That of decoding, its tiles no longer than a page where that is long enough: a tile in one page needs one look-up."""
+        """Schedule of a decode, with tiles no longer than a page if pages are long enough: a tile within one page needs one look-up."""
         found, page = self.native.schedule("decode"), operands.key.shape[2]
         tile = found.tile_kv
         if page >= 32 and page & (page - 1) == 0:

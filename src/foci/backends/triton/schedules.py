@@ -55,23 +55,22 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one kernel is cut up: rows and keys of a tile, warps of a program, loads in flight, tensor descriptors or not;
-    scores turned or not (dk and dv only, see `Config.TURNED`); tasks of packed sequences by their work or by their sequences' lengths."""
+    """Tile shape and launch options of one kernel."""
 
-    tile_q: int
-    tile_kv: int
-    warps: int
-    stages: int
-    descriptors: bool = False
-    turned: bool = False
-    by_work: bool = False
+    tile_q: int  # rows of a tile
+    tile_kv: int  # keys of a tile
+    warps: int  # of a program
+    stages: int  # loads in flight
+    descriptors: bool = False  # load streamed tiles through tensor descriptors
+    turned: bool = False  # dk and dv only, see `Config.TURNED`
+    by_work: bool = False  # sort tasks of packed sequences by their work, not by their sequences' lengths
 
 
 LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Shared memory a block may take, bytes, by compute capability (CUDA programming guide, table of technical specifications)."""
+"""Shared memory that a block may use, in bytes, by compute capability (CUDA programming guide, table of technical specifications)."""
 
 MULTIPROCESSORS: Final[dict[int, int]] = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
-"""Of a large device of each compute capability."""
+"""SMs of a large GPU of each compute capability."""
 
 _S = Schedule
 _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16, 4, 1))
@@ -135,22 +134,22 @@ LIKE: Final = {
     "bias_gradient": "query_gradient",
     "split": "forward",
 }
-"""Kernels that take the rows of another where the table has none of their own."""
+"""Kernels that use the rows of another if the table has none of their own."""
 
 
 def schedule_family(arch: int) -> str:
-    """The part of the table that is for an architecture."""
+    """Rows of the table for an architecture."""
     return "hopper" if 90 <= arch < 100 else "ampere"
 
 
 def padded_dim(dim: int) -> int:
-    """The power of two, at least 16, that a head dim is padded to."""
+    """Pad a head dim to a power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=1024)
 def vector_bytes(variant: Variant) -> int:
-    """Bytes that each key reads from captured tensors by itself, or each query where that is more: they are loaded ahead as well."""
+    """Bytes that each key, or query if that is more, reads from captured tensors by itself; these loads are pipelined too."""
     loads = {e for part in (variant.score, variant.mask) for e in part.walk() if e.op == "load"}
     return max(
         sum(variant.captures[int(str(e.value))].dtype.itemsize for e in loads if {one, other} & e.variables() == {one})
@@ -159,7 +158,7 @@ def vector_bytes(variant: Variant) -> int:
 
 
 def scratch_bytes(problem: Problem) -> int:
-    """What `shared_bytes` calls scratch; gradients of returned weights stream by (q, kv) as captured tensors do."""
+    """The argument `scratch` of `shared_bytes`; gradients of returned weights stream by (q, kv) as captured tensors do."""
     return tile_bytes(problem.variant) + 4 * problem.formula.outputs.weights or int(problem.formula.dropout)
 
 
@@ -197,7 +196,7 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
 
 
 def schedule_rows(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
-    """The rows of the table for a kernel, best first; none for a width or type that it says nothing of."""
+    """Rows of the table for a kernel, best first; none for a width or dtype that it does not cover."""
     found = SCHEDULES.get((family, kind, itemsize, width))
     return SCHEDULES.get((family, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
 
@@ -220,8 +219,8 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
 
 
 def busy_fraction(problem: Problem, arch: int) -> float:
-    """Which part of the multiprocessors has work to do in a backward: three of its seven products are the kernel's of dq, a program for 64
-    queries, and four the kernel's of dk and dv, a program for 64 keys. All where that was not measured."""
+    """Fraction of the SMs that a backward keeps busy: three of its seven products are in the dq kernel, a program per 64 queries, and four
+    in the kernel of dk and dv, a program per 64 keys. 1 where it was not measured."""
     if arch != 90:
         return 1.0
     processors = MULTIPROCESSORS[arch]
@@ -231,12 +230,12 @@ def busy_fraction(problem: Problem, arch: int) -> float:
 
 
 def takes_splits(formula: Formula) -> bool:
-    """Whether keys may be split: one table says which are visited by all queries of the heads that share keys."""
+    """Whether a problem may use split-KV: one row of a tile table must hold for all queries of the heads that share keys."""
     return formula.layout is Layout.DENSE and formula.block_size is None and "h" not in formula.variant.mask.variables()
 
 
 def shares_tile(group: int, length: int) -> bool:
-    """Whether a decode takes so many queries of each head of a group: one tile holds all rows."""
+    """Whether one tile of a decode holds all rows of a group of heads."""
     return length <= 16 and group * length <= 64
 
 
@@ -269,16 +268,16 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
 
 
 def split_efficiency(problem: Problem, arch: int) -> float:
-    """Which part of its usual rate a forward that splits keys reaches: 0.6 of it was measured on an H200 with heads of 128, and that of the
-    multiprocessors that as many splits as they have room for keep busy."""
+    """Fraction of its usual rate that a split-KV forward reaches: 0.6 as measured on an H200 with heads of 128, times the fraction of SMs
+    that its splits keep busy."""
     processors = MULTIPROCESSORS.get(arch, 108)
     tiles = problem.batch * problem.kv_heads * -(-problem.q_heads // problem.kv_heads * problem.q_len // 128)
     return 0.6 * max(1, processors // tiles) * tiles / processors if tiles < processors else 0.6
 
 
 def splits_for(groups: int, tiles: int, arch: int, taken: int, together: int = 16) -> int:
-    """Programs that share the keys of each of `groups` tiles of rows, which go through `tiles` tiles of keys: the fewest, of four tiles or
-    more, that leave a twentieth of the device idle at most; or of those the ones that leave least.
+    """Number of splits for each of `groups` tiles of rows over `tiles` tiles of keys: the fewest, of four tiles or more, that leave at
+    most a twentieth of the device idle; if none does, those that leave least.
 
     Args:
         arch: as in `schedule_for`.

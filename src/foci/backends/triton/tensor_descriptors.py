@@ -1,4 +1,4 @@
-"""What a kernel streams tiles from: a tensor, or a descriptor of its tiles where the device and the tensor take one."""
+"""Sources of streamed tiles: a tensor, or a tensor descriptor if device and tensor allow one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Layout", "describe_layout", "packed_dims", "stream_operand", "withou
 _FAR: Final[int] = FAR.value
 _MANY: Final = 0x7FFF0000
 _AROUND: Final = 1 << 34
-"""Elements such that `FAR` steps of them are 0 modulo 2^64, at any size of an element that is a power of two."""
+"""Number of elements whose product with `FAR` is 0 modulo 2^64, for any power-of-two element size."""
 
 
 class Layout(NamedTuple):
-    """How a tensor [B, H, S, D] lies.
+    """Layout facts of a tensor [B, H, S, D].
 
     Attributes:
         strides: of each dimension, 0 where its length is 1, whatever torch says of it.
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def describe_layout(tensor: Tensor) -> Layout:
-    """How a tensor lies."""
+    """Describe the layout of a tensor."""
     b, h, s, d = tensor.shape
     b_stride, h_stride, s_stride, d_stride = tensor.stride()
     strides = (b_stride if b > 1 else 0, h_stride if h > 1 else 0, s_stride if s > 1 else 0, d_stride if d > 1 else 0)
@@ -50,8 +50,8 @@ def describe_layout(tensor: Tensor) -> Layout:
 
 
 def without_overlap(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor; or, where its elements share memory, as those of a gradient that autograd expands from a sum's, a copy that lies as
-    `like` does: kernels that read it element by element cost more than the copy, and compile for it alone."""
+    """The tensor itself; or a copy laid out as `like`, if its elements share memory, such as a gradient that autograd expands from a sum:
+    kernels that read it element by element would cost more than the copy, and be compiled for it alone."""
     shares = any(stride == 0 and n > 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor) if shares else tensor
 
@@ -66,7 +66,7 @@ def packed_dims(heads: int, width: int, strides: Sequence[int]) -> tuple[list[in
 
 
 def stream_operand(config: Config, rows: int, length: int, tensor: Tensor) -> Tensor | TensorDescriptor:
-    """What a kernel streams: the tensor, [B, H, length, D], or a descriptor of tiles of so many rows."""
+    """Source of streamed tiles: the tensor, [B, H, length, D], or a descriptor of its tiles."""
     if not config.DESCRIPTORS.value:
         return tensor
     # a dimension of length 1 may have any stride; a descriptor wants a multiple of 16 bytes
