@@ -1,5 +1,5 @@
-"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients. Two backends hold
-all of it, the others what docs/masks-and-scores.md says. The reference is written out by hand, in float64."""
+"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients. Three backends hold
+all of it, derivatives of every order included; the others what docs/masks-and-scores.md says. The reference is written out by hand, in float64."""
 
 import os
 
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import foci
+from foci.backends import excluded
 from foci.backends.cpu import build
 
-BACKENDS = ("cpu", "blocked")
+BACKENDS = ("cpu", "blocked", "reference")
 
 
 def attention(backend, tensors, **arguments):
@@ -104,6 +105,77 @@ def test_a_score_of_minus_infinity_excludes_too(backend, dtype):
     grads = torch.autograd.grad(out, leaves, named["grad_out"])
     expected = by_hand([t.detach() for t in leaves], keep, named["grad_out"])
     compare((out, aux.lse, *grads), expected, 5e-6 if dtype is torch.float32 else 3e-2)
+
+
+# Derivatives beyond the first, and forward mode, which every backend leaves to one composite of differentiable functions
+
+SHAPES = {"one tile": (1, 2, 37, 8), "many tiles": (1, 2, 300, 8)}
+KEPT = {
+    "causal": lambda length: torch.ones(length, length, dtype=torch.bool).tril(),
+    "padding": lambda length: (torch.arange(length) < length - 9).expand(length, length).clone(),
+    "nothing in some rows": lambda length: (torch.arange(length)[:, None] % 5 > 0) & (torch.arange(length) < length - 9),
+}
+
+
+def by_formula(query, key, value, keep):
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~keep, -torch.inf)
+    weights = torch.where(keep.any(-1, keepdim=True), scores, 0.0).softmax(-1)
+    return torch.where(keep, weights, 0.0) @ value
+
+
+def second_derivatives(function, tensors, directions):
+    """Gradients of a sum over first gradients."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum((g * d).sum() for g, d in zip(first, directions, strict=True)), leaves)
+
+
+# SDPA-06
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_derivatives_of_every_order_leave_excluded_positions_out(backend, shape, kept, bad):
+    """Keys and values that nobody attends to, and queries that attend to nothing, hold NaN; the formula is given zeros there."""
+    torch.manual_seed(0)
+    keep = KEPT[kept](SHAPES[shape][2])
+    clean = [torch.randn(SHAPES[shape]) * 0.5 for _ in range(3)]
+    directions = [torch.randn(SHAPES[shape]) * 0.5 for _ in range(3)]
+    unread = ~keep.any(-2)
+    dirty = [t.clone() for t in clean]
+    clean[2][:, :, unread] = 0
+    dirty[2][:, :, unread, 3] = bad
+    if bad is torch.nan:
+        clean[1][:, :, unread] = clean[0][:, :, ~keep.any(-1)] = 0
+        dirty[1][:, :, unread, 3] = dirty[0][:, :, ~keep.any(-1), 3] = bad
+    mask = foci.Mask(lambda b, h, q, k: keep[q, k])
+
+    def fused(*tensors):
+        return attention(backend, tensors, mask=mask)
+
+    def formula(*tensors):
+        return by_formula(*tensors, keep)
+
+    exact = [t.double() for t in clean], [t.double() for t in directions]
+    expected = torch.func.jvp(formula, *map(tuple, exact))[1]
+    for name, tangent in (
+        ("jvp", torch.func.jvp(fused, tuple(dirty), tuple(directions))[1]),
+        ("vmap", torch.func.vmap(lambda *d: torch.func.jvp(fused, tuple(dirty), d)[1])(*(d[None] for d in directions))[0]),
+    ):
+        torch.testing.assert_close(tangent.double(), expected, atol=5e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    found = second_derivatives(fused, dirty, directions)
+    for name, a, b in zip(("query", "key", "value"), found, second_derivatives(formula, *exact), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_products_of_the_formula_have_the_right_derivatives():
+    """By finite differences, to the second order, forward and reverse."""
+    attended = torch.rand(2, 5, 6) < 0.5
+    query, key, weights = (torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (6, 4), (5, 6)))
+    for function, inputs in ((excluded.scores, (query, key)), (excluded.weighted_values, (weights, key))):
+        both = lambda *tensors, function=function: function(*tensors, attended)
+        assert torch.autograd.gradcheck(both, inputs, check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(both, inputs, check_fwd_over_rev=True)
 
 
 # What every backend holds; slots of pages that no row uses are in tests/api/test_paged.py ---------

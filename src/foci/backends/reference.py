@@ -2,7 +2,8 @@
 
     w = softmax(where(mask, score_fn(scale * q k^T), -inf)),    out = dropout(w) v
 
-Sums are kept in float32, float64 for float64. Gradients are those of autograd through these lines.
+Sums are kept in float32, float64 for float64. Gradients are those of autograd through these lines. Excluded positions never contribute,
+whatever they hold (`foci.backends.excluded`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from foci.backends import excluded
 from foci.backends.contract import Kernel, Plan
 from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences, shapeless_weights
@@ -49,12 +51,17 @@ def attend(operands: Operands, formula: Formula, sequence: Sequence) -> Results:
     groups = query.shape[1] // max(1, operands.key.shape[1])
     key, value = (t.to(acc).repeat_interleave(groups, dim=1) for t in (operands.key, operands.value))
     at = coordinates(sequence, query.shape[0], query.shape[1], query.device)
-    raw = operands.scale * (query.to(acc) @ key.mT)
+    shape = (*query.shape[:3], key.shape[2])
     allowed = _allowed(operands, formula, Env(at, operands.captures, operands.ints, operands.floats, acc))
+    excludes = formula.block_size is not None or not formula.variant.is_plain
+    raw = operands.scale * excluded.scores(query.to(acc), key, allowed if excludes else None)
     # Masked scores are set to 1 first, so that a score function singular there cannot turn a zero gradient into NaN.
     env = Env({**at, "score": torch.where(allowed, raw, 1.0)}, operands.captures, operands.ints, operands.floats, acc)
     (score,) = evaluate((formula.variant.score,), env)
-    score = torch.where(allowed, score.expand(raw.shape), -torch.inf)
+    score = torch.where(allowed, score.expand(shape), -torch.inf)
+    attended = score != -torch.inf if excludes else None
+    if attended is not None:
+        score = torch.where(attended, score, -torch.inf)  # no gradient passes where the score function gives -inf
 
     row_max = score.amax(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
     empty = row_max == -torch.inf
@@ -62,8 +69,10 @@ def attend(operands: Operands, formula: Formula, sequence: Sequence) -> Results:
     total = torch.where(empty, 1.0, exponentials.sum(-1))
     lse = torch.where(empty, -torch.inf, row_max + torch.log(total))
     weights = exponentials / total[..., None]
+    if attended is not None:
+        weights = torch.where(attended, weights, 0.0)
     kept = _dropped(operands, weights, at) if formula.dropout else weights
-    out = (kept @ value).to(query.dtype)
+    out = excluded.weighted_values(kept, value, attended).to(query.dtype)
     return Results(
         out=lay_out(out, query),
         lse=lse,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from foci.backends.blocked.captures import CaptureSums
-from foci.backends.blocked.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
+from foci.backends.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import sequences
 from foci.ir.derivative import score_derivative

@@ -7,11 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
+from foci.backends import excluded
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
 from foci.backends.reference import attend
 from foci.backends.sequences import Sequence, narrow, pack, sequences
-from foci.ir.eager import Env, evaluate
+from foci.ir.eager import evaluate
 from foci.problem import Formula, Layout, Operands, Results, lay_out
 
 __all__ = ["differentiable"]
@@ -84,21 +85,26 @@ def _attend_tile(scores: Scores, columns: tuple[Tensor, Tensor], chunk: Chunk, t
     top = query.new_full((*query.shape[:2], 1), -torch.inf).detach()
     base = torch.zeros_like(top)
     total, out = torch.zeros_like(query[..., :1]), query.new_zeros((*query.shape[:2], values.shape[-1]))
-    run_weights: list[tuple[Run, Tensor, Tensor]] = []
+    run_weights: list[tuple[Run, Tensor, Tensor, Tensor]] = []
+    may_hide = scores.may_hide(tile)
     for run in tile.runs:
-        score = _masked(scores, scores.raw(query, keys, run), (chunk, tile, run))
+        score = _masked(scores, query, keys, (chunk, tile, run))
+        attended = score != -torch.inf if may_hide else None
+        if attended is not None:
+            score = torch.where(attended, score, -torch.inf)  # no gradient passes where the score function gives -inf
         before, top = top, torch.maximum(top, score.detach().amax(-1, keepdim=True))
         base = torch.where(top == -torch.inf, 0.0, top)
         weights, shrink = torch.exp(score - base), torch.exp(before - base)
         dropped_weights = scores.dropped(weights, (chunk, tile, run)) if scores.formula.dropout else weights
         total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + torch.bmm(dropped_weights, values[:, run.start : run.stop])
+        out = out * shrink + excluded.weighted_values(dropped_weights, values[:, run.start : run.stop], attended)
         if scores.formula.outputs.column_sums or scores.formula.outputs.weights:
-            run_weights.append((run, weights, base))
+            run_weights.append((run, score, weights, base))
     empty = top == -torch.inf
     safe = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, base + torch.log(safe))[..., 0]
-    all_weights = _whole(scores, [(run, e * (torch.exp(at - base) / safe)) for run, e, at in run_weights], query)
+    normalized = [(run, torch.where(score == -torch.inf, 0.0, e * (torch.exp(at - base) / safe))) for run, score, e, at in run_weights]
+    all_weights = _whole(scores, normalized, query)
     by_head = [scores.by_head(t, chunk, tile) for t in (out / safe, lse, top[..., 0], all_weights)]
     outputs = scores.formula.outputs
     return Results(
@@ -120,15 +126,22 @@ def _whole(scores: Scores, weights: list[tuple[Run, Tensor]], query: Tensor) -> 
     return torch.cat(pieces, dim=-1)
 
 
-def _masked(scores: Scores, raw: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
-    if scores.is_identity and not at[2].masked:
-        return raw
-    view = scores.by_head(raw, *at[:2])
-    env = scores.env(at, view)
+def _masked(scores: Scores, query: Tensor, keys: Tensor, at: tuple[Chunk, Tile, Run]) -> Tensor:
+    """Scores [pairs, groups * rows, kv] of a run, -inf where masked."""
+    chunk, tile, run = at
+    keys = keys[:, run.start : run.stop]
+    if scores.is_identity and not run.masked:
+        return excluded.scores(query, keys, None)
+    view_shape = scores.by_head(query, chunk, tile).shape[:-1] + keys.shape[-2:-1]
+    shape = (*query.shape[:2], keys.shape[1])
     allowed = None
-    if at[2].masked:
-        allowed = scores.allowed(evaluate((scores.mask,), env)[0], at)
+    if run.masked:
+        mask = evaluate((scores.mask,), scores.env(at, query.new_zeros(())))[0]  # reads no score
+        allowed = scores.allowed(mask, at).expand(view_shape)
+    everywhere = torch.ones(shape, dtype=torch.bool, device=query.device) if allowed is None else allowed.reshape(shape)
+    view = excluded.scores(query, keys, everywhere).view(view_shape)
+    if allowed is not None:
         # A score function singular where it is masked must not turn a zero gradient into NaN.
-        env = Env({**env.variables, "score": torch.where(allowed, view, 1.0)}, env.captures, env.ints, env.floats, env.dtype)
-    score = evaluate((scores.score,), env)[0].expand(view.shape)
-    return (score if allowed is None else torch.where(allowed, score, -torch.inf)).reshape(raw.shape)
+        view = torch.where(allowed, view, 1.0)
+    score = evaluate((scores.score,), scores.env(at, view))[0].expand(view_shape)
+    return (score if allowed is None else torch.where(allowed, score, -torch.inf)).reshape(shape)

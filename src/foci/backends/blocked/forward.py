@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.backends.blocked.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.blocked.scores import Scores
 from foci.backends.blocked.tiles import Chunk, Run, Tile, block_classes, plan_chunks
+from foci.backends.excluded import add_not_finite, finite, has_not_finite
 from foci.backends.sequences import Sequence, sequences, without_keys
 from foci.problem import Formula, Operands, Results, accumulation_dtype, empty_out
 
