@@ -52,23 +52,17 @@ class PlannedCall(NamedTuple):
     optional: Optional
 
 
-class _Arguments(NamedTuple):
-    """Of `find_call`."""
+class _Site(NamedTuple):
+    """The arguments of `find_call`, with the call's spec and its functions' fingerprints."""
 
+    spec: CallSpec
+    functions: tuple[Fingerprint, Fingerprint]
     tensors: Tensors
     score: Function
     mask: Function
     extras: Extras
     packed: bool
     needs_all: bool
-
-
-class _Site(NamedTuple):
-    """A call's spec, its functions' fingerprints and its arguments."""
-
-    spec: CallSpec
-    functions: tuple[Fingerprint, Fingerprint]
-    arguments: _Arguments
 
     @property
     def closed(self) -> list[Tensor]:
@@ -121,49 +115,42 @@ def find_call(
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    site = _find_site(_Arguments(tensors, score, mask, extras, packed, needs_all), allowed)
-    known: _Known | None = None if site is None else call_cache.recall(site.spec)
-    if site is not None and known is not None:
-        call = _with_tensors(known, site)
-        if cache_check.ENABLED:
-            _compare(call, site)
-        return call
-    if check is not None:
+    scored = masked = spec = None
+    if is_plain_eager(tensors) and not is_forward_ad_open():
+        scored, masked = fingerprint(score), fingerprint(mask)
+        if scored is not None and masked is not None:
+            spec = spec_of_functions(tensors, (scored, masked), extras, allowed, needs_all=needs_all)
+    known: _Known | None = None if spec is None else call_cache.recall(spec)
+    if known is None and check is not None:
         check(tensors, extras)
-    return None if site is None else _plan(site)
-
-
-def _find_site(arguments: _Arguments, allowed: Allowed) -> _Site | None:
-    tensors, score, mask, extras, _, needs_all = arguments
-    if not is_plain_eager(tensors) or is_forward_ad_open():
+    if spec is None or scored is None or masked is None:
         return None
-    scored, masked = fingerprint(score), fingerprint(mask)
-    if scored is None or masked is None:
-        return None
-    requires_grad: object = needs_all
-    if not needs_all and torch.is_grad_enabled():
-        requires_grad = tuple([t.requires_grad for t in (*tensors, *scored.tensors, *masked.tensors)])
-    spec = spec_of_functions(tensors, (scored, masked), extras, allowed, requires_grad)
-    return None if spec is None else _Site(spec, (scored, masked), arguments)
+    if known is not None and not cache_check.ENABLED:
+        return _with_tensors(known, tensors, (scored, masked), extras)
+    site = _Site(spec, (scored, masked), tensors, score, mask, extras, packed, needs_all)
+    if known is None:
+        return _plan(site)
+    call = _with_tensors(known, tensors, site.functions, extras)
+    _compare(call, site)
+    return call
 
 
-def _with_tensors(known: _Known, site: _Site) -> PlannedCall:
+def _with_tensors(known: _Known, given: Tensors, functions: tuple[Fingerprint, Fingerprint], e: Extras) -> PlannedCall:
     """A call that was planned for other tensors, and a dropout seed of its own."""
-    tensors: tuple[Tensor, ...] = site.arguments.tensors
-    e, optional = site.arguments.extras, NOTHING
+    tensors: tuple[Tensor, ...] = given
     if known.spots:
-        closed = site.closed
+        closed = functions[0].tensors + functions[1].tensors
         tensors += tuple([closed[n] for n in known.spots])
     has_dropout = known.outline.dropout_p > 0
-    if has_dropout or e.cu_q is not None or e.page_table is not None or e.blocks is not None:
-        seed = draw_seed(tensors[0].device) if has_dropout else None
-        optional = (seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
-    return PlannedCall(known.outline, tensors, optional)
+    if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
+        return PlannedCall(known.outline, tensors, NOTHING)
+    seed = draw_seed(given[0].device) if has_dropout else None
+    return PlannedCall(known.outline, tensors, (seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table))
 
 
 def _plan(site: _Site) -> PlannedCall:
     """Prepares and plans a call, and keeps the plan if the spec says all that it depends on."""
-    tensors, score, mask, extras, packed, _ = site.arguments
+    _, _, tensors, score, mask, extras, packed, _ = site
     given = tensors
     if packed:
         with torch.no_grad():  # autograd takes the tensors as they are
@@ -185,9 +172,9 @@ def _plan(site: _Site) -> PlannedCall:
 
 
 def _outlined(site: _Site, formula: Formula, operands: Operands, geometry: Geometry | None) -> PlannedCall:
-    tensors, packed = site.arguments.tensors, site.arguments.packed
+    tensors, packed = site.tensors, site.packed
     needs: Needs = (True, True, True, (False,) * len(operands.captures))
-    if not site.arguments.needs_all:
+    if not site.needs_all:
         needs = find_needs((*tensors, *operands.captures))
     chosen = choose_kernel(formula, operands, needs, site.spec.environment)
     outline = make_outline(chosen, operands, packed=packed, geometry=geometry)
@@ -201,7 +188,7 @@ def _compare(cached: PlannedCall, site: _Site) -> None:
     Raises:
         StaleCacheError: if they differ.
     """
-    tensors, score, mask, extras, packed, _ = site.arguments
+    _, _, tensors, score, mask, extras, packed, _ = site
     device = tensors[0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         formula, operands = prepare(_batches(tensors) if packed else tensors, score, mask, extras)

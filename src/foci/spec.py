@@ -51,7 +51,7 @@ class CallSpec(NamedTuple):
 
     function: Hashable
     outputs: Hashable
-    scale: float | str
+    scale: float | str | None
     dropout_p: float
     max_q: int
     max_kv: int
@@ -78,7 +78,8 @@ def spec_of_functions(
     functions: tuple[Fingerprint, Fingerprint],
     extras: Extras,
     allowed: Allowed,
-    requires_grad: Hashable,
+    *,
+    needs_all: bool,
 ) -> CallSpec | None:
     """The spec of an eager call; None for one that must be prepared each time, as its operands are not the tensors that it was given.
 
@@ -87,7 +88,7 @@ def spec_of_functions(
         functions: the fingerprints of score and mask.
         extras: everything else.
         allowed: backends that the call may use.
-        requires_grad: of query, key, value and what the functions close over.
+        needs_all: gradients of query, key and value, and of these alone, are wanted, whatever the tensors say.
     """
     e, (query, key, value), (score, mask) = extras, tensors, functions
     if e.part is not None or query.is_neg() or key.is_neg() or value.is_neg() or not query.shape[-1]:
@@ -111,11 +112,14 @@ def spec_of_functions(
         sequences = _describe_sequences(e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)
     if e.page_table is not None and e.kv_lengths is not None:
         pages, others = _describe_pages(e.page_table, e.kv_lengths), others | e.page_table.data_ptr() | e.kv_lengths.data_ptr()
-    o, is_packed = e.outputs, e.cu_q is not None
-    shapes, strides = _describe_packed(query, key, value) if is_packed else _describe_dense(query, key, value)
+    requires_grad: Hashable = needs_all
+    if not needs_all and torch.is_grad_enabled():
+        requires_grad = (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
+    o = e.outputs
+    shapes, strides = _describe_dense(query, key, value) if e.cu_q is None else _describe_packed(query, key, value)
     return CallSpec(
         (score.structure, *score.numbers, mask.structure, *mask.numbers, shared(score, mask)), (o.lse, o.row_max, o.column_sums, o.weights),
-        e.scale or repr(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides, (query.dtype, key.dtype, value.dtype),
+        _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides, (query.dtype, key.dtype, value.dtype),
         (query.device, key.device, value.device), ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15),
         (query is key, key is value, query is value), tuple([t.stride() for t in closed]), blocks, sequences, pages, e.dropout_p > 0,
         requires_grad, False, e.lower_right_form, environment,
@@ -145,7 +149,7 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: str =
         sequences = _describe_sequences(*lengths)
     shapes, strides = _describe_packed(query, key, value) if is_packed else _describe_dense(query, key, value)
     return CallSpec(
-        (line, *ints, *[x or repr(x) for x in floats]), None, scale or repr(scale), dropout_p, max_q, max_kv, True, shapes, strides,
+        (line, *ints, *map(_exact, floats)), None, _exact(scale), dropout_p, max_q, max_kv, True, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
         ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
         tuple([(t.shape, t.stride(), t.dtype) for t in captures]), block_mask, sequences, pages, seed is not None, requires_grad, is_joined,
@@ -158,6 +162,11 @@ def find_needs(tensors: Sequence[Tensor]) -> Needs:
     if not torch.is_grad_enabled():
         return (*NO_NEEDS, (False,) * (len(tensors) - 3))
     return (tensors[0].requires_grad, tensors[1].requires_grad, tensors[2].requires_grad, tuple([t.requires_grad for t in tensors[3:]]))
+
+
+def _exact(number: float | None) -> float | str | None:
+    """A number as it is told from all others: 0.0 == -0.0."""
+    return repr(number) if number == 0 else number
 
 
 def _describe_dense(query: Tensor, key: Tensor, value: Tensor) -> tuple[Hashable, Hashable]:

@@ -111,8 +111,8 @@ class Arguments:
 
 
 def _bytes_address(content: bytes) -> int:
-    """Address of the bytes, valid while the object lives."""
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+    """Address of the bytes, valid while the object lives; 0 where there are none, which the kernel then does not read."""
+    return (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) if content else 0
 
 
 class CpuKernel:
