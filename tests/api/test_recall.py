@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 import foci
 from foci import call_cache, masks
@@ -352,7 +353,7 @@ def test_calls_with_a_named_mask_are_kept(monkeypatch, mask):
 # FLEX-09
 @pytest.mark.parametrize("library", ["foci", "torch"])
 def test_a_block_mask_that_was_written_to_is_read_again(library):
-    create = foci.create_block_mask if library == "foci" else torch.nn.attention.flex_attention.create_block_mask
+    create = foci.create_block_mask if library == "foci" else flex_attention.create_block_mask
     q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
     mask = create(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     rows = torch.arange(64)
