@@ -76,9 +76,9 @@ def join_products(graph: fx.Graph, passed: Sequence[fx.Node], sizes: Sizes, mode
         sizes: where symbolic sizes are found.
         mode: under which example values are made.
     """
-    found: list[Joined] = []
+    joined: list[Joined] = []
     if sum(as_product(node) is not None for node in passed) < 2:
-        return found
+        return joined
     seen: set[fx.Node] = set()
     for node in passed:
         if node in seen or not _is_sum(node):
@@ -90,14 +90,14 @@ def join_products(graph: fx.Graph, passed: Sequence[fx.Node], sizes: Sizes, mode
         try:
             chosen = _chosen(node, terms)
             if len(chosen) > 1:
-                others = [term for term in terms if term not in chosen]
-                new = _emitted(Emitter(graph, node, mode, sizes), node, list(chosen.values()), others)
-                found.append(Joined(node, tuple(_between(above, new)), frozenset({*within, *(term.node for term in chosen)})))
+                other_terms = [term for term in terms if term not in chosen]
+                new = _emitted(Emitter(graph, node, mode, sizes), node, list(chosen.values()), other_terms)
+                joined.append(Joined(node, tuple(_between(above, new)), frozenset({*within, *(term.node for term in chosen)})))
                 node.replace_all_uses_with(new)
         except Exception:  # such as a size that the graph has nowhere: the sum stays what it is
             for unused in reversed(tuple(_between(above, node.prev))):
                 graph.erase_node(unused)
-    return found
+    return joined
 
 
 def _between(above: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
@@ -164,11 +164,11 @@ def _terms(node: fx.Node, within: set[fx.Node]) -> list[_Term]:
     return found
 
 
-def _is_alike(term: fx.Node, whole: fx.Node) -> bool:
+def _is_alike(term: fx.Node, total: fx.Node) -> bool:
     """Whether the term has the sum's shape and flows where it does."""
-    if not is_tensor(term) or is_written(term) or stops_gradient(term) or node_rank(term) != node_rank(whole):
+    if not is_tensor(term) or is_written(term) or stops_gradient(term) or node_rank(term) != node_rank(total):
         return False
-    return node_dtype(term).is_floating_point and all(map(same_size, node_shape(term), node_shape(whole)))
+    return node_dtype(term).is_floating_point and all(map(same_size, node_shape(term), node_shape(total)))
 
 
 def _summands(node: fx.Node, factor: float) -> list[tuple[fx.Node, float] | _Term] | None:
@@ -204,7 +204,7 @@ def _constant(arg: Any) -> float | None:
     return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number) else None
 
 
-def _chosen(whole: fx.Node, terms: Sequence[_Term]) -> dict[_Term, _Part]:
+def _chosen(total: fx.Node, terms: Sequence[_Term]) -> dict[_Term, _Part]:
     """The products that can be one with the first, aligned."""
     chosen: dict[_Term, _Part] = {}
     for term in terms:
@@ -214,7 +214,7 @@ def _chosen(whole: fx.Node, terms: Sequence[_Term]) -> dict[_Term, _Part]:
         first = next(iter(chosen.values()), part)
         turned = replace(part, sides=(part.sides[1], part.sides[0]))
         part = min(part, turned, key=lambda p: sum(len(p.has(side) ^ first.has(side)) for side in (0, 1)))
-        if part.dtype == first.dtype and _pays(whole, [*chosen.values(), part]):
+        if part.dtype == first.dtype and _pays(total, [*chosen.values(), part]):
             chosen[term] = part
     return chosen
 
@@ -236,9 +236,9 @@ def _part(factor: float, product: Product) -> _Part | None:
     return _Part(factor, node_dtype(product.node), (sides[0], sides[1]))
 
 
-def _pays(whole: fx.Node, parts: Sequence[_Part]) -> bool:
+def _pays(total: fx.Node, parts: Sequence[_Part]) -> bool:
     """Whether rows and columns are each some side's alone, and neither side is larger than the scores."""
-    lengths = [size_hint(n) for n in node_shape(whole)]
+    lengths = [size_hint(n) for n in node_shape(total)]
     features = sum(size_hint(part.features) for part in parts)
     has = [frozenset[int]().union(*(part.has(side) for part in parts)) for side in (0, 1)]
     if not has[0] - has[1] or not has[1] - has[0] or features > _MOST_FEATURES:
@@ -246,9 +246,9 @@ def _pays(whole: fx.Node, parts: Sequence[_Part]) -> bool:
     return all(features * math.prod(lengths[place] for place in side) <= math.prod(lengths) for side in has)
 
 
-def _emitted(emitter: Emitter, whole: fx.Node, parts: Sequence[_Part], others: Sequence[_Term]) -> fx.Node:
+def _emitted(emitter: Emitter, sum_node: fx.Node, parts: Sequence[_Part], other_terms: Sequence[_Term]) -> fx.Node:
     """The sum: one product of what stands side by side, and whatever is no product."""
-    shape, factor = node_shape(whole), parts[0].factor
+    shape, factor = node_shape(sum_node), parts[0].factor
     names = [chr(ord("a") + n) for n in range(len(shape))]
     operands, texts = [], []
     for side in (0, 1):
@@ -259,29 +259,29 @@ def _emitted(emitter: Emitter, whole: fx.Node, parts: Sequence[_Part], others: S
     total = emitter.call(torch.einsum, f"{texts[0]},{texts[1]}->{''.join(names)}", *operands)
     if factor != 1:
         total = emitter.call(operator.mul, total, factor)
-    for term in others:
+    for term in other_terms:
         node = term.node if term.factor == 1 else emitter.call(operator.mul, term.node, term.factor)
         total = emitter.call(operator.add, total, node)
-    return total if node_dtype(total) == node_dtype(whole) else emitter.method("to", total, node_dtype(whole))
+    return total if node_dtype(total) == node_dtype(sum_node) else emitter.method("to", total, node_dtype(sum_node))
 
 
 def _piece(emitter: Emitter, part: _Part, side: int, places: Sequence[int], shape: Sequence[Size], factor: float) -> fx.Node:
     """An operand with a dimension for each of `places` and its features last, times `factor`."""
-    node, own = part.sides[side]
+    node, node_places = part.sides[side]
     if node_dtype(node) != part.dtype:  # what autocast does
         node = emitter.method("to", node, part.dtype)
-    kept = [place for place in own if place is not None]
-    if len(kept) != len(own):
-        node = emitter.method("squeeze", node, tuple(n for n, place in enumerate(own) if place is None))
-    summed = [n for n, place in enumerate(kept) if place == -1]
-    order = [*sorted((n for n, place in enumerate(kept) if place >= 0), key=kept.__getitem__), *summed]
+    places_left = [place for place in node_places if place is not None]
+    if len(places_left) != len(node_places):
+        node = emitter.method("squeeze", node, tuple(n for n, place in enumerate(node_places) if place is None))
+    summed = [n for n, place in enumerate(places_left) if place == -1]
+    order = [*sorted((n for n, place in enumerate(places_left) if place >= 0), key=places_left.__getitem__), *summed]
     if order != sorted(order):
         node = emitter.method("permute", node, tuple(order))
     if len(summed) > 1:
         node = emitter.method("flatten", node, -len(summed))
     for n, place in enumerate(places):
-        if place not in kept:
+        if place not in places_left:
             node = emitter.method("unsqueeze", node, n)
-    if any(place not in kept for place in places):
-        node = emitter.method("expand", node, *(emitter.size(shape[place]) if place not in kept else -1 for place in places), -1)
+    if any(place not in places_left for place in places):
+        node = emitter.method("expand", node, *(emitter.size(shape[place]) if place not in places_left else -1 for place in places), -1)
     return node if factor == 1 else emitter.call(operator.mul, node, factor)

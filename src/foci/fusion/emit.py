@@ -124,8 +124,8 @@ class Emitter:
             raise NoRule("an operand is not read whole")
         have = [d.expr for d in flat]
         node = self._reshaped(node, [d.size for d in flat])
-        wanted = [d for group in groups for d in group]
-        order = [have.index(d.expr) for d in wanted if d.expr in have]
+        target_digits = [d for group in groups for d in group]
+        order = [have.index(d.expr) for d in target_digits if d.expr in have]
         if len(order) != len(have):
             raise NoRule("an operand has a dimension that the attention does not")
         if order != sorted(order):

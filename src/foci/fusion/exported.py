@@ -51,7 +51,7 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
     signature = copy.deepcopy(program.graph_signature)
     names = dict(zip(_results(program.graph_module), _results(module), strict=True))
     signature.output_specs = [_renamed(spec, names) for spec in signature.output_specs]
-    made = ExportedProgram(
+    fused_program = ExportedProgram(
         root=module,
         graph=module.graph,
         graph_signature=signature,
@@ -62,7 +62,7 @@ def fuse_exported(program: ExportedProgram) -> tuple[ExportedProgram, tuple[Site
         constants=program.constants,
         verifiers=program.verifiers,
     )
-    return made, fused.sites
+    return fused_program, fused.sites
 
 
 def _as_exported(fused: fx.GraphModule, original: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

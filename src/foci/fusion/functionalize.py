@@ -88,13 +88,13 @@ def _keeps_shape(target: fx.Node, others: tuple[Any, ...]) -> bool:
 
 def _result_dtype(target: fx.Node, others: tuple[Any, ...]) -> torch.dtype:
     """The dtype that the result has without the underscore."""
-    own = example_tensor(target)
-    assert own is not None
-    dtype = own.dtype
+    target_tensor = example_tensor(target)
+    assert target_tensor is not None
+    dtype = target_tensor.dtype
     for other in others:
         value = example_value(other)
         if isinstance(value, Tensor):
-            dtype = torch.promote_types(dtype, torch.result_type(own, value))
+            dtype = torch.promote_types(dtype, torch.result_type(target_tensor, value))
         elif isinstance(value, float) and not dtype.is_floating_point:
             dtype = torch.get_default_dtype()
     return dtype

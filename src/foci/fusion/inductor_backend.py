@@ -32,18 +32,18 @@ def settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     modes = list_mode_options()
     if mode is not None and mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
-    known = config.get_config_copy()
+    defaults = config.get_config_copy()
     for name in options:
         if not isinstance(name, str):
             raise TypeError(f"options: a name must be a str; got {type(name).__name__}")
-    given = {name.replace("-", "_"): value for name, value in options.items()}
-    for name, value in given.items():
-        if name not in known:
+    named_options = {name.replace("-", "_"): value for name, value in options.items()}
+    for name, value in named_options.items():
+        if name not in defaults:
             raise ValueError(f"options: neither foci nor Inductor has {name!r}; foci's are verify and rest")
         kind = config.get_type(name)  # type: ignore[attr-defined]
         if get_origin(kind) is None and not isinstance(value, kind):
             raise TypeError(f"options: {name!r} must be {kind.__name__}; got {type(value).__name__}")
-    return {**(modes[mode] if mode else {}), **given}
+    return {**(modes[mode] if mode else {}), **named_options}
 
 
 def inductor_obstacle(devices: Iterable[str]) -> str | None:

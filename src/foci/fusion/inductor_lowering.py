@@ -44,7 +44,7 @@ def _is_by_foci() -> bool:
     """Whether the key of Inductor's cache holds foci's code: by the `uuid` of a pass, unless it ran before the cache was asked."""
     is_late = getattr(config, "pre_grad_pass_timing", "early") != "early"
     passes = (config.post_grad_custom_pre_pass, *([config.pre_grad_custom_pass] if is_late else []))
-    return any(type(found).__module__.partition(".")[0] == "foci" for found in passes)
+    return any(type(custom_pass).__module__.partition(".")[0] == "foci" for custom_pass in passes)
 
 
 def _for_lowering(x: Any) -> Any:
@@ -56,12 +56,12 @@ class DirectCall(ir.FallbackKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """Gives the place its function."""
-        whole = wrapper
-        while hasattr(whole, "parent_wrapper"):
-            whole = whole.parent_wrapper
+        outermost = wrapper
+        while hasattr(outermost, "parent_wrapper"):
+            outermost = outermost.parent_wrapper
         name, kind = f"foci_{self.get_name()}", _PLACES[self.op_overload]
-        whole.add_import_once(f"from foci.operator.compiled_call import {kind}")
-        whole.add_import_once(f"{name} = {kind}(fixed={self._is_fixed()})")
+        outermost.add_import_once(f"from foci.operator.compiled_call import {kind}")
+        outermost.add_import_once(f"{name} = {kind}(fixed={self._is_fixed()})")
         self.python_kernel_name = name
         super().codegen(wrapper)
 

@@ -83,12 +83,12 @@ def prepare(match: Match) -> Prepared:
     query, key, value, dtype = _operands(match)
     key, value = (source_place(p, match.atoms, number, element) for p in (key, value))
     layout = arrange(match.atoms, key, value)
-    found = masked(layout.placed(match.score, number))
-    _check_zeroed(match, layout, found.mask)
-    score, scale = leading_scale(found.score)
+    masked_score = masked(layout.placed(match.score, number))
+    _check_zeroed(match, layout, masked_score.mask)
+    score, scale = leading_scale(masked_score.score)
     if not math.isfinite(scale):
         raise NoRule("the scores are scaled by infinity")
-    if any(e.op == "axis" and isinstance(e.value, int) and e.value < 0 for root in (score, found.mask) for e in root.walk()):
+    if any(e.op == "axis" and isinstance(e.value, int) and e.value < 0 for root in (score, masked_score.mask) for e in root.walk()):
         raise NoRule("the scores depend on something that is no position")
     if size_hint(count_values(layout.depth)) == 0:
         raise NoRule("query and key have no head dim: every score is 0")
@@ -96,11 +96,11 @@ def prepare(match: Match) -> Prepared:
     unprofitable = obstacle(node_device(match.node).type, *lengths)
     if unprofitable is not None:
         raise NoRule(unprofitable)
-    bound = bind_expressions(score, found.mask, match.lift.tracer)
-    uniform = found.uniform and match.sink is None and not match.walk.zeroed
-    if found.uniform and any(-found.lowest * torch.finfo(node_dtype(n)).eps < _SWALLOWED for n in match.logsumexps):
+    bound = bind_expressions(score, masked_score.mask, match.lift.tracer)
+    uniform = masked_score.uniform and match.sink is None and not match.walk.zeroed
+    if masked_score.uniform and any(-masked_score.lowest * torch.finfo(node_dtype(n)).eps < _SWALLOWED for n in match.logsumexps):
         raise NoRule("the logsumexp of rows that attend to nothing is read")
-    lowest = found.lowest if found.uniform else -math.inf
+    lowest = masked_score.lowest if masked_score.uniform else -math.inf
     return Prepared(match, layout, query, key, value, bound, scale, uniform, lowest, dtype)
 
 
@@ -115,8 +115,8 @@ def _operands(match: Match) -> tuple[Place, Place, Place, torch.dtype]:
     narrow = [uncast_place(p, number, element) for p in places]
     dtypes = [match.dtypes[0], match.dtypes[0], match.dtypes[1]]
     halves = {half for _, half in narrow if half is not None} | {d for d in dtypes if is_half(d)}
-    whole = [half is not None or is_half(d) for (_, half), d in zip(narrow, dtypes, strict=True)]
-    if len(halves) == 1 and all(whole):
+    is_half_precision = [half is not None or is_half(d) for (_, half), d in zip(narrow, dtypes, strict=True)]
+    if len(halves) == 1 and all(is_half_precision):
         return (*(n if half is not None else p for p, (n, half) in zip(places, narrow, strict=True)), halves.pop())  # type: ignore[return-value]
     return places[0], places[1], places[2], torch.promote_types(dtypes[0], dtypes[2])
 
@@ -141,9 +141,9 @@ def attention(
     formula = Formula(bound.variant, Rows.DENSE, asked.outputs, asked.dropout > 0.0, bound.block_size)
     ints, floats = (tuple(emitter.size(n) for n in numbers) for numbers in (bound.ints, bound.floats))
     # Nodes stand where tensors and numbers will be.
-    given: Any = (*operands, tuple(captures), ints, floats, asked.scale, asked.dropout, seed, asked.blocks)
-    made = emitter.call(torch.ops.foci.attention.default, *flatten(formula, Operands(*given), None))
-    out, lse, row_max = (emitter.call(operator.getitem, made, n) for n in range(3))
+    arguments: Any = (*operands, tuple(captures), ints, floats, asked.scale, asked.dropout, seed, asked.blocks)
+    call = emitter.call(torch.ops.foci.attention.default, *flatten(formula, Operands(*arguments), None))
+    out, lse, row_max = (emitter.call(operator.getitem, call, n) for n in range(3))
     return out, lse, row_max
 
 
@@ -187,8 +187,8 @@ def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
     if match.walk.added is not None:
         addend, factor = match.walk.added
         out = emitter.call(torch.add, addend if factor == 1 else emitter.call(operator.mul, addend, factor), out)
-    others = {node: _logsumexp(emitter, prepared, lse, node) for node in match.logsumexps}
-    return Lowered(_cast(emitter, out, match.dtypes[1]), others)
+    logsumexps = {node: _logsumexp(emitter, prepared, lse, node) for node in match.logsumexps}
+    return Lowered(_cast(emitter, out, match.dtypes[1]), logsumexps)
 
 
 def _logsumexp(emitter: Emitter, prepared: Prepared, lse: fx.Node, node: fx.Node) -> fx.Node:

@@ -117,8 +117,8 @@ def _quotients(node: fx.Node) -> Iterator[_Quotient]:
         if product is not None and same_shape(top, node) and _is_plain(product):
             at = dict(zip(product.out, index, strict=True))
             for side in (0, 1):
-                own = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
-                yield _Quotient(node, product.operands[side], bottom, call.name == "mul", own, replace(product, node=top))
+                index_of_top = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
+                yield _Quotient(node, product.operands[side], bottom, call.name == "mul", index_of_top, replace(product, node=top))
 
 
 def _is_plain(product: Product) -> bool:
@@ -177,9 +177,9 @@ def _sum_above(quotient: _Quotient) -> _Sum | None:
         if below is not None:
             node, inverted = below, not inverted
             continue
-        kept = _kept_from_zero(call, node) if inverted == quotient.inverted else None
-        if kept is not None:
-            node, guarded = kept, True
+        total = _kept_from_zero(call, node) if inverted == quotient.inverted else None
+        if total is not None:
+            node, guarded = total, True
             continue
         added = number_beside(call)
         if inverted == quotient.inverted and added is not None and added[1] == 1 and not beside:
@@ -203,13 +203,13 @@ def _inverse(call: Call) -> fx.Node | None:
 
 
 def _read_sum(call: Call, index: Index, how: tuple[bool, bool], chain: list[fx.Node]) -> _Sum | None:
-    source, given = call.argument(0, "input"), call.argument(1, "dim", call.kwargs.get("axis"))
-    dims = given if isinstance(given, (list, tuple)) else (given,)
+    source, dim = call.argument(0, "input"), call.argument(1, "dim", call.kwargs.get("axis"))
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
     if not is_tensor(source) or call.argument(3, "dtype") is not None or not dims or not all(isinstance(d, int) for d in dims):
         return None
     summed, rest = frozenset(d % node_rank(source) for d in dims), iter(index)
-    kept = bool(call.argument(2, "keepdim", False))
-    full = tuple(next(rest) if kept or n not in summed else () for n in range(node_rank(source)))
+    keeps_dim = bool(call.argument(2, "keepdim", False))
+    full = tuple(next(rest) if keeps_dim or n not in summed else () for n in range(node_rank(source)))
     return _Sum(source, summed, full, *how, chain)
 
 
@@ -263,8 +263,8 @@ def _kept_from_zero(call: Call, node: fx.Node) -> fx.Node | None:
     if call.name in ("clamp", "clamp_min") and call.args and is_tensor(call.args[0]):
         least = fixed_number(call.argument(1, "min"))
         return call.args[0] if isinstance(least, (int, float)) and least <= 1 and call.argument(2, "max") is None else None
-    found = number_beside(call)
-    return found[0] if found is not None and 0 <= found[1] < torch.finfo(node_dtype(node)).eps / 4 else None
+    constant = number_beside(call)
+    return constant[0] if constant is not None and 0 <= constant[1] < torch.finfo(node_dtype(node)).eps / 4 else None
 
 
 def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
@@ -317,8 +317,8 @@ def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: 
     if found.factor != 1.0:
         scores = emitter.call(operator.mul, scores, found.factor)
     for mask, keeps in found.masks:
-        kept = mask if node_dtype(mask) == torch.bool else emitter.call(operator.ne, mask, 0)
-        scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, kept) if keeps else kept, -math.inf)
+        keep_mask = mask if node_dtype(mask) == torch.bool else emitter.call(operator.ne, mask, 0)
+        scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, keep_mask) if keeps else keep_mask, -math.inf)
     first, last = found.dims[0], found.dims[-1]
     if found.beside:
         padded = emitter.call(torch.nn.functional.pad, scores, (0, 1))

@@ -58,10 +58,10 @@ def masked(score: Expr) -> Masked:
         score: of the variable `score` and the coordinates.
     """
     score = canonical(score)
-    found = _split(score)
-    if found is None or "score" in found[1].variables():
+    split = _split(score)
+    if split is None or "score" in split[1].variables():
         return Masked(score, _TRUE, uniform=False)
-    rest, keep, lowest = found
+    rest, keep, lowest = split
     keep = simplify(keep)
     if keep is _TRUE or lowest is None:
         return Masked(score, _TRUE, uniform=False)
@@ -101,8 +101,8 @@ def _canonical(e: Expr) -> Expr | None:
         return apply("where", apply("and", *(a.args[0] for a in e.args)), *e.args[0].args[1:])
     if e.op in _CHOSEN and e.args[0].dtype is not DType.BOOL:
         choices = [n for n, a in enumerate(e.args) if a.op == "where" and a.args[1].op == a.args[2].op == "const"]
-        others = [a for n, a in enumerate(e.args) if n not in choices]
-        if len(choices) == 1 and all(a.op == "const" for a in others):
+        plain_args = [a for n, a in enumerate(e.args) if n not in choices]
+        if len(choices) == 1 and all(a.op == "const" for a in plain_args):
             n = choices[0]
             sides = [apply(e.op, *(e.args[n].args[s] if i == n else a for i, a in enumerate(e.args))) for s in (1, 2)]
             return apply("where", e.args[n].args[0], *sides)
@@ -111,11 +111,11 @@ def _canonical(e: Expr) -> Expr | None:
 
 def _kept_or_low(e: Expr) -> Expr | None:
     """`x * keep - large * (1 - keep)`, with `keep` as a number, as a choice of x and the lowest number."""
-    for kept, low in (e.args, e.args[::-1])[: 2 if e.op == "add" else 1]:
-        if kept.op != "mul" or low.op != "where" or low.args[1] is not _zero(e):
+    for product, low in (e.args, e.args[::-1])[: 2 if e.op == "add" else 1]:
+        if product.op != "mul" or low.op != "where" or low.args[1] is not _zero(e):
             continue
         beyond = simplify(apply("neg", low.args[2]) if e.op == "sub" else low.args[2])
-        for factor, x in (kept.args, kept.args[::-1]):
+        for factor, x in (product.args, product.args[::-1]):
             if is_low(beyond) and factor.op == "where" and factor.args == (low.args[0], _one(e), _zero(e)):
                 return apply("where", low.args[0], x, beyond)
     return None
@@ -142,8 +142,8 @@ def _split(e: Expr) -> _Split | None:
     if e.op == "max" and any(is_low(a) for a in e.args):
         return _split(e.args[0] if is_low(e.args[1]) else e.args[1])
     if e.op in ("mul", "div") and e.args[1].op == "const" and isinstance(e.args[1].value, float) and e.args[1].value > 0:
-        found = _split(e.args[0])
-        return None if found is None else (apply(e.op, found[0], e.args[1]), found[1], found[2])
+        inner_split = _split(e.args[0])
+        return None if inner_split is None else (apply(e.op, inner_split[0], e.args[1]), inner_split[1], inner_split[2])
     return e, _TRUE, None
 
 

@@ -327,8 +327,8 @@ def _is_logsumexp(node: fx.Node, dim: int) -> bool:
     call = as_call(node)
     if call is None or call.name != "logsumexp":
         return False
-    given = single(call.argument(1, "dim"))
-    return isinstance(given, int) and given % len(node_shape(call.args[0])) == dim
+    reduced = single(call.argument(1, "dim"))
+    return isinstance(reduced, int) and reduced % len(node_shape(call.args[0])) == dim
 
 
 def _is_statistic(node: fx.Node, of: fx.Node, on_path: frozenset[fx.Node]) -> bool:
@@ -338,8 +338,8 @@ def _is_statistic(node: fx.Node, of: fx.Node, on_path: frozenset[fx.Node]) -> bo
         if reduced and _through_casts(node, on_path) is whole:
             return True
         if call.name in _STATISTICS and not reduced:
-            others = [call.argument(1, "dim", call.kwargs.get("axis")), call.argument(1, "other")]
-            if any(is_tensor(other) for other in others):
+            arguments = [call.argument(1, "dim", call.kwargs.get("axis")), call.argument(1, "other")]
+            if any(is_tensor(other) for other in arguments):
                 return False
             reduced = True
         elif call.name not in ("detach", *CASTS, *VIEWS) and not _is_values(call):
@@ -380,17 +380,17 @@ def _without_sink(
     if call is None or call.name != "cat":
         raise NoRule("the softmax is over more than the keys")
     parts = list(call.argument(0, "tensors"))
-    own = parts[-1] if first else parts[0]
+    scores = parts[-1] if first else parts[0]
     beside = parts[0] if first else parts[-1]
     if (
         call.argument(1, "dim", 0) % len(column) != dim
         or len(parts) != 2
         or beside in on_path
         or not same_size(node_shape(beside)[dim], 1)
-        or not same_size(node_shape(own)[dim], total)
+        or not same_size(node_shape(scores)[dim], total)
     ):
         raise NoRule("the scores are concatenated with something that is no single column")
-    return own, (beside, column)
+    return scores, (beside, column)
 
 
 def _unpadded(call: Call, dim: int, padding: tuple[int, int], on_path: frozenset[fx.Node]) -> fx.Node:
@@ -431,9 +431,9 @@ def _operands(first: Product, index: Index, shared: Digits, queries: Digits, key
         raise NoRule("the first product's columns are not the keys")
     rows = sides[1 - columns]
     batch = tuple(d for name in first.shared for d in at[name])
-    known = {d.expr for d in (*shared, *queries)}
+    row_atoms = {d.expr for d in (*shared, *queries)}
     read = (*rows, *batch)
-    if any(not is_atom(d) or d.expr not in known for d in read) or len({d.expr for d in read}) != len(read):
+    if any(not is_atom(d) or d.expr not in row_atoms for d in read) or len({d.expr for d in read}) != len(read):
         raise NoRule("the first product is not read row by row")
     if not {d.expr for d in queries} <= {d.expr for d in rows} and queries:
         raise NoRule("the queries of the two products are not the same")

@@ -27,10 +27,10 @@ def named(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The graph that a node of `module` names, None if it names anything else."""
     if node.op != "get_attr":
         return None
-    found = module
+    owner = module
     for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found if isinstance(found, fx.GraphModule) else None
+        owner = getattr(owner, name)
+    return owner if isinstance(owner, fx.GraphModule) else None
 
 
 def walk_graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

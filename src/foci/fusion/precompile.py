@@ -95,8 +95,8 @@ def begin(graph_module: fx.GraphModule, inductor: Mapping[str, Any] | None = Non
     """
     if allowed_backends() is not None or is_tuning():
         return lambda: None
-    found = (call for graph in walk_graphs(graph_module) for call in find_calls(graph))
-    calls = {str(call): call for call in found if call.device.type == "cuda" and call.bytes <= _MOST_BYTES}
+    all_calls = (call for graph in walk_graphs(graph_module) for call in find_calls(graph))
+    calls = {str(call): call for call in all_calls if call.device.type == "cuda" and call.bytes <= _MOST_BYTES}
     new = [call for text, call in calls.items() if text not in _begun]
     _begun.update(calls)
     if not new:
@@ -139,8 +139,8 @@ def find_calls(graph: fx.Graph) -> Iterator[Call]:
         if node.target is not torch.ops.foci.attention.default:
             continue
         query, key, value, captures = node.args[:4]
-        wanted = [needs_grad(n) for n in (query, key, value)]
-        needs = (wanted[0], wanted[1], wanted[2], tuple(needs_grad(n) for n in captures))
+        grads = [needs_grad(n) for n in (query, key, value)]
+        needs = (grads[0], grads[1], grads[2], tuple(needs_grad(n) for n in captures))
         parts = (part for part in node.users if part.target is operator.getitem and part.args[1] == 1)
         yield Call(tuple(map(_described, node.args)), needs, any(needs_grad(reader) for part in parts for reader in part.users))
 

@@ -79,9 +79,9 @@ def _matrix_labels(node: fx.Node, left: fx.Node, right: fx.Node) -> tuple[tuple[
     names = [f"b{n}" for n in range(lead)]
 
     def leading(operand: fx.Node) -> list[Label]:
-        sizes, whole = node_shape(operand)[:-2], node_shape(node)[:-2]
+        sizes, node_sizes = node_shape(operand)[:-2], node_shape(node)[:-2]
         skipped = lead - len(sizes)
-        return [None if same_size(n, 1) and not same_size(whole[skipped + i], 1) else names[skipped + i] for i, n in enumerate(sizes)]
+        return [None if same_size(n, 1) and not same_size(node_sizes[skipped + i], 1) else names[skipped + i] for i, n in enumerate(sizes)]
 
     left_labels: tuple[Label, ...] = (*leading(left), "m", "k")
     right_labels: tuple[Label, ...] = (*leading(right), "k", "n")
@@ -135,22 +135,24 @@ def _tensordot(node: fx.Node, call: Call) -> Product | None:
 
 def _summed_products(node: fx.Node, call: Call) -> Product | None:
     """(a * b).sum(dim) of operands that are broadcast to each other: each has a dimension that the other lacks."""
-    given, source = single(call.argument(1, "dim", call.kwargs.get("axis"))), call.argument(0, "input")
+    dim, source = single(call.argument(1, "dim", call.kwargs.get("axis"))), call.argument(0, "input")
     inner = as_call(source) if is_tensor(source) else None
-    if inner is None or inner.name != "mul" or inner.in_place or is_written(source) or not isinstance(given, int):
+    if inner is None or inner.name != "mul" or inner.in_place or is_written(source) or not isinstance(dim, int):
         return None
     if call.argument(2, "keepdim", False) or call.argument(3, "dtype") is not None or len(inner.args) != 2 or not _tensors(*inner.args):
         return None
     left, right = inner.args
-    whole = node_shape(source)
+    sizes_of_product = node_shape(source)
 
     def named(operand: fx.Node) -> tuple[Label, ...]:
-        skipped = len(whole) - node_rank(operand)
+        skipped = len(sizes_of_product) - node_rank(operand)
         sizes = enumerate(node_shape(operand), skipped)
-        return tuple(None if same_size(n, 1) and not same_size(whole[i], 1) else f"d{i}" for i, n in sizes)
+        return tuple(None if same_size(n, 1) and not same_size(sizes_of_product[i], 1) else f"d{i}" for i, n in sizes)
 
-    summed = f"d{given % len(whole)}"
-    product = Product(node, (left, right), (named(left), named(right)), tuple(f"d{i}" for i in range(len(whole)) if f"d{i}" != summed))
+    summed = f"d{dim % len(sizes_of_product)}"
+    product = Product(
+        node, (left, right), (named(left), named(right)), tuple(f"d{i}" for i in range(len(sizes_of_product)) if f"d{i}" != summed)
+    )
     is_outer = bool(product.only(0)) and bool(product.only(1))
     return product if is_outer and product.summed == (summed,) else None
 

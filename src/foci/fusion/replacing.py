@@ -28,9 +28,9 @@ def fitting(graph: fx.Graph, new: fx.Node, old: fx.Node, mode: FakeTensorMode | 
             fits = False
         if not fits:
             with graph.inserting_before(old):
-                made = graph.call_method("contiguous", (new,))
-            made.meta = {**new.meta, "example_value": example_value(new).contiguous()}
-            return made
+                contiguous = graph.call_method("contiguous", (new,))
+            contiguous.meta = {**new.meta, "example_value": example_value(new).contiguous()}
+            return contiguous
     return new
 
 
@@ -69,11 +69,11 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 def _hands_strides_on(user: fx.Node, node: fx.Node) -> bool:
     """Whether a result may inherit its operand's strides: views do, and elementwise operations."""
-    call, made, read = as_call(user), example_value(user), example_value(node)
+    call, result, read = as_call(user), example_value(user), example_value(node)
     if (call is not None and call.name in VIEWS) or user.target is operator.getitem:
         return True
-    is_alike = isinstance(made, Tensor) and isinstance(read, Tensor) and made.dim() == read.dim()
-    return is_alike and all(map(same_size, made.shape, read.shape))
+    is_alike = isinstance(result, Tensor) and isinstance(read, Tensor) and result.dim() == read.dim()
+    return is_alike and all(map(same_size, result.shape, read.shape))
 
 
 def _lie_alike(now: Any, before: Any) -> bool:
@@ -121,8 +121,8 @@ def _asserts_what_is_known(node: fx.Node) -> bool:
         return False
     shape = (call.argument(1, "size"), call.argument(2, "stride"))
     rest = (call.argument(3, "dtype"), call.kwargs.get("device"), call.kwargs.get("layout"))
-    found = (tensor.dtype, tensor.device, tensor.layout)
-    return shape == (None, None) and all(wanted is None or wanted == one for wanted, one in zip(rest, found, strict=True))
+    facts = (tensor.dtype, tensor.device, tensor.layout)
+    return shape == (None, None) and all(expected is None or expected == one for expected, one in zip(rest, facts, strict=True))
 
 
 def is_pure(node: fx.Node) -> bool:

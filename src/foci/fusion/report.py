@@ -20,9 +20,9 @@ _WORDS: Final = {"matmul-softmax-matmul": "plain torch", "flex": "flex_attention
 
 def tell(sites: Iterable[Site]) -> None:
     """Adds the sites to every log that is open."""
-    found = list(sites)
+    all_sites = list(sites)
     for log in observers():
-        log.fusions.extend(found)
+        log.fusions.extend(all_sites)
 
 
 def summary(sites: Iterable[Site]) -> str:
@@ -35,8 +35,8 @@ def summary(sites: Iterable[Site]) -> str:
         >>> summary([])
         '0 of 0 attentions fused'
     """
-    found = _checked(sites)
-    return f"{sum(site.fused for site in found)} of {len(found)} attentions fused"
+    checked = _checked(sites)
+    return f"{sum(site.fused for site in checked)} of {len(checked)} attentions fused"
 
 
 def table(sites: Iterable[Site]) -> Table:
@@ -48,23 +48,23 @@ def table(sites: Iterable[Site]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    found = _checked(sites)
-    made = Table(title=summary(found))
+    checked = _checked(sites)
+    result = Table(title=summary(checked))
     for name in ("place", "n", "written as", "fused", "formula, or why not"):
-        made.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
-    for site, count in Counter(found).items():
+        result.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
+    for site, count in Counter(checked).items():
         verdict = Text("yes", "green") if site.fused else Text("no", "red")
         text = site.variant if site.fused else site.reason or ""
-        made.add_row(Text(_short(site.location)), str(count), _WORDS.get(site.kind, site.kind), verdict, Text(text))
-    return made
+        result.add_row(Text(_short(site.location)), str(count), _WORDS.get(site.kind, site.kind), verdict, Text(text))
+    return result
 
 
 def _checked(sites: Any) -> list[Site]:
-    found = list(sites) if isinstance(sites, Iterable) else [sites]
-    for site in found:
+    listed = list(sites) if isinstance(sites, Iterable) else [sites]
+    for site in listed:
         if not isinstance(site, Site):
             raise TypeError(f"sites must be foci.fusion.Site; got {type(site).__name__}")
-    return found
+    return listed
 
 
 def _short(location: str) -> str:

@@ -57,13 +57,13 @@ def _unread(node: fx.Node, index: Index) -> ir.Expr:
 
 def is_over(call: Call, index: Index, dim: int) -> bool:
     """Whether a reduction over `dim`, read at `index`, is that of the same row."""
-    given = single(call.argument(1, "dim", call.kwargs.get("axis")))
+    dim_argument = single(call.argument(1, "dim", call.kwargs.get("axis")))
     rows = atoms(node_shape(call.args[0]))
-    if not isinstance(given, int) or given % len(rows) != dim:
+    if not isinstance(dim_argument, int) or dim_argument % len(rows) != dim:
         return False
-    kept, rest = bool(call.argument(2, "keepdim", False)), iter(index)
-    own = [next(rest) if kept or n != dim else () for n in range(len(rows))]
-    return all(n == dim or a == b for n, (a, b) in enumerate(zip(rows, own, strict=True)))
+    keeps_dim, rest = bool(call.argument(2, "keepdim", False)), iter(index)
+    row_index = [next(rest) if keeps_dim or n != dim else () for n in range(len(rows))]
+    return all(n == dim or a == b for n, (a, b) in enumerate(zip(rows, row_index, strict=True)))
 
 
 def less_logsumexp(node: fx.Node, values: Values) -> tuple[fx.Node, int] | None:
@@ -146,11 +146,11 @@ def _of_sum(node: fx.Node, index: Index, source: fx.Node, shift: tuple[fx.Node, 
     inner = as_call(term)
     if inner is None or inner.name != "sub" or inner.kwargs or len(inner.args) != 2 or not all(map(is_tensor, inner.args)):
         return None
-    own = _broadcast(source, inner.args[1])
-    along = dim - node_rank(source) + len(own)
-    if not values.same(inner.args[0], source) or (along >= 0 and own[along]):
+    shift_index = _broadcast(source, inner.args[1])
+    along = dim - node_rank(source) + len(shift_index)
+    if not values.same(inner.args[0], source) or (along >= 0 and shift_index[along]):
         return None
-    there = _resolved(inner.args[1], own)
+    there = _resolved(inner.args[1], shift_index)
     return dim if there[1] == shift[1] and values.same(there[0], shift[0]) else None
 
 

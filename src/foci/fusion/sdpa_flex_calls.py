@@ -69,10 +69,10 @@ class _Atoms:
     def of(self, size: Size) -> Digits:
         if same_size(size, 1):
             return ()
-        whole = Digit(ir.axis(-next(self._fresh)), size)
-        low = self.split.get(whole.expr)
+        digit = Digit(ir.axis(-next(self._fresh)), size)
+        low = self.split.get(digit.expr)
         if low is None:
-            return (whole,)
+            return (digit,)
         return tuple(Digit(ir.axis(-next(self._fresh)), n) for n in (size // low, low))
 
 
@@ -166,17 +166,17 @@ def lower_flex(node: fx.Node, emitter: Emitter) -> tuple[str, tuple[fx.Node | No
     if any(id(t) not in nodes for t in bound.captures):
         raise NoRule("a function of flex_attention makes a tensor of its own")
     blocks = None if block_size is None else emitter.call(classes_of_lists, *parts[2:6])
-    wanted = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
+    outputs = Outputs(lse=_is_read(node, 1), row_max=_is_read(node, 2))
     batch = node_shape(operands[0])[0]
     alike = [same_size(node_shape(t)[0], batch) for t in operands]
     wide = () if all(alike) else (emitter.size(batch), -1, -1, -1)
     operands = [t if same else emitter.method("expand", t, *wide) for t, same in zip(operands, alike, strict=True)]
     captures = [nodes[id(t)] for t in bound.captures]
-    asked = Asked(float(fixed_number(scale)), 0.0, wanted, blocks)
-    made = attention(emitter, operands, bound, captures, asked)
-    logarithm = emitter.call(operator.mul, made[1], 1.0 / math.log(2.0)) if wanted.lse else None
-    highest = emitter.call(operator.mul, made[2], 1.0 / math.log(2.0)) if wanted.row_max else None
-    return str(bound.variant), (made[0], logarithm, highest)
+    asked = Asked(float(fixed_number(scale)), 0.0, outputs, blocks)
+    call = attention(emitter, operands, bound, captures, asked)
+    logarithm = emitter.call(operator.mul, call[1], 1.0 / math.log(2.0)) if outputs.lse else None
+    highest = emitter.call(operator.mul, call[2], 1.0 / math.log(2.0)) if outputs.row_max else None
+    return str(bound.variant), (call[0], logarithm, highest)
 
 
 def _as_node(arg: Any) -> fx.Node:
@@ -197,8 +197,8 @@ def _function(node: fx.Node, graph: Any, buffers: Any) -> Callable[..., Any]:
     owner = node.graph.owning_module
     assert owner is not None
     module = getattr(owner, str(graph.target))
-    given = [example_value(b) for b in _listed(buffers)]
-    return lambda *symbols: module(*symbols, *given)
+    examples = [example_value(b) for b in _listed(buffers)]
+    return lambda *symbols: module(*symbols, *examples)
 
 
 def _block_size(parts: Sequence[Any]) -> tuple[int, int] | None:

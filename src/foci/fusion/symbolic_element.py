@@ -120,10 +120,10 @@ class Lift:
             NoRule: where a node that depends on the score is outside the language.
         """
         key = (node, index)
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = self._element(node, index)
-        return found
+        value = self._seen.get(key)
+        if value is None:
+            value = self._seen[key] = self._element(node, index)
+        return value
 
     def _element(self, node: fx.Node, index: Index) -> Expr:
         score = self._score(node, index)
@@ -136,26 +136,26 @@ class Lift:
                 raise NoRule(f"no gradient flows through {node.name}")
             return self.captured(node, index)
         try:
-            made = self._computed(node, index)
+            value = self._computed(node, index)
         except (NoRule, TraceError, TypeError) as error:
             if node in self._on_path:
                 raise error if isinstance(error, NoRule) else NoRule(str(error)) from error
-            made = None
-        if made is None:
+            value = None
+        if value is None:
             if node in self._on_path:
                 call = as_call(node)
                 raise NoRule(f"{call.name if call else node.name} is outside the expression language")
             return self.captured(node, index)
         kind = element_dtype(tensor.dtype)
-        made = made if made.dtype is kind or {made.dtype, kind} <= {DType.INT32, DType.INT64} else cast(made, kind)
+        value = value if value.dtype is kind or {value.dtype, kind} <= {DType.INT32, DType.INT64} else cast(value, kind)
         if self.prices is not None and node not in self._on_path:
             indices = tuple(value_of_digits(d, self.number) for d in index)
-            choice = self.prices.choose(node, made, indices, self.leaves, self.copied)
+            choice = self.prices.choose(node, value, indices, self.leaves, self.copied)
             if choice == "copy":
                 self.copied.add(node)
             if choice != "inline":
                 return self.captured(node, index)
-        return made
+        return value
 
     def captured(self, node: fx.Node, index: Index) -> Expr:
         """The node's tensor, read at `index`."""
@@ -223,8 +223,8 @@ class Lift:
     def _logarithm(self, truth: fx.Node, index: Index) -> Expr:
         """Logarithm of a value that is 0 or 1, which makes a mask to add."""
         value = self.element(truth, broadcast_index(index, node_shape(truth)))
-        kept = value if value.dtype is DType.BOOL else apply("ne", value, cast(ir.const(False), value.dtype))
-        return apply("where", kept, 0.0, -math.inf)
+        is_kept = value if value.dtype is DType.BOOL else apply("ne", value, cast(ir.const(False), value.dtype))
+        return apply("where", is_kept, 0.0, -math.inf)
 
     def _pointwise(self, call: Call, index: Index) -> Expr | None:
         if call.name in ("max", "min") and not (len(call.args) == 2 and is_tensor(call.args[1])):

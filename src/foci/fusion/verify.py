@@ -54,9 +54,9 @@ def verify(original: fx.GraphModule, fused: Fused, example_inputs: Sequence[Any]
         return
     exact = _results(original, example_inputs, wide=True)
     plain = _results(original, example_inputs)
-    found = _results(fused.graph_module, example_inputs)
+    fused_results = _results(fused.graph_module, example_inputs)
     coarsest = max((torch.finfo(t.dtype).eps for t in example_inputs if isinstance(t, Tensor) and t.is_floating_point()), default=0.0)
-    for name, value in found.items():
+    for name, value in fused_results.items():
         excess = _excess(value, plain[name], exact[name], coarsest)
         if excess is not None:
             places = ", ".join(site.location or "unknown" for site in fused.sites if site.fused)
@@ -125,24 +125,24 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _excess(found: Tensor, plain: Tensor, exact: Tensor, coarsest: float) -> str | None:
+def _excess(fused: Tensor, plain: Tensor, exact: Tensor, coarsest: float) -> str | None:
     """In words, how far a result is beyond its budget, or None."""
-    if found.shape != plain.shape or found.dtype != plain.dtype:
-        return f"{tuple(found.shape)} {found.dtype}, the original {tuple(plain.shape)} {plain.dtype}"
-    if not found.numel():
+    if fused.shape != plain.shape or fused.dtype != plain.dtype:
+        return f"{tuple(fused.shape)} {fused.dtype}, the original {tuple(plain.shape)} {plain.dtype}"
+    if not fused.numel():
         return None
-    eps = torch.finfo(found.dtype).eps
+    eps = torch.finfo(fused.dtype).eps
     rounding = max(eps, coarsest / 16)
     factor = _HALF_FACTOR if coarsest > torch.finfo(torch.float32).eps else _FULL_FACTOR
     finite = exact[torch.isfinite(exact)]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    of_plain, distance = _distance(plain, exact), _distance(found, exact)
+    of_plain, distance = _distance(plain, exact), _distance(fused, exact)
     budget = factor * of_plain + _ULPS * rounding * largest + 1e-30
     return None if distance <= budget else f"off by {distance:.3g}, the original by {of_plain:.3g}, the budget {budget:.3g}"
 
 
-def _distance(found: Tensor, exact: Tensor) -> float:
+def _distance(value: Tensor, exact: Tensor) -> float:
     """The largest difference; what float64 alone can hold, or what is no number there, does not count."""
-    found, exact = found.double(), exact.double()
+    value, exact = value.double(), exact.double()
     counted = torch.isfinite(exact) & (exact.abs() < 1e30)
-    return float(torch.where(counted, (found - exact).abs(), 0.0).nan_to_num(nan=torch.inf).max())
+    return float(torch.where(counted, (value - exact).abs(), 0.0).nan_to_num(nan=torch.inf).max())

@@ -133,8 +133,8 @@ def _last_two(at: At) -> Place:
 
 def _listed(call: Call, position: int, name: str) -> list[Any]:
     """Arguments that may be given one by one or as one list."""
-    given = call.args[position:] if len(call.args) > position else (call.kwargs.get(name, ()),)
-    return list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else list(given)
+    arguments = call.args[position:] if len(call.args) > position else (call.kwargs.get(name, ()),)
+    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], (list, tuple, torch.Size)) else list(arguments)
 
 
 def _permute(at: At) -> Place:
@@ -144,8 +144,8 @@ def _permute(at: At) -> Place:
 
 def _movedim(at: At) -> Place:
     rank = node_rank(at.source)
-    given = [at.call.argument(1, "source"), at.call.argument(2, "destination")]
-    source, target = ([_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])] for x in given)
+    dims = [at.call.argument(1, "source"), at.call.argument(2, "destination")]
+    source, target = ([_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])] for x in dims)
     order: list[int | None] = [None] * rank
     for a, b in zip(source, target, strict=True):
         order[b] = a
@@ -160,21 +160,21 @@ def _unsqueeze(at: At) -> Place:
 
 def _squeeze(at: At) -> Place:
     shape = node_shape(at.source)
-    given = at.call.argument(1, "dim")
-    dims = range(len(shape)) if given is None else [_dim(d, len(shape)) for d in (given if isinstance(given, (list, tuple)) else [given])]
-    kept = iter(at.index)
-    return at.source, tuple(() if d in dims and same_size(size, 1) else next(kept) for d, size in enumerate(shape))
+    dim = at.call.argument(1, "dim")
+    dims = range(len(shape)) if dim is None else [_dim(d, len(shape)) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+    remaining = iter(at.index)
+    return at.source, tuple(() if d in dims and same_size(size, 1) else next(remaining) for d, size in enumerate(shape))
 
 
 def _repeat(at: At) -> Place:
     shape = node_shape(at.source)
     index = at.index[len(at.index) - len(shape) :]
     result: list[Digits] = []
-    for digits, whole, size in zip(index, node_shape(at.node)[len(at.index) - len(shape) :], shape, strict=True):
-        if same_size(size, 1) or same_size(whole, size):
+    for digits, repeated, size in zip(index, node_shape(at.node)[len(at.index) - len(shape) :], shape, strict=True):
+        if same_size(size, 1) or same_size(repeated, size):
             result.append(() if same_size(size, 1) else digits)
         else:
-            result.append(regroup((digits,), (whole,), (whole // size, size), at.number)[1])
+            result.append(regroup((digits,), (repeated,), (repeated // size, size), at.number)[1])
     return at.source, tuple(result)
 
 
@@ -183,8 +183,8 @@ def _repeat_interleave(at: At) -> Place:
     if is_tensor(times) or dim is None:
         raise NoRule("repeat_interleave by a tensor or over all elements")
     at_dim = _dim(dim, node_rank(at.source))
-    size, whole = node_shape(at.source)[at_dim], node_shape(at.node)[at_dim]
-    high = regroup((at.index[at_dim],), (whole,), (size, example_value(times)), at.number)[0]
+    size, repeated = node_shape(at.source)[at_dim], node_shape(at.node)[at_dim]
+    high = regroup((at.index[at_dim],), (repeated,), (size, example_value(times)), at.number)[0]
     return at.source, (*at.index[:at_dim], high, *at.index[at_dim + 1 :])
 
 
@@ -196,9 +196,9 @@ def _selected(at: At, dim: int, digits: Digits | None, *, inserted: bool = False
 
 def _integer(at: At, value: Any) -> Expr:
     """An integer argument, which may be a symbolic one, as an expression."""
-    found = example_value(value)
-    if isinstance(found, (int, torch.SymInt)):
-        return at.number(found)
+    number = example_value(value)
+    if isinstance(number, (int, torch.SymInt)):
+        return at.number(number)
     raise NoRule("a position that is no integer")
 
 
@@ -280,9 +280,9 @@ def _gather(at: At) -> Place:
     size = node_shape(source)[dim]
     at_index = broadcast_index(at.index, node_shape(index_node))
     picked = one_digit(at.element(index_node, at_index), size)
-    own = list(broadcast_index(at.index, node_shape(source)) if along else at.index)
-    own[dim] = picked
-    return source, tuple(() if same_size(n, 1) else d for d, n in zip(own, node_shape(source), strict=True))
+    source_index = list(broadcast_index(at.index, node_shape(source)) if along else at.index)
+    source_index[dim] = picked
+    return source, tuple(() if same_size(n, 1) else d for d, n in zip(source_index, node_shape(source), strict=True))
 
 
 def _index_select(at: At) -> Place:
@@ -374,14 +374,14 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     return source, (*index[:dim], digits, *index[dim + 1 :])
 
 
-def _of_grid(made: Call, which: int, index: Index) -> Place | None:
+def _of_grid(meshgrid: Call, which: int, index: Index) -> Place | None:
     """Source of one result of meshgrid, which varies along one dimension only."""
-    axes = made.args[0] if made.args and isinstance(made.args[0], (list, tuple)) else made.args
+    axes = meshgrid.args[0] if meshgrid.args and isinstance(meshgrid.args[0], (list, tuple)) else meshgrid.args
     which = which % len(axes)
     source = axes[which]
     if not is_tensor(source):
         return None
-    is_transposed = made.kwargs.get("indexing") == "xy" and which < 2 and len(axes) > 1
+    is_transposed = meshgrid.kwargs.get("indexing") == "xy" and which < 2 and len(axes) > 1
     return source, (index[1 - which if is_transposed else which],) if node_rank(source) else ()
 
 

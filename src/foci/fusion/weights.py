@@ -84,19 +84,24 @@ def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax |
     if len(inner.args) != 2 or inner.kwargs or not all(is_tensor(a) for a in inner.args):
         return None
     source, logarithm = inner.args
-    made, inside = as_call(logarithm), {node, difference, logarithm}
+    logsumexp, inside = as_call(logarithm), {node, difference, logarithm}
     back = None
-    if made is not None and made.name == "unsqueeze":
-        back, logarithm = made.argument(1, "dim"), made.args[0]
-        made = as_call(logarithm)
+    if logsumexp is not None and logsumexp.name == "unsqueeze":
+        back, logarithm = logsumexp.argument(1, "dim"), logsumexp.args[0]
+        logsumexp = as_call(logarithm)
         inside.add(logarithm)
-    if made is None or made.name != "logsumexp" or made.args[0] is not source or any(map(is_written, (source, inner.args[1]))):
+    if (
+        logsumexp is None
+        or logsumexp.name != "logsumexp"
+        or logsumexp.args[0] is not source
+        or any(map(is_written, (source, inner.args[1])))
+    ):
         return None
     if needs_grad(inner.args[1]) != needs_grad(source):
         return None
-    dim, rank = single(made.argument(1, "dim", made.kwargs.get("axis"))), node_rank(source)
-    kept = bool(made.argument(2, "keepdim", False))
-    if not isinstance(dim, int) or kept != (back is None) or (back is not None and back % rank != dim % rank):
+    dim, rank = single(logsumexp.argument(1, "dim", logsumexp.kwargs.get("axis"))), node_rank(source)
+    keeps_dim = bool(logsumexp.argument(2, "keepdim", False))
+    if not isinstance(dim, int) or keeps_dim != (back is None) or (back is not None and back % rank != dim % rank):
         return None
     return Softmax(node, source, dim % rank, frozenset(inside))
 
@@ -206,10 +211,10 @@ def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None
         return
     if call.name == "div" or not isinstance(other, fx.Node) or not is_tensor(other):
         raise NoRule("the weights are divided by a tensor")
-    kept = _kept_at_random(other)
-    if kept is not None:
-        _dropped(walk, 1.0 - kept)
-        walk.scale *= kept
+    dropout = _kept_at_random(other)
+    if dropout is not None:
+        _dropped(walk, 1.0 - dropout)
+        walk.scale *= dropout
         return
     shape = node_shape(other)
     if shape and not same_size(shape[-1], 1):
@@ -249,10 +254,10 @@ def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax, lift: Lift)
     if call.name == "masked_fill":
         mask, fill, when = call.argument(1, "mask"), call.argument(2, "value"), True
     else:
-        mask, kept, other = call.argument(0, "condition"), call.argument(1, "input"), call.argument(2, "other")
+        mask, kept_weights, other = call.argument(0, "condition"), call.argument(1, "input"), call.argument(2, "other")
         if is_tensor(mask) and mask is source:  # the method: x.where(condition, other)
-            mask, kept = kept, mask
-        fill, when = (other, False) if kept is source else (kept, True)
+            mask, kept_weights = kept_weights, mask
+        fill, when = (other, False) if kept_weights is source else (kept_weights, True)
     if not is_tensor(mask) or not _is_zero(fill, walk.index, lift):
         raise NoRule("weights are replaced after the softmax")
     tested = frozenset((mask,)) if _asks_for_nan(mask, source) else _tested_empty(mask, softmax)

@@ -43,8 +43,8 @@ def score_derivative(expr: Expr) -> Expr:
         1.0 - tanh(score / f0) * tanh(score / f0)
     """
     score = variable("score")
-    found = _Reverse(expr, lambda e: e is score).run().get(score, const(0.0))
-    return simplify(canonical_levels(found))
+    adjoint = _Reverse(expr, lambda e: e is score).run().get(score, const(0.0))
+    return simplify(canonical_levels(adjoint))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,7 +58,7 @@ def capture_derivatives(expr: Expr) -> tuple[CaptureDerivative, ...]:
     """
     reverse = _Reverse(expr, lambda e: e.op == "load" and e.dtype is DType.FLOAT)
     reverse.run()
-    return tuple(_numbered(found) for found in reverse.loads if found.weight is not _ZERO)
+    return tuple(_numbered(load) for load in reverse.loads if load.weight is not _ZERO)
 
 
 _ZERO = const(0.0)
@@ -136,9 +136,7 @@ class _Reverse:
         leaving, loads = self._sweep(body, seed, _Loop(level, extent))
         for outer, inner in leaving.items():
             _accumulate(adjoints, outer, _times(adjoint, _summed(inner, level, extent)))
-        return [
-            CaptureDerivative(found.slot, found.indices, _times(adjoint, found.weight), ((level, extent), *found.axes)) for found in loads
-        ]
+        return [CaptureDerivative(load.slot, load.indices, _times(adjoint, load.weight), ((level, extent), *load.axes)) for load in loads]
 
 
 def _accumulate(adjoints: _Adjoints, e: Expr, amount: Expr) -> None:

@@ -53,10 +53,10 @@ def elementwise(build: Callable[..., Expr], *values: Any, typing: Typing = Typin
         _check_fit(values[1:], dtype)
     # torch brings operands into the dtype first, in comparisons as well
     fitting = [PROMOTED[s.dtype, dtype] == dtype for s in symbols]
-    found = build(*(e if is_fitting else wrap(e, dtype) for e, is_fitting in zip(exprs, fitting, strict=True)))
-    if not found.dtype.is_integer:
-        return Symbol(tracer, found, axes)
-    return Symbol(tracer, wrap(found, dtype) if found.op in _OVERFLOWING else found, axes, dtype)
+    result = build(*(e if is_fitting else wrap(e, dtype) for e, is_fitting in zip(exprs, fitting, strict=True)))
+    if not result.dtype.is_integer:
+        return Symbol(tracer, result, axes)
+    return Symbol(tracer, wrap(result, dtype) if result.op in _OVERFLOWING else result, axes, dtype)
 
 
 _IN_FLOATS: Final = (Typing.FLOATING, Typing.PREDICATE)

@@ -128,15 +128,15 @@ def node(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload = None) -
     kind = value.__class__
     # 0.0 == -0.0, 1 == 1.0 == True and nan != nan must not merge or split constants
     key = (op, args, dtype, kind, repr(value) if kind is float else value)
-    held = _table.get(key)
-    found = None if held is None else held()
-    if found is None:
-        made = _new(op, args, dtype, value)
-        mine = _Held(made, _forget)
+    reference = _table.get(key)
+    existing = None if reference is None else reference()
+    if existing is None:
+        new = _new(op, args, dtype, value)
+        mine = _Held(new, _forget)
         mine.key = key
-        while (found := _table.setdefault(key, mine)()) is None:  # another thread's may come first
+        while (existing := _table.setdefault(key, mine)()) is None:  # another thread's may come first
             _remove_dead_weakref(_table, key)
-    return found
+    return existing
 
 
 _NOTHING: Final[frozenset[Any]] = frozenset()
@@ -159,17 +159,17 @@ def _new(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload) -> Expr:
         level = int(value[1])
         free = (args[0].free - {level}).union(*(extent.free for extent in args[1:]))
         levels = max(levels, level + 1)
-    made = object.__new__(Expr)
+    expr = object.__new__(Expr)
     put = object.__setattr__
-    put(made, "op", op)
-    put(made, "args", args)
-    put(made, "dtype", dtype)
-    put(made, "value", value)
-    put(made, "variable_names", names)
-    put(made, "free", free)
-    put(made, "levels", levels)
-    put(made, "depth", depth)
-    return made
+    put(expr, "op", op)
+    put(expr, "args", args)
+    put(expr, "dtype", dtype)
+    put(expr, "value", value)
+    put(expr, "variable_names", names)
+    put(expr, "free", free)
+    put(expr, "levels", levels)
+    put(expr, "depth", depth)
+    return expr
 
 
 def const(value: bool | int | float) -> Expr:

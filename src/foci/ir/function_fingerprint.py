@@ -54,12 +54,12 @@ def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     """The function's fingerprint, or None if it must be traced each time."""
     if function is None:
         return NOTHING
-    found = Fingerprint()
-    structure = _key(function, found)
+    result = Fingerprint()
+    structure = _key(function, result)
     if structure is None:
         return None
-    found.structure = structure
-    return found
+    result.structure = structure
+    return result
 
 
 def shared(one: Fingerprint, other: Fingerprint) -> tuple[tuple[int, int], ...]:
@@ -167,13 +167,13 @@ _known: dict[int, _Known] = {}
 
 def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
     """Key of code that reads only constants, and of these; None for other code."""
-    known = _known.get(id(code)) or _add(code, scope)
-    if known.scope is scope:
-        return known.token
-    names = known.names
+    entry = _known.get(id(code)) or _add(code, scope)
+    if entry.scope is scope:
+        return entry.token
+    names = entry.names
     if names is None or not all(_is_constant(name, scope) for name in names):
         return None
-    return (known.token, *[scope[name] for name in names if name in scope])
+    return (entry.token, *[scope[name] for name in names if name in scope])
 
 
 def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
@@ -182,8 +182,8 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
         _tokens.clear()
     names, is_of_foci = _read_names(code), str(scope.get("__name__")).startswith("foci.")
     is_own = is_of_foci and names is not None and all(n not in scope or _is_constant(n, scope) for n in names)
-    known = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
-    return known
+    entry = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
+    return entry
 
 
 def _read_names(code: types.CodeType) -> tuple[str, ...] | None:

@@ -115,17 +115,17 @@ class _Analysis:
         stack = [root]
         while stack:
             e = stack[-1]
-            own = self._frames_of(e, frames)
-            if e in own[-1].known:
+            own_frames = self._frames_of(e, frames)
+            if e in own_frames[-1].known:
                 stack.pop()
                 continue
             operands = e.args[1:] if e.op == "reduce" else e.args
-            missing = [arg for arg in operands if arg not in self._frames_of(arg, own)[-1].known]
+            missing = [arg for arg in operands if arg not in self._frames_of(arg, own_frames)[-1].known]
             if missing:
                 # the deepest first, so that little is held meanwhile
                 stack.extend(sorted(missing, key=self.depth.__getitem__))
                 continue
-            own[-1].known[e] = self._node(e, [self._read(arg, own) for arg in operands], own)
+            own_frames[-1].known[e] = self._node(e, [self._read(arg, own_frames) for arg in operands], own_frames)
             stack.pop()
         return self._read(root, frames)
 
@@ -204,13 +204,13 @@ class _Analysis:
         if not tensor.numel():
             return self._anything(e.dtype)
         places = [_place(index, length) for index, length in zip(indices, tensor.shape, strict=True)]
-        found = _element_range(tensor, places)
-        found = Range(found.lo.to(self.device), found.hi.to(self.device))
+        bounds = _element_range(tensor, places)
+        bounds = Range(bounds.lo.to(self.device), bounds.hi.to(self.device))
         if tensor.dtype is torch.float64:
-            return _widened(found)
+            return _widened(bounds)
         if tensor.dtype is torch.int64:
-            return Range(_beyond_double(found.lo, -torch.inf), _beyond_double(found.hi, torch.inf))
-        return found
+            return Range(_beyond_double(bounds.lo, -torch.inf), _beyond_double(bounds.hi, torch.inf))
+        return bounds
 
     def _anything(self, dtype: DType) -> Range:
         most = 1.0 if dtype is DType.BOOL else torch.inf
@@ -229,8 +229,8 @@ class _Analysis:
                 total = step if total is None else _COMBINED[kind](total, step)
             assert total is not None
             return total
-        whole = self._point(0.0).hull(self._point(max(0.0, most - 1)))
-        step = self._pass(body, (*frames, _Frame(level)), whole)
+        steps = self._point(0.0).hull(self._point(max(0.0, most - 1)))
+        step = self._pass(body, (*frames, _Frame(level)), steps)
         return _WHOLE[kind](step, extent)
 
     def _pass(self, body: Expr, frames: _Frames, index: Range) -> Range:
@@ -244,19 +244,19 @@ class _Analysis:
 # Rules -------------------------------------------------------------------------------------------------------------
 
 
-def _unless_nan(e: Expr, found: Range, args: Sequence[Range]) -> Range:
-    """`found`, without bounds where a FLOAT operand has none: that may be nan, and then so is the result."""
+def _unless_nan(e: Expr, result: Range, args: Sequence[Range]) -> Range:
+    """`result`, without bounds where a FLOAT operand has none: that may be nan, and then so is the result."""
     if e.dtype is not DType.FLOAT or e.op == "where":
-        return found
+        return result
     for arg, operand in zip(e.args, args, strict=True):
         if arg.dtype is DType.FLOAT:
-            found = _unbounded_where(operand, found)
-    return found
+            result = _unbounded_where(operand, result)
+    return result
 
 
-def _unbounded_where(operand: Range, found: Range) -> Range:
+def _unbounded_where(operand: Range, result: Range) -> Range:
     nothing_known = (operand.lo == -torch.inf) & (operand.hi == torch.inf)
-    return Range(torch.where(nothing_known, -torch.inf, found.lo), torch.where(nothing_known, torch.inf, found.hi))
+    return Range(torch.where(nothing_known, -torch.inf, result.lo), torch.where(nothing_known, torch.inf, result.hi))
 
 
 def _extreme(rule: Callable[[Range, Range], Range]) -> Callable[[Range, Range], Range]:
@@ -265,8 +265,8 @@ def _extreme(rule: Callable[[Range, Range], Range]) -> Callable[[Range, Range], 
 
 
 def _integer_mod(a: Range, b: Range) -> Range:
-    found = ranges.mod(a, b)
-    return Range(found.lo, torch.where(b.lo > 0, torch.minimum(found.hi, b.hi - 1), found.hi))
+    result = ranges.mod(a, b)
+    return Range(result.lo, torch.where(b.lo > 0, torch.minimum(result.hi, b.hi - 1), result.hi))
 
 
 _TYPED_RULES: Final[Mapping[tuple[str, DType], Callable[..., Range]]] = {

@@ -40,8 +40,8 @@ def _lowest(dtype: DType) -> int:
 
 def _wrapped(terms: Mapping[Expr, int], constant: int, dtype: DType) -> Linear:
     half = -_lowest(dtype)
-    kept = {term: wrapped for term, c in terms.items() if (wrapped := (c + half) % (2 * half) - half)}
-    return Linear(kept, (constant + half) % (2 * half) - half, dtype)
+    nonzero = {term: wrapped for term, c in terms.items() if (wrapped := (c + half) % (2 * half) - half)}
+    return Linear(nonzero, (constant + half) % (2 * half) - half, dtype)
 
 
 def linear(e: Expr) -> Linear:

@@ -57,14 +57,14 @@ def common_dtype(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | Non
     Operands of rank 0 count only where there are no others of their kind (bool, integer, floating). Python's numbers are no operands:
     they take the dtype of the others, unless they are floating.
     """
-    found: torch.dtype | None = None
+    common: torch.dtype | None = None
     operands = sorted(dtypes, key=lambda operand: -operand[1])
     for dtype, rank in operands:
-        if found is None:
-            found = dtype
-        elif rank or not operands[0][1] or _kind(dtype) > _kind(found):
-            found = PROMOTED[found, dtype]
-    return found
+        if common is None:
+            common = dtype
+        elif rank or not operands[0][1] or _kind(dtype) > _kind(common):
+            common = PROMOTED[common, dtype]
+    return common
 
 
 def _kind(dtype: torch.dtype) -> int:

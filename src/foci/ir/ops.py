@@ -104,33 +104,33 @@ def apply(name: str, *args: Expr | bool | int | float) -> Expr:
 
 
 def _typed(op: Op, args: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], DType]:
-    given = tuple([a.dtype for a in args])
-    if DType.FLOAT in given and op.typing in _WITHOUT_FLOATS:
-        raise TypeError(f"{op.name} takes {_WITHOUT_FLOATS[op.typing]}, got {', '.join(dtype.value for dtype in given)}")
-    wanted, result = signature(op.typing, given)
-    return args if wanted == given else tuple(map(cast, args, wanted)), result
+    dtypes = tuple([a.dtype for a in args])
+    if DType.FLOAT in dtypes and op.typing in _WITHOUT_FLOATS:
+        raise TypeError(f"{op.name} takes {_WITHOUT_FLOATS[op.typing]}, got {', '.join(dtype.value for dtype in dtypes)}")
+    operand_dtypes, result = signature(op.typing, dtypes)
+    return args if operand_dtypes == dtypes else tuple(map(cast, args, operand_dtypes)), result
 
 
 _Types = tuple[DType, ...]
 _WITHOUT_FLOATS: Final = {Typing.BITWISE: "booleans or integers", Typing.SHIFT: "integers"}
 
 
-def signature(typing: Typing, given: _Types) -> tuple[_Types, DType]:
-    """The types that operands of the `given` types are cast to, and the result's."""
-    return _SIGNATURES[typing](given)
+def signature(typing: Typing, dtypes: _Types) -> tuple[_Types, DType]:
+    """The types that operands of the `dtypes` types are cast to, and the result's."""
+    return _SIGNATURES[typing](dtypes)
 
 
-def _alike(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
-    widest = _promote(least, *given)
-    return (widest,) * len(given), widest
+def _alike(dtypes: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
+    widest = _promote(least, *dtypes)
+    return (widest,) * len(dtypes), widest
 
 
-def _integers(given: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
-    return _alike(tuple([DType.INT32 if dtype is DType.FLOAT else dtype for dtype in given]), least)
+def _integers(dtypes: _Types, least: DType = DType.BOOL) -> tuple[_Types, DType]:
+    return _alike(tuple([DType.INT32 if dtype is DType.FLOAT else dtype for dtype in dtypes]), least)
 
 
-def _select(given: _Types) -> tuple[_Types, DType]:
-    widest = _promote(*given[1:])
+def _select(dtypes: _Types) -> tuple[_Types, DType]:
+    widest = _promote(*dtypes[1:])
     return (DType.BOOL, widest, widest), widest
 
 

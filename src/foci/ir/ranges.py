@@ -126,8 +126,8 @@ def fmod(a: Range, b: Range) -> Range:
     """The rule of a remainder with the dividend's sign."""
     most = torch.maximum(b.lo.abs(), b.hi.abs())
     zero = torch.zeros_like(most)
-    found = Range(torch.where(a.lo < 0, -most, zero), torch.where(a.hi > 0, most, zero))
-    return found.where(_is_divisor(b) & _is_finite(a), unknown(add(a, b)))
+    result = Range(torch.where(a.lo < 0, -most, zero), torch.where(a.hi > 0, most, zero))
+    return result.where(_is_divisor(b) & _is_finite(a), unknown(add(a, b)))
 
 
 def minimum(a: Range, b: Range) -> Range:

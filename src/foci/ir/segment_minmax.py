@@ -65,8 +65,8 @@ def _tiled(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Range | No
         return None
     length, width = int(last[0, 0]) + 1, rows.shape[1]
     start = torch.arange(count, device=rows.device) * length
-    whole = torch.equal(row[:, 0], torch.arange(len(rows), device=rows.device)) and torch.equal(first[0], start)
-    if not whole or not torch.equal(last[0], (start + (length - 1)).clamp(max=width - 1)) or count * length < width:
+    is_tiled = torch.equal(row[:, 0], torch.arange(len(rows), device=rows.device)) and torch.equal(first[0], start)
+    if not is_tiled or not torch.equal(last[0], (start + (length - 1)).clamp(max=width - 1)) or count * length < width:
         return None
     return _known(_cells(rows, length, torch.amin).to(torch.float64), _cells(rows, length, torch.amax).to(torch.float64))
 
@@ -74,9 +74,9 @@ def _tiled(rows: Tensor, row: Tensor, first: Tensor, last: Tensor) -> Range | No
 def _cells(rows: Tensor, cell: int, extreme: Callable[..., Tensor]) -> Tensor:
     if cell == 1:
         return rows
-    whole = rows.shape[1] // cell * cell
-    cells = extreme(rows[:, :whole].reshape(len(rows), -1, cell), -1)
-    return cells if whole == rows.shape[1] else torch.cat([cells, extreme(rows[:, whole:], 1, keepdim=True)], 1)
+    full_columns = rows.shape[1] // cell * cell
+    cells = extreme(rows[:, :full_columns].reshape(len(rows), -1, cell), -1)
+    return cells if full_columns == rows.shape[1] else torch.cat([cells, extreme(rows[:, full_columns:], 1, keepdim=True)], 1)
 
 
 def _extremes(rows: Tensor, where: tuple[Tensor, ...], extreme: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -72,9 +72,9 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Symbol:
     if rounding_mode is None:
         return quotient
     _refuse_narrow("torch.div(rounding_mode='trunc')", a, b)
-    whole = pointwise("trunc", quotient)
+    truncated = pointwise("trunc", quotient)
     kinds = [s.expr.dtype for s in map(quotient.tracer.symbol, (a, b))]
-    return whole if DType.FLOAT in kinds else _cast(whole, DType.INT64 if DType.INT64 in kinds else DType.INT32)
+    return truncated if DType.FLOAT in kinds else _cast(truncated, DType.INT64 if DType.INT64 in kinds else DType.INT32)
 
 
 def _refuse_narrow(what: str, *values: Any) -> None:
@@ -356,8 +356,8 @@ class _Extremum:
 def _dot(a: Any, b: Any, **kwargs: Any) -> Symbol:
     tracer = _current_tracer(a, b)
     product = _arithmetic("mul", tracer.symbol(a), tracer.symbol(b))
-    found = _reduction("sum")(product, -1)
-    return found if product.narrow is None else Symbol(tracer, wrap(found.expr, product.narrow), found.axes, product.narrow)
+    total = _reduction("sum")(product, -1)
+    return total if product.narrow is None else Symbol(tracer, wrap(total.expr, product.narrow), total.axes, product.narrow)
 
 
 def _matmul(a: Any, b: Any) -> Symbol:
@@ -381,10 +381,10 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     x, row = tracer.symbol(elements), tracer.symbol(test_elements)
     if x.ndim:
         raise TraceError(complaint("torch.isin of a row", "compare and use any()"))
-    found = row == x
+    is_equal = row == x
     for _ in range(row.ndim):
-        found = _reduction("any")(found, -1)
-    return _bitwise_not(found) if invert else found
+        is_equal = _reduction("any")(is_equal, -1)
+    return _bitwise_not(is_equal) if invert else is_equal
 
 
 def _bucketize(values: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Symbol:
@@ -407,10 +407,12 @@ def _squeeze(x: Symbol, dim: Any = None) -> Symbol:
 
 
 def _reshape(x: Symbol, *shape: Any) -> Symbol:
-    wanted = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
-    if wanted in (list(x.shape), [] if x.ndim == 0 else None) or (x.ndim == 1 and wanted == [-1]):
+    new_shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else list(shape)
+    if new_shape in (list(x.shape), [] if x.ndim == 0 else None) or (x.ndim == 1 and new_shape == [-1]):
         return x
-    raise TraceError(complaint(f"a reshape of a row from {list(x.shape)} to {wanted}", "reshape the captured tensor outside the function"))
+    raise TraceError(
+        complaint(f"a reshape of a row from {list(x.shape)} to {new_shape}", "reshape the captured tensor outside the function")
+    )
 
 
 def _unary(names: str) -> dict[str, TorchFunction]:

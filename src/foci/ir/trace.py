@@ -398,11 +398,11 @@ class Tracer:
 
     def slot(self, tensor: Tensor) -> int:
         """The slot of a captured tensor, a new one the first time it is seen."""
-        found = self._slots.get(id(tensor))
-        if found is None:
-            found = self._slots[id(tensor)] = len(self.tensors)
+        number = self._slots.get(id(tensor))
+        if number is None:
+            number = self._slots[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return found
+        return number
 
     def index(self, source: Tensor | Symbol, index: Any) -> Symbol:
         """`source[index]` with torch's rules for integers, rows, slices, `...` and `None`."""

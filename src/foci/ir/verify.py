@@ -63,11 +63,11 @@ def _check_op(e: Expr) -> str | None:
         return f"{e.op} takes {row.arity} operands, got {len(e.args)}"
     if e.value is not None:
         return f"{e.op} takes no value, got {e.value!r}"
-    given = tuple(arg.dtype for arg in e.args)
-    wanted, result = signature(row.typing, given)
-    if given != wanted:
-        return f"{e.op} takes ({_names(wanted)}), got ({_names(given)})"
-    return None if e.dtype is result else f"{e.op} of ({_names(given)}) is {result.value}, not {e.dtype.value}"
+    dtypes = tuple(arg.dtype for arg in e.args)
+    expected, result = signature(row.typing, dtypes)
+    if dtypes != expected:
+        return f"{e.op} takes ({_names(expected)}), got ({_names(dtypes)})"
+    return None if e.dtype is result else f"{e.op} of ({_names(dtypes)}) is {result.value}, not {e.dtype.value}"
 
 
 def _check_const(e: Expr) -> str | None:
