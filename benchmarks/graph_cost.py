@@ -107,8 +107,8 @@ MODELS: Final[dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]] = {
 @contextmanager
 def all_drawn() -> Iterator[None]:
     with (
-        mock.patch("foci.fusion.match.prices_of", return_value=None),
-        mock.patch("foci.fusion.sdpa_flex_calls.prices_of", return_value=None),
+        mock.patch("foci.fusion.match.estimate_prices", return_value=None),
+        mock.patch("foci.fusion.sdpa_flex_calls.estimate_prices", return_value=None),
     ):
         yield
 

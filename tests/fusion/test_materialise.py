@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusing import LENGTH, B, D, H, draw, fused, learned, qkv, reasons
 
-from foci.fusion.profitable import seconds_of_elements
+from foci.fusion.profitable import estimate_seconds
 
 LENGTHS = (36, 48, 60)
 
@@ -196,5 +196,5 @@ def test_views_like_another_tensor_do_not_hold_the_scores():
 # FUSE-06
 @pytest.mark.parametrize("operation", ["gather", "masked_fill", "contiguous", "tanh"])
 def test_elements_cost_more_where_they_are_not_plain_arithmetic(operation):
-    assert seconds_of_elements(operation, 1e6, needs_backward=False) > seconds_of_elements("add", 1e6, needs_backward=False)
-    assert seconds_of_elements(operation, 1e6, needs_backward=True) > seconds_of_elements(operation, 1e6, needs_backward=False)
+    assert estimate_seconds(operation, 1e6, needs_backward=False) > estimate_seconds("add", 1e6, needs_backward=False)
+    assert estimate_seconds(operation, 1e6, needs_backward=True) > estimate_seconds(operation, 1e6, needs_backward=False)

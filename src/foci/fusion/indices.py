@@ -27,6 +27,7 @@ __all__ = [
     "NeedsSplit",
     "NoRule",
     "broadcast_index",
+    "combine_digits",
     "coordinates",
     "count_values",
     "is_atom",
@@ -34,7 +35,6 @@ __all__ = [
     "one_digit",
     "regroup",
     "symbolic_expression",
-    "value_of_digits",
 ]
 
 Number: TypeAlias = Callable[[Size], Expr]
@@ -80,7 +80,7 @@ def count_values(digits: Sequence[Digit]) -> Size:
     return math.prod(d.size for d in digits)
 
 
-def value_of_digits(digits: Digits, number: Number) -> Expr:
+def combine_digits(digits: Digits, number: Number) -> Expr:
     """The index as one integer (Horner's rule)."""
     if not digits:
         return ir.const(0)
@@ -94,7 +94,7 @@ def _as_dimension(digits: Digits, size: Size, number: Number) -> Digits:
     """`digits` if they span the whole dimension; if they span a part of it, one digit of the dimension's size."""
     if same_size(count_values(digits), size):
         return digits
-    return (Digit(value_of_digits(digits, number), size),)
+    return (Digit(combine_digits(digits, number), size),)
 
 
 def one_digit(value: Expr, size: Size) -> Digits:
@@ -106,7 +106,7 @@ def offset(digits: Digits, start: Expr, step: int, size: Size, number: Number) -
     """The index `start + step * digits` of a dimension of `size`."""
     if same_size(size, 1):
         return ()
-    value = value_of_digits(digits, number)
+    value = combine_digits(digits, number)
     if step != 1:
         value = apply("mul", value, step)
     return (Digit(apply("add", start, value), size),)
@@ -180,7 +180,7 @@ def coordinates(groups: Mapping[str, Digits], number: Number) -> dict[Expr, Expr
                     value = apply("floordiv", value, number(count_values(digits[last + 1 :])))
                 if first:
                     value = apply("mod", value, number(count_values(digits[first : last + 1])))
-                table[value_of_digits(digits[first : last + 1], number)] = value
+                table[combine_digits(digits[first : last + 1], number)] = value
     return table
 
 

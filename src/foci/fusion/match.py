@@ -35,7 +35,7 @@ from foci.fusion.fx_utils import (
 )
 from foci.fusion.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index, count_values, is_atom, offset
 from foci.fusion.masking import LOWEST
-from foci.fusion.materialise import prices_of
+from foci.fusion.materialise import estimate_prices
 from foci.fusion.products import Product, as_product
 from foci.fusion.symbolic_element import PASSED, Lift, stops_gradient
 from foci.fusion.views import VIEWS
@@ -200,7 +200,7 @@ def read(
 
     lift = Lift(node_device(first.node), score, on_path, grad=needs_grad(second.node))
     counted = {"b": naming.all(roles["shared"]), "q_idx": naming.all(roles["queries"]), "kv_idx": naming.all(roles["keys"])}
-    lift.prices = prices_of(node_device(first.node), counted, lift.number, needs_backward=needs_grad(second.node))
+    lift.prices = estimate_prices(node_device(first.node), counted, lift.number, needs_backward=needs_grad(second.node))
     walk = walk_up(second.operands[side], naming.index(second.labels[side]), softmax, between, lift, grad=needs_grad(second.node))
     walk.scale *= second.alpha
     if second.addend is not None and second.beta != 0:

@@ -20,7 +20,7 @@ from foci.fusion.fx_utils import Call, Size, as_call, example_tensor, example_va
 from foci.fusion.indices import Digits, coordinates
 from foci.fusion.masking import is_low
 from foci.fusion.products import as_product
-from foci.fusion.profitable import PRICED, seconds_of_elements
+from foci.fusion.profitable import PRICED, estimate_seconds
 from foci.fusion.views import VIEWS
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
@@ -29,7 +29,7 @@ from foci.ir.simplify import simplify
 from foci.planner import seconds_per_score, target_of
 from foci.problem import Target
 
-__all__ = ["Choice", "Materialise", "prices_of"]
+__all__ = ["Choice", "Materialise", "estimate_prices"]
 
 Choice: TypeAlias = Literal["inline", "tensor", "copy"]
 """The kernel computes an element for every score, reads it from its tensor, or from a copy where a row's elements are neighbours."""
@@ -68,14 +68,14 @@ class Materialise:
         tensor = example_tensor(node)
         if tensor is None or drawn.dtype is not DType.FLOAT or tensor.dim() < 2 or any(is_low(e) for e in drawn.walk()):
             return "inline"
-        facts = tuple(_facts_of(_tensor(leaves[slot]), is_copied=leaves[slot] in copied) for slot in sorted(leaves))
+        facts = tuple(_describe_capture(_tensor(leaves[slot]), is_copied=leaves[slot] in copied) for slot in sorted(leaves))
         expression = self._reads(drawn, facts)
         if not expression:
             return "inline"
         below = {leaves[int(str(e.value))] for e in drawn.walk() if e.op == "load"}
         expression += sum(self._copying(leaf) for leaf in below if leaf in copied)
         load = ir.load(len(facts), indices, DType.FLOAT)
-        as_it_is, laid_out = (self._reads(load, (*facts, _facts_of(tensor, is_copied=copied))) or 0.0 for copied in (False, True))
+        as_it_is, laid_out = (self._reads(load, (*facts, _describe_capture(tensor, is_copied=copied))) or 0.0 for copied in (False, True))
         laid_out = math.inf if _is_dense_in_rows(tensor) else laid_out + self._copying(node)
         made = min(as_it_is, laid_out) + self._making(node, below) / _readers(node)
         if made >= _GAIN * expression:
@@ -89,7 +89,7 @@ class Materialise:
         return None if each is None else each * self.scores
 
     def _copying(self, node: fx.Node) -> float:
-        return seconds_of_elements("contiguous", _elements(node), needs_backward=self.needs_backward and needs_grad(node)) / _readers(node)
+        return estimate_seconds("contiguous", _elements(node), needs_backward=self.needs_backward and needs_grad(node)) / _readers(node)
 
     def _making(self, node: fx.Node, below: Collection[fx.Node]) -> float:
         """Seconds of the operations from the tensors `below` up to the node, which run if the node stays a tensor."""
@@ -101,7 +101,7 @@ class Materialise:
                 continue
             seen.add(at)
             if not _is_view(at, call):
-                total += seconds_of_elements(call.name, _elements(at), needs_backward=self.needs_backward and needs_grad(at))
+                total += estimate_seconds(call.name, _elements(at), needs_backward=self.needs_backward and needs_grad(at))
             stack.extend(at.all_input_nodes)
         return total
 
@@ -120,7 +120,7 @@ def _is_view(node: fx.Node, call: Call) -> bool:
     return call.name == "detach" or (call.name in VIEWS and call.name not in _GATHERS)
 
 
-def prices_of(
+def estimate_prices(
     device: torch.device, groups: Mapping[str, Digits], number: Callable[[Size], Expr], *, needs_backward: bool
 ) -> Materialise | None:
     """Prices for an attention whose dimensions are these digits, by the variable that counts them; "b" will do for all shared ones. None
@@ -143,7 +143,7 @@ def _elements(node: fx.Node) -> float:
     return float(math.prod(size_hint(n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if size_hint(stride) != 0))
 
 
-def _facts_of(tensor: Tensor, *, is_copied: bool) -> CaptureFacts:
+def _describe_capture(tensor: Tensor, *, is_copied: bool) -> CaptureFacts:
     units = [dim for dim, stride in enumerate(tensor.stride()) if size_hint(stride) == 1 and size_hint(tensor.shape[dim]) > 1]
     unit = tensor.dim() - 1 if is_copied else units[-1] if units else -1
     return CaptureFacts(unit, tensor.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["PRICED", "obstacle", "seconds_of_elements"]
+__all__ = ["PRICED", "estimate_seconds", "obstacle"]
 
 PRICED: Final = frozenset({"cpu"})
 """Types of device whose separate operations have prices here: seconds of two cores of AMD Zen 4 with torch 2.13."""
@@ -43,11 +43,11 @@ _ELEMENTS: Final[Mapping[str, float]] = {
 }
 
 
-def seconds_of_elements(operation: str, elements: float, *, needs_backward: bool) -> float:
+def estimate_seconds(operation: str, elements: float, *, needs_backward: bool) -> float:
     """Estimated seconds of a torch operation that computes this many elements.
 
     Example:
-        >>> seconds_of_elements("gather", 1e6, needs_backward=False) > seconds_of_elements("add", 1e6, needs_backward=False)
+        >>> estimate_seconds("gather", 1e6, needs_backward=False) > estimate_seconds("add", 1e6, needs_backward=False)
         True
     """
     return elements * _ELEMENTS.get(operation, _ARITHMETIC) * (_WITH_BACKWARD if needs_backward else 1.0)

@@ -92,9 +92,9 @@ def _over(node: fx.Node, index: Index, source: fx.Node, values: Values) -> int |
         if call.name == "logsumexp":
             return _reduced(call, index, source) if values.same(call.args[0], source) else None
         if call.name == "log":
-            return _of_sum(call.args[0], index, source, None, values)
+            return _match_sum_of_exp(call.args[0], index, source, None, values)
         if call.name == "add" and len(call.args) == 2 and not call.kwargs and all(map(is_tensor, call.args)):
-            dims = (_of_shifted(a, b, index, source, values) for a, b in (call.args, call.args[::-1]))
+            dims = (_match_shifted_logsumexp(a, b, index, source, values) for a, b in (call.args, call.args[::-1]))
             return next((dim for dim in dims if dim is not None), None)
         following = moved(node, index)
         if following is None:
@@ -115,14 +115,14 @@ def _reduced(call: Call, index: Index, source: fx.Node) -> int | None:
     return dim % node_rank(source)
 
 
-def _of_shifted(shift: fx.Node, logged: fx.Node, index: Index, source: fx.Node, values: Values) -> int | None:
+def _match_shifted_logsumexp(shift: fx.Node, logged: fx.Node, index: Index, source: fx.Node, values: Values) -> int | None:
     """Match m + log(sum(exp(x - m))), m constant over a row."""
     at, place = _resolved(shift, broadcast_index(index, node_shape(shift))), broadcast_index(index, node_shape(logged))
     node, place = _resolved(logged, place)
     call = as_call(node)
     if call is None or call.name != "log" or _is_other(node, call, source):
         return None
-    return _of_sum(call.args[0], place, source, at, values)
+    return _match_sum_of_exp(call.args[0], place, source, at, values)
 
 
 def _resolved(node: fx.Node, index: Index) -> tuple[fx.Node, Index]:
@@ -131,7 +131,7 @@ def _resolved(node: fx.Node, index: Index) -> tuple[fx.Node, Index]:
     return node, index
 
 
-def _of_sum(node: fx.Node, index: Index, source: fx.Node, shift: tuple[fx.Node, Index] | None, values: Values) -> int | None:
+def _match_sum_of_exp(node: fx.Node, index: Index, source: fx.Node, shift: tuple[fx.Node, Index] | None, values: Values) -> int | None:
     """sum(exp(x - shift)), read at `index`, of each row of x."""
     node, index = _resolved(node, index)
     call = as_call(node)

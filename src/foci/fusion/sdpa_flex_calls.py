@@ -29,7 +29,7 @@ from foci.fusion.fx_utils import (
 from foci.fusion.indices import Digit, Digits, Index, NeedsSplit, NoRule, broadcast_index
 from foci.fusion.lower import Asked, Prepared, attention, prepare
 from foci.fusion.match import Atoms, Match, Place
-from foci.fusion.materialise import prices_of
+from foci.fusion.materialise import estimate_prices
 from foci.fusion.symbolic_element import Lift
 from foci.fusion.weights import Walk
 from foci.ir import expr as ir
@@ -117,7 +117,7 @@ def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
         raise NoRule("a dropout whose probability is no constant")
     lift = Lift(node_device(query), lambda n, i: None, frozenset(), grad=needs_grad(node))
     counted = {"b": tuple(d for dim in shared for d in dim), "q_idx": rows, "kv_idx": columns}
-    lift.prices = prices_of(node_device(query), counted, lift.number, needs_backward=needs_grad(node))
+    lift.prices = estimate_prices(node_device(query), counted, lift.number, needs_backward=needs_grad(node))
     score = _scored(lift, (*shared, rows, columns), mask, scale, node_shape(query)[-1], causal=bool(fixed_number(causal)))
     walk = Walk((*shared, rows, columns), dropout=float(number))
     flat = tuple(d for dim in shared for d in dim)

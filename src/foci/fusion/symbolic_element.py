@@ -33,7 +33,7 @@ from foci.fusion.fx_utils import (
     same_size,
     source_location,
 )
-from foci.fusion.indices import Index, NoRule, broadcast_index, one_digit, symbolic_expression, value_of_digits
+from foci.fusion.indices import Index, NoRule, broadcast_index, combine_digits, one_digit, symbolic_expression
 from foci.fusion.is_binary import is_truth
 from foci.fusion.materialise import Materialise
 from foci.fusion.narrow import may_wrap
@@ -149,7 +149,7 @@ class Lift:
         kind = element_dtype(tensor.dtype)
         value = value if value.dtype is kind or {value.dtype, kind} <= {DType.INT32, DType.INT64} else cast(value, kind)
         if self.prices is not None and node not in self._on_path:
-            indices = tuple(value_of_digits(d, self.number) for d in index)
+            indices = tuple(combine_digits(d, self.number) for d in index)
             choice = self.prices.choose(node, value, indices, self.leaves, self.copied)
             if choice == "copy":
                 self.copied.add(node)
@@ -164,7 +164,7 @@ class Lift:
         if node not in self._slots:
             self._slots[node] = self.tracer.slot(tensor)
             self.leaves[self._slots[node]] = node
-        return ir.load(self._slots[node], tuple(value_of_digits(d, self.number) for d in index), element_dtype(tensor.dtype))
+        return ir.load(self._slots[node], tuple(combine_digits(d, self.number) for d in index), element_dtype(tensor.dtype))
 
     def _computed(self, node: fx.Node, index: Index) -> Expr | None:
         call = as_call(node)
@@ -330,7 +330,7 @@ def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
         raise NoRule("an arange of tensors")
     tensor = example_tensor(node)
     assert tensor is not None
-    position = value_of_digits(index[0], lift.number)
+    position = combine_digits(index[0], lift.number)
     if stride != 1:
         position = apply("mul", position, lift.number(stride))
     if not (isinstance(start, (int, float)) and start == 0):
@@ -342,7 +342,7 @@ def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
 def _triangle(lower: bool) -> Maker:
     def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
         source = call.argument(0, "input")
-        row, column = (value_of_digits(d, lift.number) for d in index[-2:])
+        row, column = (combine_digits(d, lift.number) for d in index[-2:])
         limit = lift.number(example_value(call.argument(1, "diagonal", 0)))
         distance = apply("sub", column, row)
         inside = apply("le", distance, limit) if lower else apply("le", limit, distance)
@@ -353,7 +353,7 @@ def _triangle(lower: bool) -> Maker:
 
 
 def _eye(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-    return apply("eq", *(value_of_digits(d, lift.number) for d in index))
+    return apply("eq", *(combine_digits(d, lift.number) for d in index))
 
 
 def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
@@ -368,7 +368,7 @@ def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
         before, after = example_value(amounts[2 * position]), example_value(amounts[2 * position + 1])
         if before == 0 and after == 0:
             continue
-        moved = apply("sub", value_of_digits(index[dim], lift.number), lift.number(before))
+        moved = apply("sub", combine_digits(index[dim], lift.number), lift.number(before))
         inside = apply("and", inside, apply("and", apply("le", 0, moved), apply("lt", moved, lift.number(shape[dim]))))
         result[dim] = one_digit(moved, shape[dim])
         moves.append((moved, lift.number(shape[dim] - 1)))
@@ -397,7 +397,7 @@ def _beside(lift: Lift, tensors: Sequence[fx.Node], dim: int, index: Index) -> E
     parts = [p for p in tensors if not (example_tensor(p) is not None and same_size(math.prod(node_shape(p)), 0))]
     if len(parts) == 1:
         return lift.element(parts[0], index)
-    position = value_of_digits(index[dim], lift.number)
+    position = combine_digits(index[dim], lift.number)
     start: Size = 0
     choices: list[tuple[Expr, Expr]] = []
     for part in parts:
@@ -441,7 +441,7 @@ def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
         return None
     if before is not None and not same_size(node_shape(before)[dim], 1):
         return None
-    size, position = node_shape(source)[dim], value_of_digits(index[dim], lift.number)
+    size, position = node_shape(source)[dim], combine_digits(index[dim], lift.number)
 
     def at(value: Expr) -> Expr:
         return lift.element(source, (*index[:dim], one_digit(value, size), *index[dim + 1 :]))
@@ -463,7 +463,7 @@ def _cumsum(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
         return ir.const(0)
     if value.value != 1 or tensor.dtype not in _COUNTING or not index:
         return None
-    count = apply("add", value_of_digits(index[dim % len(index)], lift.number), 1)
+    count = apply("add", combine_digits(index[dim % len(index)], lift.number), 1)
     return cast(count, element_dtype(tensor.dtype)) if tensor.dtype.is_floating_point else count
 
 

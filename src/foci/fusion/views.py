@@ -26,7 +26,7 @@ from foci.fusion.fx_utils import (
     same_size,
     storage_id,
 )
-from foci.fusion.indices import Digits, Index, NoRule, broadcast_index, offset, one_digit, regroup, value_of_digits
+from foci.fusion.indices import Digits, Index, NoRule, broadcast_index, combine_digits, offset, one_digit, regroup
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
@@ -255,7 +255,7 @@ def _flip(at: At) -> Place:
     index = list(at.index)
     for dim in dims:
         last = apply("sub", at.number(shape[dim]), 1)
-        index[dim] = one_digit(apply("sub", last, value_of_digits(index[dim], at.number)), shape[dim])
+        index[dim] = one_digit(apply("sub", last, combine_digits(index[dim], at.number)), shape[dim])
     return at.source, tuple(index)
 
 
@@ -267,7 +267,7 @@ def _diagonal(at: At) -> Place:
         raise NoRule("a diagonal beside the main one")
     rest = iter(at.index[:-1])
     shape = node_shape(at.source)
-    value = value_of_digits(at.index[-1], at.number)
+    value = combine_digits(at.index[-1], at.number)
     return at.source, tuple(one_digit(value, shape[d]) if d in (a, b) else next(rest) for d in range(rank))
 
 
@@ -358,7 +358,7 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     if split_call is None or not isinstance(call.args[1], int):
         return None
     if split_call.name == "meshgrid":
-        return _of_grid(split_call, call.args[1], index)
+        return _find_meshgrid_source(split_call, call.args[1], index)
     if split_call.name not in PARTS:
         return None
     source = view_source(split_call)
@@ -374,7 +374,7 @@ def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr
     return source, (*index[:dim], digits, *index[dim + 1 :])
 
 
-def _of_grid(meshgrid: Call, which: int, index: Index) -> Place | None:
+def _find_meshgrid_source(meshgrid: Call, which: int, index: Index) -> Place | None:
     """Source of one result of meshgrid, which varies along one dimension only."""
     axes = meshgrid.args[0] if meshgrid.args and isinstance(meshgrid.args[0], (list, tuple)) else meshgrid.args
     which = which % len(axes)

@@ -64,22 +64,22 @@ def as_softmax(node: fx.Node) -> Softmax | None:
         if not is_tensor(source) or not isinstance(dim, int):
             return None
         return Softmax(node, source, dim % node_rank(source), frozenset({node}))
-    return _of_logarithm(node, call) if call.name == "exp" else None
+    return _match_exp(node, call) if call.name == "exp" else None
 
 
-def _of_logarithm(node: fx.Node, call: Call) -> Softmax | None:
+def _match_exp(node: fx.Node, call: Call) -> Softmax | None:
     inner = as_call(call.args[0]) if call.args and isinstance(call.args[0], fx.Node) else None
     if inner is None or is_written(call.args[0]):
         return None
     if inner.name == "sub":
-        return _of_difference(node, call.args[0], inner)
+        return _match_exp_minus_logsumexp(node, call.args[0], inner)
     if inner.name not in ("log_softmax", "_log_softmax"):
         return None
     source, dim = inner.argument(0, "input"), inner.argument(1, "dim", -1)
     return Softmax(node, source, dim % node_rank(source), frozenset({node, call.args[0]})) if isinstance(dim, int) else None
 
 
-def _of_difference(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax | None:
+def _match_exp_minus_logsumexp(node: fx.Node, difference: fx.Node, inner: Call) -> Softmax | None:
     """exp(x - logsumexp(x, dim)), with the dimension kept or put back."""
     if len(inner.args) != 2 or inner.kwargs or not all(is_tensor(a) for a in inner.args):
         return None

@@ -66,7 +66,7 @@ from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import WORDS_AT_MOST
 from foci.backends.triton import kernel as host
 from foci.backends.triton.allocate import gradient_tensors, row_tensors
-from foci.backends.triton.captured_grad import bias_of_query_tiles, capture_gradients
+from foci.backends.triton.captured_grad import capture_gradients, find_query_tile_bias
 from foci.backends.triton.compiling import after_launches
 from foci.backends.triton.functions import capture_layouts, is_half
 from foci.backends.triton.kernel_args import encode
@@ -152,7 +152,7 @@ class HopperGradients(host.TritonKernel):
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel()) or (self.learns and bias_of_query_tiles(self, operands)):
+        if not (query.numel() and key.numel() and value.numel()) or (self.learns and find_query_tile_bias(self, operands)):
             return super()._backward(operands, given, sequences, recorder, flow)
         if p.formula.dropout and (self.fused is None or not all(self.wanted)):
             # only the fused kernel supports dropout

@@ -22,7 +22,7 @@ from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_
 
 
 @gluon.jit
-def query_runs_of_keys(table, b, h, task, first, q_len, kv_len, c):
+def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
     """Query tiles that a key tile visits: (row of the table, full run, masked run), a run being (first, tiles before a gap, gap, tiles)."""
     line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
     if first + c.TILE_KV > kv_len:
@@ -79,7 +79,7 @@ def key_producer(sources, kv_smem, buffers, bars, task, spans, size, pitch, tabl
     for member in range(0, group):
         h = kv_h * group + member
         head = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c)
-        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
         n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, full_run, line, n, table, c, KEY)
         n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked_run, line, n, table, c, KEY)
@@ -175,7 +175,7 @@ def key_consumer(
     for member in range(0, group):
         h = kv_h * group + member
         here = ds_layouts(ds_store, member, group, half_first, c)
-        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
         aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
         at = (b, h, kv_idx, q_len, kv_len)
         dk, dv, n = accumulate_dk_dv(

@@ -5,7 +5,7 @@ The legend is that of `bwd_dk_dv`. The dv warpgroup computes P and passes it on 
 take four products; a kernel for each would take five and load q and do twice.
 """
 
-from foci.backends.hopper.bwd_dk_dv import load_query_runs, query_runs_of_keys
+from foci.backends.hopper.bwd_dk_dv import load_query_runs, split_query_runs
 from foci.backends.hopper.bwd_dq_from_ds import begin_store_ds, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, view_smem, warpgroup_mma_wait
@@ -71,7 +71,7 @@ def split_producer(sources, kv_smem, buffers, bars, task, spans, size, pitch, ta
     for member in range(0, group):
         h = kv_h * group + member
         head = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c)
-        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
         at = (h, memory_b, head, q_start, q_len)
         n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, full_run, line, n, table, c, True)
         n = load_query_runs((q, do, lse, delta), buffers[:4], (q_full, do_full, empty), at, masked_run, line, n, table, c, True)
@@ -189,7 +189,7 @@ def split_consumer(
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        line, full_run, masked_run = query_runs_of_keys(table, b, h, index, first, q_len, kv_len, c)
+        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
         if VALUE:
             aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
             at = (b, h, kv_idx, q_len, kv_len)

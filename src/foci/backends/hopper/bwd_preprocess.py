@@ -16,7 +16,7 @@ from foci.backends.triton.tiles import clear_gaps, decode, find_task, load_tile,
 
 
 @triton.jit
-def clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c):
+def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
     """Zero the rows of a head's packed gradients that belong to no sequence."""
     dq, dk, dv = grads
     if dq is not None:
@@ -51,7 +51,7 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
     b, memory_b, h, task, tile = find_task(size, spans, c, False)
     if c.JAGGED and b < 0:
         if tile == 0 and tl.program_id(1) == 0:
-            clear_gaps_of_head(grads, strides, size, kv_heads, spans, h, c)
+            clear_head_gaps(grads, strides, size, kv_heads, spans, h, c)
         return
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     lse2, delta = rows

@@ -89,7 +89,7 @@ def philox_keys(dropout_params):
 
 
 @gluon.jit
-def drop_bits_of_eights(word, dropout_params, FIRST: gl.constexpr):
+def compare_eights(word, dropout_params, FIRST: gl.constexpr):
     """Drop bits [64, lane, half] from random words [64, quads of keys]; a lane's eights are every second one."""
     y = word.reshape([64, word.shape[1] // 4, 2, 2])
     two = gl.arange(0, word.shape[1] // 4, axis_layout(y.type.layout, 4, 1))[None, :, None, None]
@@ -114,8 +114,8 @@ def drops_by_query(first, key0, b, h, dropout_params, COLUMNS: gl.constexpr):
     key = philox_keys(dropout_params)
     for part in gl.static_range(COLUMNS // PART):
         w0, w1, w2, w3 = random_words(key, quad + part * (PART // 4), row, h, b)
-        low = drop_bits_of_eights(w0, dropout_params, part * (PART // 4)) + drop_bits_of_eights(w1, dropout_params, part * (PART // 4) + 1)
-        high = drop_bits_of_eights(w2, dropout_params, part * (PART // 4)) + drop_bits_of_eights(w3, dropout_params, part * (PART // 4) + 1)
+        low = compare_eights(w0, dropout_params, part * (PART // 4)) + compare_eights(w1, dropout_params, part * (PART // 4) + 1)
+        high = compare_eights(w2, dropout_params, part * (PART // 4)) + compare_eights(w3, dropout_params, part * (PART // 4) + 1)
         if part == 0:
             lower = low
             upper = high

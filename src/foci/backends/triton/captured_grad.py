@@ -30,7 +30,7 @@ from foci.problem import Operands
 if TYPE_CHECKING:
     from foci.backends.triton.kernel import Pass, TritonKernel
 
-__all__ = ["LearnedBias", "Way", "bias_gradient", "bias_of_query_tiles", "capture_gradients"]
+__all__ = ["LearnedBias", "Way", "bias_gradient", "capture_gradients", "find_query_tile_bias"]
 
 _PLACES: Final[dict[str | int, int]] = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 2}
 _BITS: Final = 61
@@ -78,7 +78,7 @@ class LearnedBias:
     entries: int
 
 
-def bias_of_query_tiles(kernel: TritonKernel, o: Operands) -> LearnedBias | None:
+def find_query_tile_bias(kernel: TritonKernel, o: Operands) -> LearnedBias | None:
     """The captured bias whose tiles are those of dq, if any: every key is attended to, and each element is read by one head."""
     if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
         return None

@@ -21,7 +21,7 @@ from foci.backends.row_gradients import add_row_gradients
 from foci.backends.triton.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
 from foci.backends.triton.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
-from foci.backends.triton.captured_grad import bias_gradient, bias_of_query_tiles, capture_gradients
+from foci.backends.triton.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
 from foci.backends.triton.compiling import compile_in_parallel
 from foci.backends.triton.decode import Pages, attention_decode, combine_splits
 from foci.backends.triton.forward import attention_forward
@@ -257,7 +257,7 @@ class TritonKernel(KnownPasses):
         given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
         # what other gradients of captured tensors are made of is looked at between launches
-        learned = bias_of_query_tiles(self, operands) if self.problem.capture_grads.count(True) == 1 else None
+        learned = find_query_tile_bias(self, operands) if self.problem.capture_grads.count(True) == 1 else None
         is_noted = flow is None and (learned is not None or not self.learns)
         key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
         tokens = count_tokens(operands)
@@ -291,7 +291,7 @@ class TritonKernel(KnownPasses):
         grads = gradient_tensors(recorder, operands, self.wanted)
         call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
-        learned = bias_of_query_tiles(self, operands) if self.learns else None
+        learned = find_query_tile_bias(self, operands) if self.learns else None
         target = None if learned is None else like_tensor(recorder, operands.captures[learned.slot])
         rows = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))

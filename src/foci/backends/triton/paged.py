@@ -55,7 +55,7 @@ class PagedKernel:
                 return self.forward(operands)
         if not self.is_decode(operands):
             return self.gathered.forward(operands)
-        kernel, (lengths, table) = self.native, _pages_of(operands)
+        kernel, (lengths, table) = self.native, _collect_pages(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, lengths, table)
         whole, tokens = operand_sequences(operands), count_tokens(operands)
         known = kernel.pass_key(operands, inputs[:3], inputs[3:])
@@ -97,7 +97,7 @@ class PagedKernel:
 
     def _decode(self, operands: Operands, recorder: Recorder) -> Results:
         kernel, query, key = self.native, operands.query, operands.key
-        lengths, table = _pages_of(operands)
+        lengths, table = _collect_pages(operands)
         outputs = result_tensors(recorder, operands, kernel.problem)
         call = kernel.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
         call = replace(call, columns=operands.max_kv)
@@ -122,7 +122,7 @@ class PagedKernel:
         return Schedule(rows, tile, found.warps, found.stages, found.descriptors and is_one)
 
 
-def _pages_of(operands: Operands) -> tuple[Tensor, Tensor]:
+def _collect_pages(operands: Operands) -> tuple[Tensor, Tensor]:
     """Lengths, without gaps, and page table."""
     assert operands.kv_lengths is not None
     assert operands.page_table is not None
