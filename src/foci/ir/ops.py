@@ -116,7 +116,7 @@ _WITHOUT_FLOATS: Final = {Typing.BITWISE: "booleans or integers", Typing.SHIFT: 
 
 
 def signature(typing: Typing, dtypes: _Types) -> tuple[_Types, DType]:
-    """The types that operands of the `dtypes` types are cast to, and the result's."""
+    """Types that operands of these types are cast to, and the type of the result."""
     return _SIGNATURES[typing](dtypes)
 
 
