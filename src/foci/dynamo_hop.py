@@ -4,19 +4,20 @@ Dynamo cannot pass a Python function through a graph, except to a higher-order o
 flex_attention's is what score and mask functions need: it runs them on 0-d tensors, lifts what they close over into
 inputs and hands two graphs to the operator. `_Attention` is registered to be handled like it. Called with the two graphs
 it runs them on foci's symbols and becomes an ordinary call of `foci::attention`, so nothing of it is left below Dynamo.
+Where Dynamo's handling is not found, the graph breaks and attention runs between its parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, Final
 
+import torch
 from torch import Tensor
-from torch._dynamo.variables.higher_order_ops import FlexAttentionHigherOrderVariable, _hop_name_to_variable_class, speculate_subgraph
-from torch._ops import HigherOrderOperator
 
+from foci.compat.dynamo import trace_like_flex_attention
+from foci.compat.fx import HigherOrderOperator
 from foci.core import run_now
 from foci.environment import Allowed
 from foci.prepare import Extras, Part
@@ -36,11 +37,11 @@ def _everywhere(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= 0
 
 
-class _Attention(HigherOrderOperator):
+class _Attention(HigherOrderOperator or object):  # type: ignore[misc]
     """`foci_attention(query, key, value, score graph, (tensors..., mask graph), scale, options, score inputs, mask inputs)`."""
 
     def __init__(self) -> None:
-        super().__init__("foci_attention")  # type: ignore[no-untyped-call]
+        super().__init__("foci_attention")
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any], rest: tuple[Any, ...], scale: Any,
@@ -72,43 +73,13 @@ class _Attention(HigherOrderOperator):
         )
 
 
-def _speculate_with_aliasing(*args: Any, **kwargs: Any) -> Any:
-    """Dynamo's `speculate_subgraph`, of functions whose result may be one of their inputs: foci runs them on symbols, which have no memory.
-
-    torch 2.14 and later look at the memory of a mask function's example tensors, and find none in those of torch.func's transforms.
-    """
-    if "supports_aliasing" in kwargs:
-        kwargs["supports_aliasing"] = True
-    return speculate_subgraph(*args, **kwargs)
+_attention: Final = _Attention() if HigherOrderOperator is not None and trace_like_flex_attention("foci_attention") else None
 
 
-def _with_globals(function: Any, **replaced: Any) -> Callable[..., Any]:
-    """The same function, for which some of its module's names are others."""
-    changed = {**function.__globals__, **replaced}
-    made = FunctionType(function.__code__, changed, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_trace_functions: Final = _with_globals(FlexAttentionHigherOrderVariable.create_wrapped_node, speculate_subgraph=_speculate_with_aliasing)
-
-
-class _AttentionVariable(FlexAttentionHigherOrderVariable):
-    """How Dynamo traces a call of `_Attention`."""
-
-    def create_wrapped_node(self, tx: Any, *args: Any) -> Any:
-        # Tracing a function ends with a copy of what is known of objects made and changed so far. Objects of the
-        # surrounding code still hold the record it is a copy of (torch 2.13: a cache that is filled layer by layer).
-        record = tx.output.side_effects
-        node = _trace_functions(self, tx, *args)
-        vars(record).update(vars(tx.output.side_effects))
-        tx.output.side_effects = record
-        return node
-
-
-_attention = _Attention()
-# Dynamo's table of higher-order operators, by name. It has no public way in.
-_hop_name_to_variable_class["foci_attention"] = _AttentionVariable
+# what runs between two graphs; the reason is printed where a graph may not break
+_run_outside: Final[Callable[..., Results]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    run_now, reason="foci needs names of torch._dynamo to put attention into a graph, and this release of torch lacks them: `foci env`"
+)
 
 
 def run_captured(
@@ -116,6 +87,8 @@ def run_captured(
     allowed: Allowed,
 ) -> Results:  # fmt: skip
     """`foci.dispatch.run` as Dynamo traces it. The backends allowed are a constant of the graph, which Dynamo guards."""
+    if _attention is None:
+        return _run_outside(tensors, score, mask, extras, allowed)
     query, key, value = tensors
     optional = (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths, extras.page_table)
     given = [t for t in optional if t is not None]

@@ -6,7 +6,7 @@ import pytest
 from without import run_without
 
 WRITTEN_OUT = """
-import torch, foci
+import torch, foci, foci.torch_compile
 
 def written_out(q, k, v, slope):
     bias = slope * (torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])) ** 2
@@ -79,3 +79,46 @@ assert_found("torch._dynamo.backends.registry._", False)
 @pytest.mark.parametrize("without", ["torch._dynamo.backends.registry.*", "torch._dynamo.backends.registry._*"])
 def test_the_backend_is_given_as_a_function_or_found_by_its_entry_point(without):
     run_without(without, BACKEND)
+
+
+FUNCTIONS = (
+    WRITTEN_OUT
+    + """
+def model(q, k, v, slope):
+    return with_foci(q * 2, k, v, slope).tanh() + foci.attention(q, k, v, mask=foci.masks.window(3, 1))
+
+def model_written_out(q, k, v, slope):
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill((distance > 3) | (distance < -1), -torch.inf)
+    return written_out(q * 2, k, v, slope).tanh() + torch.softmax(scores, -1) @ v
+
+compiled = torch.compile(model, backend=foci.torch_compile.backend, options={"rest": "eager"})
+for length in (9, 5, 12):
+    inputs = leaves(length)
+    torch.testing.assert_close(compiled(*inputs), model_written_out(*inputs))
+    found, want = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (compiled, model_written_out))
+    torch.testing.assert_close(found, want)
+x = torch.randn(12, 3, 8)
+offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+packed = torch.compile(lambda x: foci.varlen_attn(x, x, x, offsets, offsets, 6, 6), backend="aot_eager")
+torch.testing.assert_close(packed(x), foci.varlen_attn(x, x, x, offsets, offsets, 6, 6))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "without",
+    ["", "torch._dynamo.variables.higher_order_ops.*", "torch._ops.HigherOrderOperator"],
+    ids=["private", "public", "no operators of functions"],
+)
+def test_attention_with_functions_under_dynamo(without):
+    refused = """
+try:
+    torch.compile(with_foci, backend="aot_eager", fullgraph=True)(*leaves())
+except torch._dynamo.exc.Unsupported as error:
+    assert "this release of torch lacks them: `foci env`" in str(error), error
+else:
+    raise AssertionError("a graph that holds attention without Dynamo's names")
+"""
+    code = FUNCTIONS + (refused if without else "torch.compile(with_foci, backend='aot_eager', fullgraph=True)(*leaves())\n")
+    run_without(without, code + (f"assert_found({without.removesuffix('*')!r}, False)\n" if without else ""))
