@@ -82,19 +82,11 @@ def private_names(tree, own):
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
 OWN = own_names(tree for path, tree in TREES.items() if path.parent.name != "compat")
 
-# Modules that still read such names themselves. The list only shrinks: a module that reads none any more fails until it is taken out.
-REMAINING = frozenset((
-    "cli/profile_cmd.py",
-    "fusion/inductor_lowering.py", "fusion/inductor_backend.py", "fusion/inductor.py",
-    "padding/lowering.py", "padding/options.py",
-))  # fmt: skip
-
 
 # NOW-03
 @pytest.mark.parametrize("module", [path.relative_to(SOURCE).as_posix() for path in TREES if path.parent.name != "compat"])
 def test_private_names_stand_in_compat(module):
-    found = list(private_names(TREES[SOURCE / module], OWN))
-    assert bool(found) is (module in REMAINING), found
+    assert list(private_names(TREES[SOURCE / module], OWN)) == []
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 
 import foci
 from foci.backends.compile_priority import is_waited_for
+from foci.compat.inductor import process_pool
 from foci.execution import choose_kernel
 from foci.fusion import fuse, inductor_backend, precompile
-from foci.fusion.precompile import Call, _other_processes, _rehearse_all, begin, find_calls
+from foci.fusion.precompile import Call, _rehearse_all, begin, find_calls
 
 
 def attend(q, k, v, keep):
@@ -106,13 +107,13 @@ def test_inductors_processes_help_once_they_have_started(monkeypatch, threads, r
     pool = SimpleNamespace(use_process_pool=lambda: ready, process_pool=lambda: SimpleNamespace(submit="submit"))
     found_there = SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: threads)
     monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", found_there)
-    assert _other_processes({}) == found
+    assert process_pool(None, fewest=4) == found
 
 
 def test_no_process_helps_where_options_want_one_thread(monkeypatch):
     pool = SimpleNamespace(use_process_pool=lambda: pytest.fail("asked"))
     monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: 8))
-    assert _other_processes({"compile_threads": 1}) is None
+    assert process_pool(1, fewest=4) is None
 
 
 def begun_with(monkeypatch, rest):
@@ -132,4 +133,4 @@ def test_only_beside_inductor_are_its_processes_asked(monkeypatch):
 
 def test_inductor_is_not_imported_for_its_processes(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.async_compile", raising=False)
-    assert _other_processes({}) is None
+    assert process_pool(None, fewest=4) is None

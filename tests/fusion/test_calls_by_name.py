@@ -67,7 +67,8 @@ def test_the_code_calls_by_name():
 def test_the_pass_in_inductor_calls_by_name():
     with torch._inductor.config.patch(pre_grad_custom_pass=inductor_pass):
         (code,) = code_of(torch.compile(attend), *tensors())
-    assert "foci_buf0 = Forward(fixed=True)" in code
+    # an early pass, the only kind before torch 2.12, is in no key of Inductor's cache
+    assert ("foci_buf0 = Forward(fixed=True)" in code) is hasattr(torch._inductor.config, "pre_grad_pass_timing")
 
 
 def test_a_graph_that_foci_did_not_pass_keeps_the_operator():

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from foci import backends
 from foci.backends.contract import Informed
 from foci.cli.explanation import Question, explain_question, verdicts_table
-from foci.compat import releases
+from foci.compat import inductor, releases
 from foci.compat.lookup import NAMES
 
 __all__ = ["backends_table", "facts_table", "missing_names"]
@@ -54,8 +54,11 @@ def missing_names() -> list[str]:
 
 def _import_names() -> None:
     """Loads what looks up private names when it is imported."""
-    for module in ("foci.fusion", "foci.nn", "foci.torch_compile", "foci.integrations.patch"):
+    for module in ("foci.fusion", "foci.nn", "foci.torch_compile", "foci.integrations.patch", "foci.dynamo_hop", "foci.compat.lowering"):
         importlib.import_module(module)
+    if torch.distributed.is_available():
+        importlib.import_module("foci.distributed")
+    inductor.note_names()
 
 
 def _versions() -> Iterator[Fact]:

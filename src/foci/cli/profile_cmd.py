@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch._inductor import config
 
+from foci.compat.inductor import with_pre_grad_pass
 from foci.context import Log, observe
 from foci.fusion import inductor_pass
 
@@ -28,12 +28,11 @@ def run(script: Path, arguments: Sequence[str]) -> tuple[Log, SystemExit | None]
         What was collected, and how the script exited: None where it ran to its end.
     """
     exited: SystemExit | None = None
-    timing = {"pre_grad_pass_timing": "early"} if "pre_grad_pass_timing" in config.get_config_copy() else {}
     torch.compiler.reset()  # a graph compiled before would not be compiled, and looked at, again
     with (
         observe() as log,
         _as_main(script, arguments),
-        config.patch(pre_grad_custom_pass=inductor_pass, **timing),
+        with_pre_grad_pass(inductor_pass),
     ):
         try:
             runpy.run_path(str(script), run_name="__main__")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.code_fingerprint import code_fingerprint
+from foci.compat.lowering import CustomGraphPass
 from foci.fusion import inductor_lowering, report
 from foci.fusion.fuse_pass import fuse
 from foci.fusion.inductor_backend import FUSED

@@ -11,6 +11,8 @@ from typing import Any, Final, Literal, TypeAlias, get_origin
 import torch
 from torch import fx
 
+from foci.compat import inductor as compat
+
 __all__ = ["FUSED", "Rest", "hand_over", "inductor_obstacle", "is_inductor", "settings", "start_workers"]
 
 Rest: TypeAlias = Literal["auto", "inductor", "eager"]
@@ -27,20 +29,22 @@ def settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if mode in (None, "default") and not options:
         return {}  # Inductor takes a second to import
-    from torch._inductor import config, list_mode_options
-
-    modes = list_mode_options()
+    modes, types = compat.modes(), compat.setting_types()
+    if modes is None or types is None:
+        raise ValueError(
+            f"mode and options must be left out with torch {torch.__version__}: it lacks the names of torch._inductor by which foci hands "
+            "them to Inductor (`foci env` lists them)"
+        )
     if mode is not None and mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
-    defaults = config.get_config_copy()
     for name in options:
         if not isinstance(name, str):
             raise TypeError(f"options: a name must be a str; got {type(name).__name__}")
     named_options = {name.replace("-", "_"): value for name, value in options.items()}
     for name, value in named_options.items():
-        if name not in defaults:
+        if name not in types:
             raise ValueError(f"options: neither foci nor Inductor has {name!r}; foci's are verify and rest")
-        kind = config.get_type(name)  # type: ignore[attr-defined]
+        kind = types[name]
         if get_origin(kind) is None and not isinstance(value, kind):
             raise TypeError(f"options: {name!r} must be {kind.__name__}; got {type(value).__name__}")
     return {**(modes[mode] if mode else {}), **named_options}
@@ -50,16 +54,11 @@ def inductor_obstacle(devices: Iterable[str]) -> str | None:
     """Why Inductor cannot compile for one of these device types here, or None."""
     for device in sorted(set(devices)):
         if device == "cpu":
-            from torch._inductor import config
-
-            compiler = next((name for name in reversed(config.cpp.cxx) if name), "g++")
+            compiler = compat.cpp_compiler()
             if shutil.which(compiler) is None:
                 return f"Inductor needs a C++ compiler for the CPU: {compiler} was not found"
-        elif device == "cuda":
-            from torch.utils._triton import has_triton
-
-            if not has_triton():
-                return "Inductor needs triton for CUDA devices"
+        elif device == "cuda" and not compat.has_triton():
+            return "Inductor needs triton for CUDA devices"
     return None
 
 
@@ -79,10 +78,7 @@ def start_workers(example_inputs: Sequence[Any], config: Mapping[str, Any]) -> N
         config: its settings.
     """
     if config.get("compile_threads", 2) > 1 and any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in example_inputs):
-        from torch._inductor import async_compile
-
-        if hasattr(async_compile, "maybe_warm_pool"):
-            async_compile.maybe_warm_pool()
+        compat.start_workers()
 
 
 def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], inductor: Mapping[str, Any] | None) -> Callable[..., Any]:
@@ -94,12 +90,10 @@ def hand_over(graph_module: fx.GraphModule, example_inputs: Sequence[Any], induc
         inductor: its settings where it compiles the graph; None where the graph runs as it is.
     """
     graph_module.meta[FUSED] = True
-    return _eager(graph_module, example_inputs) if inductor is None else _inductor(graph_module, example_inputs, inductor)
+    return compat.compile_eagerly(graph_module, example_inputs) if inductor is None else _inductor(graph_module, example_inputs, inductor)
 
 
 def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
     from foci.fusion import inductor_lowering
     from foci.padding.options import options
 
@@ -107,18 +101,16 @@ def _inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any], confi
     patches = {**options(), **_without_partitions(config), **config}
     with _uncollected():
         # a backward graph is compiled later, in the first step
-        made = compile_fx(graph_module, example_inputs, inner_compile=_uncollected()(compile_fx_inner), config_patches=patches)
-    compiled: Callable[..., Any] = made  # type: ignore[assignment]
-    return compiled
+        return compat.compile_with_inductor(graph_module, example_inputs, patches, around=_uncollected())
 
 
 def _without_partitions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Options that skip Inductor's search for graph partitions, unless CUDA graphs are recorded."""
-    from torch._inductor import config as defaults
-
-    recorded = config.get("triton.cudagraphs", defaults.triton.cudagraphs)
-    by_others = getattr(defaults, "cudagraph_policy", None) is not None or getattr(defaults, "custom_should_partition_ops", None)
-    return {} if recorded or by_others else {"graph_partition": False}
+    recorded = config.get("triton.cudagraphs", compat.setting("triton.cudagraphs"))
+    by_others = compat.setting("cudagraph_policy") is not None or compat.setting("custom_should_partition_ops")
+    if recorded or by_others:
+        return {}
+    return compat.known_settings({"graph_partition": False}, without="lets Inductor look for partitions that nobody records")
 
 
 @contextmanager
@@ -132,15 +124,3 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-    from torch._dynamo.backends.common import aot_autograd
-
-    def as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        boxed: Callable[..., Any] = make_boxed_func(graph)
-        return boxed
-
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=as_it_is)(graph_module, example_inputs)
-    return compiled

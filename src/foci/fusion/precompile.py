@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from torch import fx
 
 from foci.backends.compile_priority import Submit, unhurried
+from foci.compat.inductor import process_pool
 from foci.environment import allowed_backends, is_tuning, read_environment
 from foci.execution import choose_kernel
 from foci.fusion.fx_utils import example_tensor, example_value, needs_grad, size_hint
@@ -101,7 +101,7 @@ def begin(graph_module: fx.GraphModule, inductor: Mapping[str, Any] | None = Non
     _begun.update(calls)
     if not new:
         return lambda: None
-    submit = None if inductor is None else _other_processes(inductor)
+    submit = None if inductor is None else process_pool(inductor.get("compile_threads"), _FEWEST)
     thread = threading.Thread(target=_rehearse_all, args=(new, submit), name="foci-ahead", daemon=True)
     thread.start()
     return thread.join
@@ -117,20 +117,6 @@ def _rehearse_all(calls: Sequence[Call], submit: Submit | None = None) -> None:
 
 _FEWEST: Final = 4
 """Fewest processes: fewer are needed for Inductor's own kernels."""
-
-
-def _other_processes(config: Mapping[str, Any]) -> Submit | None:
-    """Function that submits work to Inductor's compile processes; None if they are few or have not started."""
-    async_compile = sys.modules.get("torch._inductor.async_compile")
-    if async_compile is None:
-        return None
-    with contextlib.suppress(Exception):  # closed, or not as in the releases of torch that are known
-        if (
-            config.get("compile_threads") or async_compile.get_compile_threads()
-        ) >= _FEWEST and async_compile.AsyncCompile.use_process_pool():
-            submit: Submit = async_compile.AsyncCompile.process_pool().submit
-            return submit
-    return None
 
 
 def find_calls(graph: fx.Graph) -> Iterator[Call]:

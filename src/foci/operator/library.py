@@ -1,6 +1,6 @@
 """The custom operators `foci::attention` and `foci::attention_backward`: fakes, autograd to any order, batching rules.
 
-The only module that knows `torch.library`.
+Registers them with `torch.library`; `foci.compat.library` registers their derivatives.
 """
 
 from __future__ import annotations

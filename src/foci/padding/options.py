@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from foci.code_fingerprint import code_fingerprint, hash_files
+from foci.compat.inductor import known_settings
+from foci.compat.lowering import HAS_LOWERINGS, CustomGraphPass
 from foci.padding import lowering
 from foci.padding.gemm_times import folder
 from foci.padding.joined_qkv_grad import join_gradients
@@ -68,7 +69,8 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
     """Inductor's options that bring the passes, for `torch.compile(model, options=...)`.
 
     Inductor's own padding of products, which is timed while compiling, is off; its padding of what loops write stays.
-    When Inductor takes a compiled graph from its cache, no pass runs and nothing is reported.
+    When Inductor takes a compiled graph from its cache, no pass runs and nothing is reported. Where a release of torch lacks what
+    foci needs to pad inside of Inductor, there are no options; `foci env` says so.
 
     Args:
         machine: to decide for; by default each graph's own device.
@@ -78,11 +80,10 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
         >>> from foci.padding.options import options
         >>> model = torch.compile(torch.nn.Linear(64, 30523), options=options())
     """
-    return {
-        "joint_custom_pre_pass": SizesPass(machine),
-        "post_grad_custom_pre_pass": StridesPass(machine),
-        "shape_padding": False,
-    }
+    if not HAS_LOWERINGS:
+        return {}
+    passes = {"joint_custom_pre_pass": SizesPass(machine), "post_grad_custom_pre_pass": StridesPass(machine)}
+    return known_settings({**passes, "shape_padding": False}, without="pads fewer products inside of graphs")
 
 
 @cache

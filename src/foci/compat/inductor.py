@@ -1,0 +1,173 @@
+"""Inductor's settings, and how a graph is handed to it. Nothing here imports Inductor, which takes a second, before it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from foci.compat.lookup import find
+
+__all__ = [
+    "compile_eagerly", "compile_with_inductor", "cpp_compiler", "has_triton", "known_settings", "modes", "note_names", "process_pool",
+    "setting", "setting_types", "start_workers", "with_pre_grad_pass",
+]  # fmt: skip
+
+_ABSENT: Final = object()
+_CONFIG: Final = "torch._inductor.config"
+_NO_OPTIONS: Final = "takes no mode and no options of Inductor with the backend foci"
+_LOOKS_AGAIN: Final = "has Dynamo look at a fused graph again, at its first call, to hand it to Inductor"
+_WITHOUT: Final[Mapping[str, str]] = {
+    _CONFIG: "compiles graphs with Inductor's own settings",
+    f"{_CONFIG}.get_config_copy": _NO_OPTIONS,
+    f"{_CONFIG}.get_type": _NO_OPTIONS,
+    f"{_CONFIG}.patch": "reports the graphs alone that the backend foci compiles",
+    "torch._inductor.list_mode_options": _NO_OPTIONS,
+    "torch._inductor.async_compile.maybe_warm_pool": "lets Inductor start its processes when it needs them",
+    "torch._inductor.compile_fx.compile_fx": _LOOKS_AGAIN,
+    "torch._inductor.compile_fx.compile_fx_inner": _LOOKS_AGAIN,
+    "torch._dynamo.backends.common.aot_autograd": "has autograd record what Inductor does not compile",
+    "torch.utils._triton.has_triton": "looks whether Triton is installed, not whether it works",
+}
+"""What foci does without each name. Releases 2.11 to 2.15 have them all."""
+
+
+def _look_up(path: str) -> Any:
+    return find(path, without=_WITHOUT[path])
+
+
+def note_names() -> None:
+    """Looks up every name of this module, which it does when it needs them otherwise, so that a list of what is missing is complete."""
+    for path in _WITHOUT:
+        _look_up(path)
+
+
+def _has_setting(name: str, *, without: str, seen: tuple[str, str] = ("2.11", "2.15")) -> bool:
+    return find(f"{_CONFIG}.{name}", _ABSENT, without=without, seen=seen) is not _ABSENT
+
+
+# ---- settings ----
+
+
+def setting(name: str, default: Any = None) -> Any:
+    """The present value of one of Inductor's settings, such as "triton.cudagraphs"; `default` where there is no such setting."""
+    try:
+        return operator.attrgetter(name)(_look_up(_CONFIG))
+    except AttributeError:
+        return default
+
+
+def setting_types() -> Mapping[str, Any] | None:
+    """The type of each setting, by name; None where torch does not tell."""
+    copy, type_of = _look_up(f"{_CONFIG}.get_config_copy"), _look_up(f"{_CONFIG}.get_type")
+    return None if copy is None or type_of is None else {name: type_of(name) for name in copy()}
+
+
+def modes() -> Mapping[str, Mapping[str, Any]] | None:
+    """The settings of each mode of torch.compile; None where torch does not tell."""
+    list_modes = _look_up("torch._inductor.list_mode_options")
+    return None if list_modes is None else list_modes()
+
+
+def known_settings(settings: Mapping[str, Any], *, without: str) -> dict[str, Any]:
+    """Those settings that the installed release has."""
+    return {name: value for name, value in settings.items() if _has_setting(name, without=without)}
+
+
+def with_pre_grad_pass(run: Any) -> AbstractContextManager[Any]:
+    """A context in which Inductor runs a pass on each graph before autograd is applied, also where its cache has the compiled graph."""
+    patch = _look_up(f"{_CONFIG}.patch")
+    if patch is None or not _has_setting("pre_grad_custom_pass", without=_WITHOUT[f"{_CONFIG}.patch"]):
+        return contextlib.nullcontext()
+    early = {} if setting("pre_grad_pass_timing") is None else {"pre_grad_pass_timing": "early"}
+    context: AbstractContextManager[Any] = patch(pre_grad_custom_pass=run, **early)
+    return context
+
+
+# ---- compilers ----
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor takes where it finds none that it likes better."""
+    names: Sequence[str | None] = setting("cpp.cxx", (os.environ.get("CXX"),))
+    return next((name for name in reversed(names) if name), "g++")
+
+
+def has_triton() -> bool:
+    """Whether Inductor can compile for CUDA devices."""
+    found = _look_up("torch.utils._triton.has_triton")
+    return importlib.util.find_spec("triton") is not None if found is None else bool(found())
+
+
+def start_workers() -> None:
+    """Starts the processes in which Inductor compiles kernels for GPUs, which it does later otherwise."""
+    start = _look_up("torch._inductor.async_compile.maybe_warm_pool")
+    if start is not None:
+        start()
+
+
+def process_pool(threads: int | None, fewest: int) -> Callable[..., Future[Any]] | None:
+    """What hands work to the processes that Inductor compiles its kernels in; None where they are fewer or have not started.
+
+    Args:
+        threads: how many Inductor was told to use; None where it decides.
+        fewest: of processes.
+    """
+    module = sys.modules.get("torch._inductor.async_compile")
+    if module is None:
+        return None
+    with contextlib.suppress(Exception):  # closed, or not as in the releases of torch that are known
+        if (threads or module.get_compile_threads()) >= fewest and module.AsyncCompile.use_process_pool():
+            submit: Callable[..., Future[Any]] = module.AsyncCompile.process_pool().submit
+            return submit
+    return None
+
+
+# ---- graphs ----
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Mapping[str, Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A function that runs the graph as Inductor compiles it.
+
+    Args:
+        graph_module: Dynamo's.
+        example_inputs: one for each placeholder.
+        settings: those that differ from Inductor's own.
+        around: a decorator of what compiles a forward or a backward graph.
+    """
+    compile_fx, compile_inner = map(_look_up, ("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner"))
+    if compile_fx is None or compile_inner is None:
+        return torch.compile(graph_module, backend="inductor", options=dict(settings) or None)
+    compiled: Callable[..., Any] = compile_fx(
+        graph_module, example_inputs, inner_compile=around(compile_inner), config_patches=dict(settings)
+    )
+    return compiled
+
+
+def compile_eagerly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A function that runs the graph by torch's kernels, its gradients by a graph made beforehand where torch can do that."""
+    aot_autograd = _look_up("torch._dynamo.backends.common.aot_autograd")
+    if aot_autograd is None:
+        return graph_module
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+    def as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        boxed: Callable[..., Any] = make_boxed_func(graph)
+        return boxed
+
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=as_it_is)(graph_module, example_inputs)
+    return compiled
