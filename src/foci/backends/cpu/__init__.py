@@ -24,7 +24,7 @@ from foci.problem import Layout, Problem, Target
 __all__ = ["BACKEND"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_LARGEST_HEAD: Final = 1024
+_LARGEST_HEAD: Final = 4096
 _LAUNCH: Final = 15e-6
 _RATES: Final = {torch.float32: (200e9, 190e9), torch.float16: (200e9, 190e9), torch.bfloat16: (370e9, 390e9)}
 
