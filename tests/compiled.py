@@ -27,9 +27,9 @@ def check_variety(calls: Sequence[tuple[Any, ...]]) -> None:
     assert not fixed, f"numbers with one value in all calls: {fixed}; close over what is no argument"
 
 
-def lengths(*values: int) -> tuple[int, ...]:
-    """The lengths, one after the other, at which a test calls a compiled function."""
-    assert len(set(values)) >= FEWEST, f"fewer than {FEWEST} lengths: {values}"
+def several(*values: Any) -> tuple[Any, ...]:
+    """The numbers or lengths with which a test calls a compiled function, one after the other."""
+    assert len(set(values)) >= FEWEST, f"fewer than {FEWEST} values: {values}"
     return values
 
 

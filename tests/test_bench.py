@@ -120,6 +120,7 @@ def test_flex_attention_is_compiled_once_for_what_is_asked(monkeypatch):
     """However many other cases are compiled in between, past Dynamo's limit."""
     from torch._dynamo.utils import counters
 
+    # one length: it counts how often foci bench compiles
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     case = of_names("documents 8")[0]
     asked = [case.build(SMALL, REQUEST.device, REQUEST.dtype) for _ in range(torch._dynamo.config.recompile_limit + 2)]

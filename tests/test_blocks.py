@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 import foci
+from compiled import several
 from foci.block_mask import BlockMask, as_block_mask, block_classes
 from foci.blocks import EMPTY, FULL, PARTIAL, Extent, classify, combine, from_lists, resize, to_lists, transpose_lists
 from foci.mask_examples import Sizes
@@ -420,7 +421,11 @@ def test_block_masks_and_compiled_functions():
         return outside(query, block_mask)
 
     wanted = outside(query, made)
-    torch.testing.assert_close(torch.compile(outside, backend="eager", fullgraph=True)(query, made), wanted)
+    compiled = torch.compile(outside, backend="eager", fullgraph=True)
+    for length in several(40, 48, 70):
+        longer = torch.randn(1, 2, length, 8, generator=generator())
+        of_length = foci.create_block_mask(MASKS["causal"], None, None, length, length, device="cpu", BLOCK_SIZE=16)
+        torch.testing.assert_close(compiled(longer, of_length), outside(longer, of_length))
     torch.testing.assert_close(torch.compile(inside, backend="eager")(query), wanted)
     same(torch.compile(foci.create_block_mask, backend="eager")(MASKS["causal"], None, None, 40, 40, "cpu", 16), made)
     torch._dynamo.reset()

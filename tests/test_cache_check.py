@@ -109,6 +109,7 @@ def test_a_wrong_decision_is_found():
 @pytest.mark.usefixtures("checked")
 def test_a_wrong_operator_call_is_found():
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind(0)
+    # one length: it spoils the entry of one call
     compiled = torch.compile(foci.attention, backend="aot_eager", fullgraph=True)
     compiled(q, k, v)
     ((key, known),) = call_cache._calls.items()

@@ -57,6 +57,7 @@ def paged(mask, queries=1):
 
 def compiled(mask):
     q, k = tensors(1)
+    # one length: how tensors of one shape are aligned changes from call to call
     step = torch.compile(lambda q, k: foci.attention(q, k, k, mask=mask), backend="eager", fullgraph=True, dynamic=False)
     return lambda: step(q, k)
 

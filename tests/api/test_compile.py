@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 import foci
-from compiled import compare
+from compiled import check_variety, compare, several
 
 rand = functools.partial(drawn.rand, dtype=torch.float32)
 EVERYTHING = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
@@ -130,6 +130,7 @@ def recompiled(function, batches, *, backend="aot_eager", **options):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(function, fullgraph=True, backend=counter, **options)
     first = 0
+    check_variety(batches)
     for args in batches:
         same(compiled(*args), function(*args))
         first = first or counter.frame_count
@@ -157,8 +158,8 @@ def test_dynamic_lengths_backward_and_inductor():
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(DYNAMIC["function"], fullgraph=True, backend=counter, dynamic=True)
     frames = []
-    for lengths in ((16, 20), (33, 50), (40, 70)):
-        args = qkv(*lengths)
+    for q_len, kv_len in several((16, 20), (33, 50), (40, 70)):
+        args = qkv(q_len, kv_len)
         got, want = (torch.autograd.grad(f(*args).square().sum(), args) for f in (compiled, DYNAMIC["function"]))
         same(got, want, atol=2e-4, rtol=2e-4)
         frames.append(counter.frame_count)
@@ -172,7 +173,7 @@ def test_changed_closures_are_seen():
 
     args = qkv()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for window, factor in ((3, 1.0), (5, 2.0), (9, -0.5), (3, 0.25)):
+    for window, factor in several((3, 1.0), (5, 2.0), (9, -0.5), (3, 0.25)):
         same(compiled(*args, window, factor), attend(*args, window, factor))
 
 
@@ -197,7 +198,7 @@ def test_numbers_of_named_masks_and_scores_may_change(name):
 
     q, k, v = qkv(16, 16)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for number in (2, 3, 5, 7):
+    for number in several(2, 3, 5, 7):
         same(compiled(q, k, v, number), attend(q, k, v, number))
 
 
@@ -205,7 +206,7 @@ def test_numbers_of_named_masks_and_scores_may_change(name):
 @pytest.mark.parametrize("create", [foci.create_block_mask, torch_create_block_mask])
 def test_block_masks_of_other_sizes(create):
     compiled = torch.compile(lambda q, k, v, m: foci.flex_attention(q, k, v, block_mask=m), fullgraph=True, backend="aot_eager")
-    for q_len, kv_len, block in ((16, 20, 8), (24, 40, 8), (33, 21, 16), (40, 40, (8, 32))):
+    for q_len, kv_len, block in several((16, 20, 8), (24, 40, 8), (33, 21, 16), (40, 40, (8, 32))):
         q, k, v = qkv(q_len, kv_len)
         mask = create(lambda b, h, i, j: i >= j, None, None, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
         same(compiled(q, k, v, mask), foci.attention(q, k, v, mask=foci.masks.causal()))
@@ -213,17 +214,18 @@ def test_block_masks_of_other_sizes(create):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_dropout(backend):
-    q, k, v = qkv()
     function = lambda q, k, v: foci.attention(q, k, v, dropout_p=0.5)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    torch.manual_seed(0)
-    got = compiled(q, k, v)
-    again = compiled(q, k, v)
-    torch.manual_seed(0)
-    want = function(q, k, v)
-    same(got, want)
-    assert not torch.equal(got, again)
-    same(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)))
+    for q_len, kv_len in several((16, 20), (21, 33), (24, 40)):
+        q, k, v = qkv(q_len, kv_len)
+        torch.manual_seed(0)
+        got = compiled(q, k, v)
+        again = compiled(q, k, v)
+        torch.manual_seed(0)
+        want = function(q, k, v)
+        same(got, want)
+        assert not torch.equal(got, again)
+        same(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)))
 
 
 # SDPA-15
@@ -243,6 +245,7 @@ def test_switches():
         with foci.use("blocked"):
             return foci.attention(first, second, second)
 
+    # one length: it asks which backends run
     compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
     assert ran(compiled) == ["reference", "reference", "blocked"]
     outside = torch.compile(lambda q, k, v: foci.attention(q, k, v), fullgraph=True, backend="aot_eager")
@@ -276,22 +279,24 @@ def test_jagged():
 
 # SDPA-17
 def test_autocast():
-    q, k, v = qkv()
     compiled = torch.compile(lambda q, k, v: foci.scaled_dot_product_attention(q, k, v), fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, want = compiled(q, k, v), foci.scaled_dot_product_attention(q, k, v)
-    assert out.dtype == torch.bfloat16
-    same(out, want, atol=1e-2, rtol=1e-2)
+    for q_len, kv_len in several((16, 20), (21, 33), (24, 40)):
+        q, k, v = qkv(q_len, kv_len)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, want = compiled(q, k, v), foci.scaled_dot_product_attention(q, k, v)
+        assert out.dtype == torch.bfloat16
+        same(out, want, atol=1e-2, rtol=1e-2)
 
 
 def test_an_inverted_mask():
-    q, k, v = qkv()
     mask = foci.masks.window(3)
     # Dynamo has no word for ~ of an object (torch 2.13): its method is traced.
     compiled = torch.compile(
-        lambda: foci.attention(q, k, v, mask=mask.__invert__() | foci.masks.causal()), fullgraph=True, backend="aot_eager"
+        lambda q, k, v: foci.attention(q, k, v, mask=mask.__invert__() | foci.masks.causal()), fullgraph=True, backend="aot_eager"
     )
-    same(compiled(), foci.attention(q, k, v, mask=~mask | foci.masks.causal()))
+    for q_len, kv_len in several((16, 20), (21, 33), (24, 40)):
+        q, k, v = qkv(q_len, kv_len)
+        same(compiled(q, k, v), foci.attention(q, k, v, mask=~mask | foci.masks.causal()))
 
 
 class Learned(torch.nn.Module):

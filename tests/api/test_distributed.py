@@ -76,6 +76,7 @@ def check(name, shards, rank, compiled):
     here = functools.partial(foci.distributed.attention, shards=shards)
     if compiled:
         torch._dynamo.reset()
+        # one length: every case starts processes of its own; lengths in graphs are those of test_compile.py
         here = torch.compile(here, backend="aot_eager", fullgraph=True)
     found, parts = attended(here, mine, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
     for got, want in zip(found, wanted, strict=True):

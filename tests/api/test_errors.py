@@ -229,6 +229,7 @@ CASES = {
     "a request of numbers": (lambda: foci.AuxRequest(lse=3), TypeError, r"^lse must be True or False; got int"),
     # backends
     "tune": (lambda: foci.use(tune="yes").__enter__(), TypeError, r"^tune must be True or False; got str"),
+    # one length: it raises before anything compiles
     "compile a number": (lambda: foci.compile(3), TypeError, r"^model must be a module or a function; got int"),
     "unknown backend": (used, ValueError, r"no backend 'nonsense'; there are .*reference"),
     "no backend": (restricted, foci.NoViableBackend, r"no viable backend for this attention:\n(.*\n)*.*aten +no: .*score function"),

@@ -303,6 +303,7 @@ def test_varlen_attn_on_a_gpu(active, window):
 def test_compiled_and_by_focis_own_entry_point_on_a_gpu(active):
     tensors = [t.detach().cuda().requires_grad_() for t in leaves(*[(2, 4, 128, 64)] * 3, dtype=torch.bfloat16)]
 
+    # one length: how torch's registry calls foci on a GPU depends on no length
     @torch.compile(fullgraph=True)
     def layer(q, k, v):
         return F.scaled_dot_product_attention(q * 1.5, k, v, is_causal=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import foci
+from compiled import several
 from foci import masks, scores
 
 B, HQ, HKV, D, DV, PAGE = 3, 4, 2, 16, 12, 8
@@ -108,13 +109,13 @@ def test_dropout_is_that_of_the_row():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_under_torch_compile(dynamic):
-    given = inputs(1)
-
     def decode(query, key, value, table, lengths):
         return foci.paged_attention(query, key, value, table, lengths, mask=masks.causal_lower_right())
 
     compiled = torch.compile(decode, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    torch.testing.assert_close(compiled(*given), decode(*given))
+    for length in several(1, 3, 5):
+        given = inputs(length)
+        torch.testing.assert_close(compiled(*given), decode(*given))
 
 
 def test_passes_opcheck():

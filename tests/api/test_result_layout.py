@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import foci
+from compiled import resize, several
 
 B, H, S, D = 2, 4, 12, 8
 LAYOUTS = {
@@ -75,12 +76,15 @@ def test_compiled_with_gradients(layout, dynamic):
         out = foci.attention(q, k, v, mask=foci.masks.causal())
         return out.view(-1, *out.shape[2:]) if layout in APART else out.transpose(1, 2).flatten(2)
 
-    found = []
-    for function in (whole, torch.compile(whole, backend="aot_eager", fullgraph=True, dynamic=dynamic)):
-        leaves = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors(layout)]
-        out = function(*leaves)
-        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
-    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)
+    torch._dynamo.reset()
+    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for more in several(0, 3, 7):
+        given, found = resize(tensors(layout), {S: S + more}), []
+        for function in (whole, compiled):
+            leaves = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in given]
+            out = function(*leaves)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+        torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -7,6 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import foci
+from compiled import several
 from foci import execution, trace_functions
 
 
@@ -18,6 +19,7 @@ def test_inductor_makes_inputs_once_and_fuses_what_follows():
 
     x, y = torch.randn(2, 2, 4, 64, 16).unbind(0)
     with torch.no_grad():
+        # one length: it reads the code of one graph
         out, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True), x, y)
         torch.testing.assert_close(out, layer(x, y))
     called = code[code.index("def call(") :]
@@ -64,7 +66,7 @@ def test_dynamo_out_of_recompilations():
     def attend(q, function):
         return foci.flex_attention(q, q, q, score_mod=function)
 
-    for function in factors(5):
+    for function in several(*factors(5)):
         with foci.observe() as log:
             out = attend(q, function)
         assert [call.backend for call in log.calls] != ["reference"] and len(log.calls) == 1

@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from compiled import compare
+from compiled import compare, several
 
 EVERYTHING = foci.AuxRequest(lse=True, row_max=True, column_sums=True, weights=True)
 
@@ -241,9 +241,8 @@ def test_checkpointing(reentrant, compiled):
         pytest.skip("torch.compile takes checkpoints with use_reentrant=False")
     slopes = rand(4)
     function = lambda q: foci.attention(q, q, q, dropout_p=0.5, score=lambda s, b, h, i, j: s + slopes[h])
-    q = rand(1, 4, 9, 8).requires_grad_()
 
-    def run(f):
+    def run(f, q):
         torch.manual_seed(3)
         out = f(q)
         q.grad = None
@@ -251,7 +250,10 @@ def test_checkpointing(reentrant, compiled):
         return out, q.grad
 
     wrapped = lambda q: checkpoint(function, q, use_reentrant=reentrant)
-    same(run(torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else wrapped), run(function))
+    wrapped = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else wrapped
+    for length in several(9, 12, 17):
+        q = rand(1, 4, length, 8).requires_grad_()
+        same(run(wrapped, q), run(function, q))
 
 
 # The operators -----------------------------------------------------------------------------------------------------

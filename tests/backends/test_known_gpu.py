@@ -248,6 +248,7 @@ def test_captured_by_inductor(backend):
         return foci.attention(q * 1.5, k, v, mask=masks.causal()).cos()
 
     with foci.use(backend):
+        # one length: a CUDA graph has one
         compiled = torch.compile(model, mode="reduce-overhead")
         for _ in range(4):
             tensors = inputs()

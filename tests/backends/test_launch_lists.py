@@ -63,6 +63,7 @@ def test_launches_are_those_recorded(case, arch, golden, monkeypatch):
 
 @pytest.mark.parametrize("case", COMPILED_CASES)
 def test_a_compiled_call_launches_what_the_eager_one_does(case, arch, monkeypatch):
+    # one length: launches of one call are compared, and they depend on its lengths
     eager, compiled = launches(monkeypatch, arch, case, itself, lambda call: torch.compile(call, backend="aot_eager", fullgraph=True))
     assert compiled.without_tables() == eager.without_tables()
 

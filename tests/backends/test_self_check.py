@@ -184,6 +184,7 @@ def test_a_failure_in_a_compiled_call_and_with_caches_that_check_themselves(inst
     kinds = installed(Verdict("out wrong"))
     monkeypatch.setattr(cache_check, "ENABLED", True)
     torch._dynamo.reset()
+    # one length: one kind of problem is checked, and lengths belong to it
     attend = torch.compile(lambda q: foci.attention(q, q, q, mask=masks.causal()), backend="aot_eager", fullgraph=True)
     q = torch.randn(1, 2, 64, 64).to(torch.bfloat16)
     with foci.use("hopper", "triton", "blocked"), foci.observe() as log, pytest.warns(UserWarning, match="fails its self-check"):

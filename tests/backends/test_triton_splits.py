@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import foci
+from compiled import several
 from foci import masks, scores
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -263,7 +264,7 @@ def test_compiled_code_splits_keys():
         return foci.attention(q, k, v, mask=masks.causal_lower_right())
 
     step = torch.compile(attend, dynamic=True, fullgraph=True)
-    for queries, keys in ((128, 4096), (100, 3000), (128, 512)):
+    for queries, keys in several((128, 4096), (100, 3000), (128, 512)):
         given = [t.detach() for t in tensors((1, (16, 4), (queries, keys), (64, 64), {}), torch.bfloat16)]
         with foci.use("triton"):
             torch.testing.assert_close(step(*given), attend(*given))

@@ -75,6 +75,7 @@ def test_compiled_as_eager(backend, name, compiler):
     def model(q, k, v):
         return foci.attention(q * 1.5, k, v, **options).cos()
 
+    # one length: the grid has the lengths; this has the variants
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     with foci.use(backend), foci.observe() as log:
         wanted, found = model(*tensors), compiled(*tensors)

@@ -117,6 +117,7 @@ def fused_only(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
 def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, backend: Any = None) -> tuple[Callable[..., Any], Counted]:
     torch._dynamo.reset()
     counted = Counted(Compiler(rest="eager") if backend is None else backend)
+    # one length: those who call this are asked for lengths
     return torch.compile(function, backend=counted, dynamic=dynamic, fullgraph=True), counted
 
 

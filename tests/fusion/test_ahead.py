@@ -28,6 +28,7 @@ def fused_graph(function, *inputs):
         return graph_module
 
     torch._dynamo.reset()
+    # one length: it only makes a graph
     torch.compile(function, backend=backend, dynamic=False)(*inputs)
     return found[0]
 
@@ -96,6 +97,7 @@ def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
     monkeypatch.setattr(triton.knobs.compilation, "listener", compiled)
     q, k, v, keep = inputs("cuda", torch.bfloat16)
     torch._dynamo.reset()
+    # one length: it asks when the kernels of a first call are compiled
     out = foci.compile(softened, rest="eager", dynamic=False)(q, k, v, keep)
     assert beside
     out.float().square().sum().backward()
@@ -122,6 +124,7 @@ def begun_with(monkeypatch, rest):
     monkeypatch.setattr(precompile, "begin", lambda _, inductor: begun.append(inductor) or (lambda: None))
     monkeypatch.setattr(inductor_backend, "hand_over", lambda graph, *_: graph.forward)
     torch._dynamo.reset()
+    # one length: it asks what is begun for a first call
     foci.compile(attend, rest=rest, dynamic=False)(*inputs())
     return begun
 

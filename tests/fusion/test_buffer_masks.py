@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import foci
+from compiled import several
 from foci.fusion import Compiler
 
 LENGTHS = (33, 64, 100)
@@ -81,12 +82,12 @@ def test_a_buffer_is_read_as_it_is(kind, grad):
     model = Attention(kind)
     with foci.observe() as log:
         compiled = torch.compile(model, backend=Compiler(rest="eager"), dynamic=True)
-        for length in LENGTHS:
+        for length in several(*LENGTHS):
             check(model, compiled, length, grad)
         for change in CHANGES:
             with torch.no_grad():
                 change(model)
-            for length in LENGTHS:
+            for length in several(*LENGTHS):
                 check(model, compiled, length, grad)
     assert log.fusions
     assert all(site.fused for site in log.fusions)
@@ -99,7 +100,7 @@ def test_each_module_has_its_own_buffer():
     modules = [Attention("float, == 0") for _ in range(3)]
     modules[1].bias.copy_(torch.ones(128, 128).triu())
     modules[2].bias.zero_().add_(torch.eye(128))
-    for length in LENGTHS:
+    for length in several(*LENGTHS):
         for module in modules:
             check(module, lambda x, module=module: attend(module, x), length, grad=True)
 
@@ -113,5 +114,5 @@ def test_inductor_reads_a_buffer_as_it_is():
         if change is not None:
             with torch.no_grad():
                 change(model)
-        for length in LENGTHS:
+        for length in several(*LENGTHS):
             check(model, compiled, length, grad=True)

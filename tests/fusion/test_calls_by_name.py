@@ -8,6 +8,7 @@ from spelling_harness import DIM, qkv
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import foci
+from compiled import several
 from foci import cache_check
 from foci.fusion import inductor_pass
 from foci.operator import op_impl
@@ -57,6 +58,7 @@ def test_the_code_calls_by_name():
     def step():
         model(q, k, v).sum().backward()
 
+    # one length: it reads the code of one graph
     forward, backward = run_and_get_code(step)[1]
     assert "foci_buf0 = Forward(fixed=True)" in forward
     assert "Backward(fixed=True)" in backward
@@ -66,12 +68,14 @@ def test_the_code_calls_by_name():
 
 def test_the_pass_in_inductor_calls_by_name():
     with torch._inductor.config.patch(pre_grad_custom_pass=inductor_pass):
+        # one length: it reads the code of one graph
         (code,) = code_of(torch.compile(attend), *tensors())
     # an early pass, the only kind before torch 2.12, is in no key of Inductor's cache
     assert ("foci_buf0 = Forward(fixed=True)" in code) is hasattr(torch._inductor.config, "pre_grad_pass_timing")
 
 
 def test_a_graph_that_foci_did_not_pass_keeps_the_operator():
+    # one length: it reads the code of one graph
     code_of(foci.compile(attend), *tensors())
     torch._dynamo.reset()
     (code,) = code_of(torch.compile(lambda q, k, v: foci.attention(q, k, v)), *tensors())
@@ -82,7 +86,7 @@ def test_a_graph_that_foci_did_not_pass_keeps_the_operator():
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_results_and_gradients(function, dynamic):
     model = foci.compile(function, dynamic=dynamic)
-    for length in (64, 64, 96, 128):
+    for length in several(64, 64, 96, 128):
         q, k, v = tensors(length, learn=True)
         found, wanted = model(q, k, v), function(q, k, v)
         torch.testing.assert_close(found, wanted)
@@ -97,12 +101,13 @@ def test_a_place_is_planned_once(planned):
     model = foci.compile(attend)
     for _ in range(3):
         model(q, k, v).sum().backward()
+    # one length: a place of fixed sizes remembers one call
     assert planned == ["forward_known", "backward_known"]
 
 
 def test_symbolic_sizes_are_looked_up_each_time(planned):
     model = foci.compile(attend, dynamic=True)
-    for length in (64, 96, 128):
+    for length in several(64, 96, 128):
         q, k, v = tensors(length)
         torch.testing.assert_close(model(q, k, v), attend(q, k, v))
     assert planned == ["forward_known"] * 3
@@ -112,6 +117,7 @@ def test_what_changes_around_it_is_noticed(planned):
     q, k, v = tensors()
     model = foci.compile(attend)
     wanted = attend(q, k, v)
+    # one length: a place of fixed sizes is asked anew for what else changes
     for names in ((), ("reference",), ("blocked",), ()):
         with foci.observe() as log:
             if names:
@@ -156,6 +162,7 @@ def test_threads_share_a_place():
             with foci.use(name), foci.observe():
                 found.append(model(q, k, v))
 
+    # one length: threads meet at one place
     threads = [threading.Thread(target=run, args=(name,)) for name in ("reference", "blocked")]
     for thread in threads:
         thread.start()

@@ -9,6 +9,7 @@ from spelling_harness import DIM, HEADS, Counted, compare, draw, hidden, qkv, re
 from torch import nn
 
 import foci
+from compiled import several
 from foci.fusion import Compiler, Fused, Site, VerificationError, fuse, fuse_exported, inductor_backend
 from foci.fusion.verify import verify
 
@@ -77,13 +78,15 @@ def test_importing_foci_does_not_import_dynamo():
 
 # FUSE-01
 def test_by_name_with_options():
-    model, x = Block(), draw(2, 20, HEADS * DIM)
+    model = Block()
+    run = torch.compile(model, backend="foci", options={"rest": "eager", "verify": True}, fullgraph=True)
     with foci.observe() as log:
-        out = torch.compile(model, backend="foci", options={"rest": "eager", "verify": True}, fullgraph=True)(x)
-    assert fused(log) == [True]
+        for length in several(20, 27, 33):
+            x = draw(2, length, HEADS * DIM)
+            torch.testing.assert_close(run(x), model(x))
+    assert fused(log) == [True, True]
     assert "spelling" not in log.fusions[0].location
     assert "test_compiler.py:" in log.fusions[0].location
-    torch.testing.assert_close(out, model(x))
 
 
 # FUSE-01
@@ -93,7 +96,7 @@ def test_inductor_takes_the_rest(mode):
     model = Block()
     run = foci.compile(model, mode=mode, dynamic=True, rest="inductor", fullgraph=True)
     with foci.observe() as log:
-        for length in (20, 27, 33):
+        for length in several(20, 27, 33):
             compare(model, hidden(length), torch.float32, run, backward=True)
     assert fused(log) == [True]
     assert len(log.calls) == 3
@@ -110,9 +113,11 @@ def test_the_pass_in_inductor():
     timing = {"pre_grad_pass_timing": "early"} if hasattr(config, "pre_grad_pass_timing") else {}
     model = Block()
     with config.patch(pre_grad_custom_pass=inductor_pass, **timing), foci.observe() as log:
-        compare(model, hidden(20), torch.float32, torch.compile(model, fullgraph=True), backward=True)
-    assert fused(log) == [True]
-    assert len(log.calls) == len(log.backward_calls) == 1
+        run = torch.compile(model, fullgraph=True)
+        for length in several(20, 27, 33):
+            compare(model, hidden(length), torch.float32, run, backward=True)
+    assert fused(log) == [True, True]
+    assert len(log.calls) == len(log.backward_calls) == 3
 
 
 @pytest.mark.skipif(inductor_backend.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
@@ -131,6 +136,7 @@ def test_code_names_modules_of_foci_only_where_the_caches_key_holds_focis_code(t
         config.patch(pre_grad_custom_pass=inductor_pass, fx_graph_cache=False, **timings),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
+        # one length: it reads the code of one graph
         _, codes = run_and_get_code(torch.compile(lambda q: torch.softmax(q @ q.mT, -1) @ q, fullgraph=True), qkv(20)[0].detach())
     assert len(codes) == 1
     assert ("foci.attention" in codes[0], "foci.operator" in codes[0]) == (True, timing == "late")
@@ -143,6 +149,7 @@ def test_the_pass_and_the_backend_together_look_once():
     from foci.fusion import inductor_pass
 
     with config.patch(pre_grad_custom_pass=inductor_pass), foci.observe() as log:
+        # one length: it counts who looks at one graph
         foci.compile(lambda q: torch.softmax(q @ q.mT, -2) @ q, rest="inductor")(qkv(20)[0])
     assert fused(log) == [False]
 
@@ -150,15 +157,19 @@ def test_the_pass_and_the_backend_together_look_once():
 def test_without_a_compiler_the_rest_is_eager(monkeypatch):
     monkeypatch.setattr(inductor_backend.shutil, "which", lambda name: None)
     assert "C++" in inductor_backend.inductor_obstacle(["cpu"])
-    model, x = Block(), hidden(20)
-    compare(model, x, torch.float32, foci.compile(model), backward=True)
+    model = Block()
+    run = foci.compile(model)
+    for length in several(20, 27, 33):
+        compare(model, hidden(length), torch.float32, run, backward=True)
 
 
 def test_a_graph_break_leaves_both_sides_fused():
     model = Broken()
+    run = foci.compile(model, rest="eager")
     with foci.observe() as log:
-        compare(model, hidden(20), torch.float32, foci.compile(model, rest="eager"), backward=True)
-    assert fused(log) == [True, True]
+        for length in several(20, 27, 33):
+            compare(model, hidden(length), torch.float32, run, backward=True)
+    assert fused(log) == [True] * 4
 
 
 # FUSE-01
@@ -167,10 +178,11 @@ def test_training_and_inference(context):
     model = Block()
     run = foci.compile(model, rest="eager")
     with foci.observe() as log, context():
-        out = run(*hidden(20))
-        torch.testing.assert_close(out, model(*hidden(20)))
-        assert out.requires_grad == torch.is_grad_enabled()
-    assert fused(log) == [True]
+        for length in several(20, 27, 33):
+            out = run(*hidden(length))
+            torch.testing.assert_close(out, model(*hidden(length)))
+            assert out.requires_grad == torch.is_grad_enabled()
+    assert fused(log) == [True, True]
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around the model", "inside the model"])
@@ -190,6 +202,7 @@ def test_autocast(inside):
 
     function = cast if inside else model
     with foci.observe() as log:
+        # one length: gradients of parameters in autocast are those of one batch
         found = run(foci.compile(function, rest="eager"))
     assert fused(log) == [True]
     assert log.calls[0].problem.dtype == torch.bfloat16
@@ -205,7 +218,7 @@ def test_fresh_lengths_compile_once():
     model = Block()
     counted = Counted(Compiler(rest="eager"))
     run = torch.compile(model, backend=counted, dynamic=True)
-    for length in (20, 33, 64, 7, 129):
+    for length in several(20, 33, 64, 7, 129):
         torch.testing.assert_close(run(*hidden(length)), model(*hidden(length)), rtol=1e-4, atol=1e-5)
     assert counted.graphs == 1
 
@@ -226,6 +239,7 @@ def test_exported_programs():
 def test_an_exported_program_compiles():
     model, x = Block().eval(), hidden(20)
     with foci.observe() as log:
+        # one length: what is exported has one
         out = foci.compile(torch.export.export(model, x).module(), rest="eager")(*x)
     assert fused(log) == [True]
     torch.testing.assert_close(out, model(*x))
@@ -247,6 +261,7 @@ def test_arguments_have_no_line_breaks():
         return graph_module
 
     seen = []
+    # one length: it reads one graph
     torch.compile(Block(), backend=look)(*hidden(20))
     assert len(seen) == 2
     assert not any("\n" in text for text in seen)
@@ -261,6 +276,7 @@ def test_the_graph_given_is_not_changed():
         seen.append((before == str(graph_module.graph), found.sites[0].fused))
         return graph_module
 
+    # one length: it reads one graph
     torch.compile(Block(), backend=look)(*hidden(20))
     assert seen == [(True, True)]
 
@@ -271,6 +287,7 @@ def test_the_graph_given_is_not_changed():
 )
 def test_wrong_arguments_are_errors_at_once(arguments, word):
     with pytest.raises(ValueError, match=word):
+        # one length: it raises before anything compiles
         foci.compile(Block(), **arguments)
 
 
@@ -280,6 +297,7 @@ def test_tiny_problems_are_declined_on_the_cpu():
         return torch.softmax(q @ k.mT / 2, -1) @ v
 
     with foci.observe() as log:
+        # one length: what is declined depends on it
         foci.compile(attend, rest="eager", dynamic=False)(*qkv(3))
         foci.compile(attend, rest="eager", dynamic=False)(*qkv(20))
     assert fused(log) == [False, True]
@@ -306,8 +324,10 @@ class TestVerify:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_a_right_one_passes(self, dtype):
         model = Block().to(dtype)
+        run = foci.compile(model, rest="eager", verify=True, dynamic=True)
         with foci.observe() as log:
-            foci.compile(model, rest="eager", verify=True, dynamic=True)(hidden(20)[0].to(dtype))
+            for length in several(20, 27, 33):
+                run(hidden(length)[0].to(dtype))
         assert fused(log) == [True]
 
     def test_inputs_keep_their_values(self):
@@ -317,6 +337,7 @@ class TestVerify:
             buffer += 1
             return torch.softmax(q @ q.mT, -1) @ q
 
+        # one length: the self-check runs at the first call of a graph
         foci.compile(count, rest="eager", verify=True)(qkv(20)[0], buffer)
         assert buffer.item() == 1
 
@@ -340,6 +361,7 @@ def test_parameters_stay_known_as_such(monkeypatch):
 
     for backend in (compile_fx.compile_fx, Compiler(rest="inductor")):
         torch._dynamo.reset()
+        # one length: it reads what one graph was compiled with
         torch.compile(attend, backend=backend)(x)
     assert given[0] == given[1] == [0, 1]
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from spelling_harness import HEADS, qkv
 
 import foci
+from compiled import several
 
 LENGTH, P = 64, 0.25
 
@@ -49,6 +50,7 @@ def weights_of(function, seed):
 def test_weights_are_dropped_and_scaled(spelled):
     function = spelled() if isinstance(spelled, type) else spelled
     torch._dynamo.reset()
+    # one length: its statistics are those of a length; dropout at several is in api/test_compile.py
     run = foci.compile(function, rest="eager", fullgraph=True)
     with foci.observe() as log:
         out, columns = weights_of(run, 1)
@@ -74,6 +76,8 @@ def test_weights_are_dropped_and_scaled(spelled):
 # FUSE-02
 def test_evaluation_drops_nothing():
     module = Module().eval()
-    q, k, v = qkv(LENGTH)
     torch._dynamo.reset()
-    torch.testing.assert_close(foci.compile(module, rest="eager")(q, k, v), module(q, k, v), rtol=1e-4, atol=1e-5)
+    run = foci.compile(module, rest="eager")
+    for length in several(LENGTH, LENGTH + 3, LENGTH + 9):
+        q, k, v = qkv(length)
+        torch.testing.assert_close(run(q, k, v), module(q, k, v), rtol=1e-4, atol=1e-5)

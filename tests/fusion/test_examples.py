@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import foci
+from compiled import several
 from foci.fusion import Compiler, fuse
 from foci.fusion.fx_utils import example_value
 
@@ -26,7 +27,7 @@ def padded(x):
 def test_a_symbolic_length_is_padded_beside_a_write_by_index():
     torch._dynamo.reset()
     compiled = torch.compile(padded, backend=Compiler(rest="eager"), dynamic=True)
-    for length in (20, 27, 35):
+    for length in several(20, 27, 35):
         x = torch.randn(2, 3, length, 16, requires_grad=True)
         with foci.observe() as log:
             out = compiled(x)
@@ -48,6 +49,7 @@ def test_values_that_a_graph_came_with_are_kept(dynamic):
         return fused
 
     torch._dynamo.reset()
+    # one length: it reads one graph
     torch.compile(padded, backend=keep, dynamic=dynamic)(torch.randn(2, 3, 20, 16))
     assert len(seen[0]) > 8 and all(seen[0])
 
@@ -69,6 +71,7 @@ def test_values_that_a_graph_lacks_are_made():
         return fused.graph_module
 
     torch._dynamo.reset()
+    # one length: it takes one graph's values away
     torch.compile(narrow, backend=lacking, dynamic=True)(torch.randn(2, 3, 20, 16))
 
 

@@ -73,6 +73,7 @@ def test_inputs_with_defaults_may_be_left_out():
 def test_foci_compile_takes_its_own_options_as_torch_compile_does():
     torch._dynamo.reset()
     with foci.observe() as log:
+        # one length: it asks whether options arrive
         out = foci.compile(Attention(), options={"verify": True, "rest": "eager"})(X)
     assert log.fusions[0].fused
     torch.testing.assert_close(out, Attention()(X))

@@ -32,6 +32,7 @@ def attend(x):
 
 def compiled(watch, **options):
     torch._dynamo.reset()
+    # one length: the tests look at one graph in Inductor's hands
     return foci.compile(attend, rest="inductor", options={"post_grad_custom_post_pass": watch, "fx_graph_cache": False, **options})
 
 
@@ -82,6 +83,7 @@ def test_code_of_fused_graphs_is_made_where_somebody_runs_it():
 
     torch._dynamo.reset()
     x = torch.randn(1, 2, 20, 8)
+    # one length: it reads one graph
     torch.compile(attend, backend=backend)(x)
     ((fused, lazy),) = made
     assert lazy and isinstance(fused, _LazyGraphModule) and fused._needs_recompile()

@@ -7,6 +7,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import foci
+from compiled import several
 from foci.operator import op_impl
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and not torch.cuda.is_available(), reason="Inductor needs a C++ compiler")
@@ -64,6 +65,7 @@ def test_who_reads_gradients_side_by_side(name, batch):
     def step():
         torch.autograd.backward(sum(t.square().sum() for t in compiled(x)))
 
+    # one length: it reads the code of one graph
     compiled = foci.compile(model)
     _, codes = run_and_get_code(step)
     backward = codes[-1]
@@ -77,7 +79,7 @@ def test_who_reads_gradients_side_by_side(name, batch):
 def test_symbolic_sizes_are_left():
     model = Attention().to(DEVICE)
     compiled = foci.compile(model, dynamic=True)
-    for length in (64, 96, 80):
+    for length in several(64, 96, 80):
         x = torch.randn(2, length, DIM, device=DEVICE, requires_grad=True)
         (found,) = torch.autograd.grad(compiled(x)[0].sum(), x)
         (wanted,) = torch.autograd.grad(model(x)[0].sum(), x)

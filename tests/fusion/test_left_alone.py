@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fusing import B, D, Fusing, H, S, draw, fused, learned, plain, qkv, reasons
 
 import foci
+from compiled import several
 from foci.fusion import fuse
 
 DECLINED = {
@@ -72,11 +73,13 @@ def test_a_cache_that_is_written_before_it_is_read_does_not_block():
         return plain(q, cache, v)
 
     torch._dynamo.reset()
-    backend, args = Fusing(), qkv()
-    cache = draw(B, H, S, D, seed=8)
-    want = cached(*args, cache.clone())
-    torch.testing.assert_close(torch.compile(cached, backend=backend)(*args, cache.clone()), want)
-    assert reasons(backend) == [None]
+    backend = Fusing()
+    compiled = torch.compile(cached, backend=backend)
+    for length in several(S, S + 3, S + 9):
+        args, cache = qkv(length=length), draw(B, H, length, D, seed=8)
+        want = cached(*args, cache.clone())
+        torch.testing.assert_close(compiled(*args, cache.clone()), want)
+    assert reasons(backend) == [None, None]
 
 
 def block_mask(q):
@@ -99,10 +102,10 @@ def written_after_repeating(q, k, v):
 
 
 def test_a_copy_outlives_what_it_was_made_of():
-    copies = [[t.clone() for t in qkv()] for _ in range(2)]
-    want = written_after_repeating(*copies[0])
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(written_after_repeating, backend=Fusing())(*copies[1]), want)
+    compiled = torch.compile(written_after_repeating, backend=Fusing())
+    for length in several(S, S + 3, S + 9):
+        torch.testing.assert_close(compiled(*qkv(length=length)), written_after_repeating(*qkv(length=length)))
 
 
 WRITTEN_BEFORE = {
@@ -138,10 +141,12 @@ def test_a_gradient_that_stops_inside_is_not_fused_away():
 
     for function in (stopped, stopped_weights):
         torch._dynamo.reset()
-        backend, args = Fusing(), learned(*qkv())
-        torch.compile(function, backend=backend)(*args).sum().backward()
-        assert args[0].grad is None
-        assert args[2].grad is not None
+        compiled = torch.compile(function, backend=Fusing())
+        for length in several(S, S + 3, S + 9):
+            args = learned(*qkv(length=length))
+            compiled(*args).sum().backward()
+            assert args[0].grad is None
+            assert args[2].grad is not None
 
 
 def test_without_gradients_nothing_stops():
@@ -167,11 +172,12 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_fills_part_of_the_scores_is_read_where_it_is(name):
-    q, k, v = qkv()
-    args = (q, k, v, torch.randn(q.shape[2], k.shape[2] // 2))
     torch._dynamo.reset()
     backend = Fusing()
-    with foci.use("blocked"):
-        found = torch.compile(BESIDE[name], backend=backend)(*args)
-    assert [site.fused for site in backend.sites] == [True]
-    torch.testing.assert_close(found, BESIDE[name](*args))
+    compiled = torch.compile(BESIDE[name], backend=backend)
+    for length in several(S, S + 4, S + 10):
+        args = (*qkv(length=length), torch.randn(length, length // 2))
+        with foci.use("blocked"):
+            found = compiled(*args)
+        torch.testing.assert_close(found, BESIDE[name](*args))
+    assert [site.fused for site in backend.sites] == [True, True]

@@ -103,6 +103,7 @@ def check(source, *, learn):
     with foci.observe() as log, foci.use("blocked", "reference"):
         # autograd of the fused graph as it is would refuse writes to what an attention saved, which eager's saves elsewhere
         backend = Compiler(rest="eager") if learn else fused_only
+        # one length: drawn programs have their sizes as numbers
         found = outcome(torch.compile(space["program"], backend=backend), learn=learn)
     if isinstance(found, str):  # what is written in place after an attention saved it, and eager saved something else
         assert "modified by an inplace operation" in found, found

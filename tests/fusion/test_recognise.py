@@ -11,6 +11,7 @@ from fusing import B, D, Fusing, H, S, draw, fused, learned, plain, qkv, reasons
 from torch import nn
 
 import foci
+from compiled import several
 from foci.fusion import Compiler, fuse
 
 
@@ -68,7 +69,7 @@ def test_any_spelling_of_a_transpose(name, dynamic):
     backend = Fusing()
     torch._dynamo.reset()
     compiled = torch.compile(repeated, backend=backend, dynamic=dynamic)
-    for length in (S, S - 3, S - 6):
+    for length in several(S, S - 3, S - 6):
         args = [t[:, :, :length] for t in (q, k, v)]
         torch.testing.assert_close(compiled(*args), repeated(*args), rtol=2e-2, atol=2e-2)
     for graph in backend.after:
@@ -101,7 +102,7 @@ def test_lengths_are_symbols():
     backend = fused(plain, *qkv(), dynamic=True)
     torch._dynamo.reset()
     compiled = torch.compile(plain, backend=backend, dynamic=True)
-    for length in (17, 23, 40):
+    for length in several(17, 23, 40):
         args = qkv(length=length)
         torch.testing.assert_close(compiled(*args), plain(*args))
     assert len(backend.before) == 2  # one graph here, one above
@@ -110,9 +111,7 @@ def test_lengths_are_symbols():
 @pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
 @pytest.mark.parametrize("added", [False, True])
 def test_rows_that_attend_to_nothing_keep_their_meaning(low, added):
-    keep = torch.arange(S) < torch.tensor([[S], [0]])
-
-    def padded(q, k, v):
+    def padded(q, k, v, keep):
         scores = q @ k.mT * 0.3
         if added:
             scores = scores + torch.where(keep[:, None, None], 0.0, low)
@@ -121,13 +120,15 @@ def test_rows_that_attend_to_nothing_keep_their_meaning(low, added):
         return torch.softmax(scores, -1) @ v
 
     torch._dynamo.reset()
-    q, k, v = (t.float() for t in qkv())
-    want, got = padded(q, k, v), torch.compile(padded, backend=Fusing())(q, k, v)
-    if low == -math.inf:
-        assert want[1].isnan().all()
-        assert (got[1] == 0).all()
-        want, got = want[0], got[0]
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(padded, backend=Fusing())
+    for length in several(S, S + 3, S + 9):
+        args = *(t.float() for t in qkv(length=length)), torch.arange(length) < torch.tensor([[length], [0]])
+        want, got = padded(*args), compiled(*args)
+        if low == -math.inf:
+            assert want[1].isnan().all()
+            assert (got[1] == 0).all()
+            want, got = want[0], got[0]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_causal_mask_of_the_lowest_number_needs_no_second_look():
@@ -263,11 +264,14 @@ def test_autocast_computes_in_its_dtype():
             return torch.softmax(q @ k.mT * 0.3, -1) @ v
 
     torch._dynamo.reset()
-    backend, args = Fusing(), [t.float() for t in qkv()]
-    out = torch.compile(cast, backend=backend)(*args)
-    assert out.dtype == torch.bfloat16
-    assert reasons(backend) == [None]
-    torch.testing.assert_close(out, cast(*args), rtol=2e-2, atol=2e-2)
+    backend = Fusing()
+    compiled = torch.compile(cast, backend=backend)
+    for length in several(S, S + 3, S + 9):
+        args = [t.float() for t in qkv(length=length)]
+        out = compiled(*args)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, cast(*args), rtol=2e-2, atol=2e-2)
+    assert reasons(backend) == [None, None]
 
 
 def test_operands_widened_for_the_product_are_read_narrow():
@@ -276,11 +280,14 @@ def test_operands_widened_for_the_product_are_read_narrow():
         return weights.to(v.dtype) @ v
 
     torch._dynamo.reset()
-    backend, args = Fusing(), [t.bfloat16() for t in qkv()]
-    out = torch.compile(widened, backend=backend)(*args)
-    call = next(n for n in backend.after[0].graph.nodes if "foci.attention" in str(n.target))
-    assert {n.meta["example_value"].dtype for n in call.args[:3]} == {torch.bfloat16}
-    torch.testing.assert_close(out, widened(*args), rtol=2e-2, atol=2e-2)
+    backend = Fusing()
+    compiled = torch.compile(widened, backend=backend)
+    for length in several(S, S + 3, S + 9):
+        args = [t.bfloat16() for t in qkv(length=length)]
+        torch.testing.assert_close(compiled(*args), widened(*args), rtol=2e-2, atol=2e-2)
+    for graph in backend.after:
+        call = next(n for n in graph.graph.nodes if "foci.attention" in str(n.target))
+        assert {n.meta["example_value"].dtype for n in call.args[:3]} == {torch.bfloat16}
 
 
 # FUSE-04
@@ -328,6 +335,7 @@ def test_dropout_draws_one_seed():
 
     torch._dynamo.reset()
     backend, args = Fusing(), [t.float() for t in qkv()]
+    # one length: the mean of 300 draws is that of one; dropout at several is in api/test_compile.py
     compiled = torch.compile(dropped, backend=backend)
     torch.manual_seed(3)
     first = compiled(*args)
@@ -366,6 +374,7 @@ def test_calls_of_flex_attention_are_lowered_with_their_gradients():
 
     torch._dynamo.reset()
     backend, args = Fusing(), [t.float() for t in qkv()]
+    # one length: it reads one graph; test_calls_by_name.py has several lengths
     torch.compile(flex, backend=backend, fullgraph=True)(*args)  # torch's own has no backward on the CPU, and takes none that learns
     assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)]
     (out,) = backend.after[0](*learned(*args))
@@ -387,7 +396,7 @@ def test_block_masks_of_flex_attention_may_have_other_block_sizes():
     scores = args[0] @ args[1].mT / D**0.5
     want = scores.masked_fill(position[:, None] < position, -torch.inf).softmax(-1) @ args[2]
     with foci.observe() as log:
-        for size in (8, 16, 4, 32):
+        for size in several(8, 16, 4, 32):
             blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, S, S, device="cpu", BLOCK_SIZE=size)
             torch.testing.assert_close(compiled(blocks, *args), want)
     assert all(site.fused for site in log.fusions), [site.reason for site in log.fusions]
@@ -405,6 +414,7 @@ def test_a_score_that_flex_attention_excludes_is_excluded_in_full_blocks_too():
 
     torch._dynamo.reset()
     backend, args = Fusing(), [t.float() for t in qkv()]
+    # one length: the block mask that the function closes over has its lengths as numbers
     out = torch.compile(flex, backend=backend, fullgraph=True)(*args)
     assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)]
     hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
@@ -440,6 +450,7 @@ def test_the_pass_is_linear_in_the_graph():
     def seconds(layers):
         torch._dynamo.reset()
         kept = []
+        # one length: it only makes a graph
         torch.compile(stacked(layers), backend=lambda m, x: kept.append((m, x)) or m.forward)(*qkv())
         best = math.inf
         for _ in range(3):

@@ -51,6 +51,7 @@ def test_an_attention_is_reported_whose_scores_and_weights_go_elsewhere():
     for function, expected in ((attend, [False]), (routed, [])):
         torch._dynamo.reset()
         with foci.observe() as log:
+            # one length: it reads the report of one graph
             foci.compile(function, rest="eager")(*qkv(20))
         assert [site.fused for site in log.fusions] == expected
         assert all("the scores go through" in site.reason for site in log.fusions)
@@ -64,6 +65,7 @@ def test_only_open_logs_are_told():
         pass
     with foci.observe() as outer, foci.observe() as inner:
         torch._dynamo.reset()
+        # one length: it reads the report of one graph
         foci.compile(attend, rest="eager")(*qkv(20))
     assert closed.fusions == []
     assert outer.fusions == inner.fusions

@@ -34,6 +34,7 @@ def dynamo_graph_of(function, tensor):
         found.append(module)
         return module.forward
 
+    # one length: it only makes a graph
     torch.compile(lambda x: (function(x), x.sum())[0], backend=keep, fullgraph=True)(tensor)
     return found[0]
 
@@ -396,6 +397,7 @@ def test_locations_are_the_users():
         found.extend(source_location(n) for n in module.graph.nodes if n.op == "call_function")
         return module.forward
 
+    # one length: it only makes a graph
     torch.compile(lambda x: torch.softmax(x, -1), backend=keep)(X)
     assert found
     assert all("test_rules.py:" in place for place in found)

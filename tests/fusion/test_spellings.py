@@ -16,6 +16,7 @@ from spelled_wholes import WHOLES
 from spelling_harness import BATCH, built, cast, compare, compiled, fused_only
 
 import foci
+from compiled import several
 
 SPELLINGS = (*FORMS, *MODELS, *IMAGES, *TRICKS, *PEOPLE, *PAPERS, *MASKS, *ROWS, *WHOLES)
 LENGTH, OTHERS = 20, (27, 23)
@@ -62,7 +63,7 @@ def test_trains_like_eager_at_any_length(spelling, dtype):
     with foci.observe() as log, contextlib.nullcontext() if whole else foci.use("blocked", "reference"):
         compare(function, spelling.inputs(LENGTH, BATCH), dtype, run, backward=spelling.trains_on_cpu)
         check_sites(log, spelling)
-        for other in OTHERS if spelling.grows else ():
+        for other in several(LENGTH, *OTHERS)[1:] if spelling.grows else ():
             compare(function, spelling.inputs(other, BATCH), dtype, run, backward=spelling.trains_on_cpu)
     if spelling.grows:
         assert counted.graphs == 1, "compiled anew for another length"
@@ -72,6 +73,7 @@ def test_trains_like_eager_at_any_length(spelling, dtype):
 @pytest.mark.parametrize(("spelling", "dtype"), INFERRED, ids=called)
 def test_infers_like_eager_with_one_sequence(spelling, dtype):
     function = prepared(spelling, dtype)
+    # one length: one sequence is the case; test_trains_like_eager_at_any_length has the lengths
     run, _ = compiled(function, dynamic=False, backend=fused_only)
     # by what needs no compiler, as above
     with torch.no_grad(), foci.observe() as log, foci.use("blocked", "reference"):
@@ -82,6 +84,7 @@ def test_infers_like_eager_with_one_sequence(spelling, dtype):
 # FUSE-04, FUSE-05
 @pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s.twin is not None], ids=lambda s: s.name)
 def test_the_twin_is_left_alone(spelling):
+    # one length: a twin runs as it is, and a report is read; lengths are above
     function = built(spelling.twin)
     run, _ = compiled(function, backend=fused_only)
     with foci.observe() as log:
@@ -98,6 +101,7 @@ def test_the_twin_is_left_alone(spelling):
 def test_trains_like_eager_on_a_gpu(spelling):
     dtype = torch.bfloat16 if torch.bfloat16 in spelling.dtypes else spelling.dtypes[0]
     function = prepared(spelling, dtype, "cuda")
+    # one length: on a GPU kernels are asked for; lengths are above
     run, _ = compiled(function)
     with foci.observe() as log:
         compare(function, cast(spelling.inputs(LENGTH, BATCH), dtype, "cuda"), dtype, run, backward=True)

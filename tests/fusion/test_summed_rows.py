@@ -7,15 +7,16 @@ import torch
 from spelling_harness import compare, compiled, draw, graph_of
 
 import foci
+from compiled import several
 from foci.fusion import fuse
 
 B, H, S, D, R = 2, 3, 24, 8, 4
 
 
-def operands():
+def operands(length=S):
     """Query, key and value; the others' query and key; a mask."""
     depths = (D, D, D, R, R)
-    return (*(draw(B, H, S, depth, seed=n) for n, depth in enumerate(depths)), draw(1, 1, S, S, seed=9))
+    return (*(draw(B, H, length, depth, seed=n) for n, depth in enumerate(depths)), draw(1, 1, length, length, seed=9))
 
 
 def attended(scores, v):
@@ -73,7 +74,8 @@ JOINED = (subtracted, scaled_apart, masked_between, three, keys_first, one_key_h
 def test_products_are_one_with_features_side_by_side(function, dtype):
     run, _ = compiled(function, dynamic=True)
     with foci.observe() as log:
-        compare(function, operands(), dtype, run, backward=True)
+        for length in several(S, S + 3, S + 9):
+            compare(function, operands(length), dtype, run, backward=True)
     assert [site.reason for site in log.fusions] == [None]
     assert {call.problem.head_dim for call in log.calls} == {D + R * (2 if function is three else 1)}
     assert ("c0" in log.fusions[0].variant) == (function is masked_between)
@@ -86,8 +88,9 @@ def test_what_autocast_rounds_is_rounded_before():
 
     run, _ = compiled(under_autocast)
     with foci.observe() as log:
-        compare(under_autocast, operands()[:5], torch.float32, run, backward=True)
-    assert log.fusions[0].fused
+        for length in several(S, S + 3, S + 9):
+            compare(under_autocast, operands(length)[:5], torch.float32, run, backward=True)
+    assert all(site.fused for site in log.fusions)
     assert log.calls[0].problem.head_dim == D + R
 
 
@@ -112,10 +115,11 @@ def learned_share(q, k, v, a, b, mask):
 
 @pytest.mark.parametrize("function", [relative, short, detached, learned_share], ids=lambda f: f.__name__)
 def test_others_are_captured(function):
-    run, _ = compiled(function, dynamic=False)
+    run, _ = compiled(function)
     with foci.observe() as log:
-        compare(function, operands(), torch.float32, run, backward=True)
-    assert [site.reason for site in log.fusions] == [None]
+        for length in several(S, S + 3, S + 9):
+            compare(function, operands(length), torch.float32, run, backward=True)
+    assert [site.reason for site in log.fusions] == [None, None]
     assert log.calls[0].problem.head_dim == D
     assert "[b, h, q_idx, kv_idx]" in log.fusions[0].variant
 
@@ -126,11 +130,12 @@ def test_an_operand_that_is_written_is_read_where_it_was():
         b.mul_(2)
         return attended(q @ k.mT + position, v) + b.sum()
 
-    run, _ = compiled(written, dynamic=False)
-    with torch.no_grad():
-        given = operands()
-        expected = written(*(t.clone() for t in given))
-        torch.testing.assert_close(run(*(t.clone() for t in given)), expected)
+    run, _ = compiled(written)
+    for length in several(S, S + 3, S + 9):
+        with torch.no_grad():
+            given = operands(length)
+            expected = written(*(t.clone() for t in given))
+            torch.testing.assert_close(run(*(t.clone() for t in given)), expected)
 
 
 def test_a_graph_whose_attention_is_not_fused_keeps_its_sum():
@@ -167,8 +172,9 @@ def test_scores_that_come_from_another_attention():
         inner = flex_attention(q, k, v) * 2
         return attended((q @ k.mT + a @ b.mT) + inner.mean(-1, keepdim=True), v)
 
-    run, _ = compiled(twice, dynamic=False)
+    run, _ = compiled(twice)
     with foci.observe() as log, torch.no_grad():
-        torch.testing.assert_close(run(*operands()[:5]), twice(*operands()[:5]))
-    assert [site.reason for site in log.fusions] == [None, None]
+        for length in several(S, S + 3, S + 9):
+            torch.testing.assert_close(run(*operands(length)[:5]), twice(*operands(length)[:5]))
+    assert [site.reason for site in log.fusions] == [None] * 4
     assert log.calls[1].problem.head_dim == D + R

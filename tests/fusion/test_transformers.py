@@ -45,6 +45,7 @@ def eager_counts(model, inputs, *, training):
     torch._dynamo.reset()
     counters.clear()
     with torch.set_grad_enabled(training):
+        # one length: it counts graphs
         torch.compile(model, backend="eager")(**inputs)
     return dynamo_counts()
 
@@ -71,6 +72,7 @@ def check(architecture, dtype, *, training):
     torch._dynamo.reset()
     counters.clear()
     with foci.observe() as log:
+        # one length: whole models compile for seconds each; spellings of their attentions have several lengths
         found = results(torch.compile(plain, backend=Compiler(rest="eager") if training else fused_only), inputs, training=training)
     counts = dynamo_counts()
     assert [site.reason for site in log.fusions if not site.fused] == []
@@ -118,6 +120,7 @@ def test_their_masks_suit_hopper_gpus(architecture, padded):
     inputs = {name: t for name, t in architecture.inputs(model).items() if padded or name != "attention_mask"}
     torch._dynamo.reset()
     with foci.observe() as log:
+        # one length: it reads the problems of one call
         first(torch.compile(model, backend=fused_only)(**inputs)).sum().backward()
     problems = [call.problem for call in (*log.calls, *log.backward_calls)]
     assert {problem.needs_backward for problem in problems} == {False, True}
@@ -147,6 +150,7 @@ def test_a_gradient_that_is_zero_may_be_rounding():
     """The bias of a key projection has none. With these seeds a processor with bfloat16 products exceeded four times eager's rounding."""
     architecture = next(a for a in OTHERS if a.kind == "clip")
     plain = undropped(architecture.model()).to(torch.bfloat16).train()
+    # one length: the seeds are the case
     fused = torch.compile(plain, backend=Compiler(rest="eager"))
     for seed in (6, 10, 12, 13):
         torch.manual_seed(seed)

@@ -21,7 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 import foci
+from compiled import several
 
+# one length: a name that is compiled; nothing calls it
 compiled_flex_attention = torch.compile(flex_attention)
 
 
@@ -105,9 +107,9 @@ def test_what_foci_refuses_is_not_given_to_torch():
 def test_torch_compile_follows_each_change(call):
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    q = query(2, 4, 32, 16).requires_grad_()
     counts = []
-    for routed in (False, True, False):
+    for routed, length in several((False, 32), (True, 40), (False, 48)):
+        q = query(2, 4, length, 16).requires_grad_()
         with foci.patch() if routed else foci.use("reference"), foci.observe() as log:
             torch.testing.assert_close(compiled(q), call(q), atol=2e-6, rtol=1e-5)
             (gradient,) = torch.autograd.grad(compiled(q).sum(), q)
@@ -160,6 +162,7 @@ def test_flexible_attention_in_one_graph():
     torch._dynamo.reset()
     window = torch.tensor(20)
 
+    # one length: the block mask has its lengths as numbers
     @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     def layer(q):
         mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < window, None, None, 100, 100, device="cpu")
@@ -314,6 +317,7 @@ NEW_NAMES = {
     "a module that was there": lambda module: setattr(module, "attend", Torch.attend),
     "a name that was another's": lambda module: setattr(module, "nothing", Torch.flex),
     "an alias of what was compiled": lambda module: setattr(module, "attend", compiled_flex_attention),
+    # one length: a name that is set
     "compiled now": lambda module: setattr(module, "attend", torch.compile(Torch.flex)),
     "__main__": lambda module: setattr(sys.modules["__main__"], "attend_by_foci", Torch.attend),
 }

@@ -136,6 +136,7 @@ def test_one_kernel_for_all_lengths(acme):
 
 def test_it_runs_in_a_compiled_graph(acme):
     torch._dynamo.reset()
+    # one length: it asks which backend runs
     compiled = torch.compile(foci.attention, backend="aot_eager", fullgraph=True)
     query, key, value = tensors()
     with foci.observe() as log:

@@ -15,6 +15,7 @@ from models import CASES, LENGTH, exact, padding, tokens, within_budget
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import foci
+from compiled import resize, several
 from foci.integrations.model_mask import ModelMask
 from foci.integrations.transformers import attention_forward, attention_mask, register
 from summed_terms import record_bias_terms
@@ -402,28 +403,32 @@ class TestCompiled:
         torch._dynamo.reset()
         model = LLAMA.model("foci")
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": use_cache}
-        expected = model(**inputs).logits
-        with foci.observe() as log:
-            found = compiled(**inputs).logits
-        assert len(log.calls) == 2
-        assert max(c.rank for call in log.calls for c in call.problem.variant.captures) == 2
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-        gradients = []
-        for result in (expected, found):
-            model.zero_grad()
-            result.square().sum().backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-        torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+        for more in several(0, 3, 5):
+            ids, mask = resize((tokens(), padding("right")), {LENGTH: LENGTH + more})
+            inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": use_cache}
+            expected = model(**inputs).logits
+            with foci.observe() as log:
+                found = compiled(**inputs).logits
+            assert len(log.calls) == 2
+            assert max(c.rank for call in log.calls for c in call.problem.variant.captures) == 2
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+            gradients = []
+            for result in (expected, found):
+                model.zero_grad()
+                result.square().sum().backward()
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
     def test_windows_softcap_and_sinks(self):
         for name in ("gemma2", "gpt_oss"):
             torch._dynamo.reset()
             model = BY_NAME[name].model("foci", experts="batched_mm")
             compiled = torch.compile(model, fullgraph=True, backend="eager")
-            inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": False}
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-6, rtol=1e-5)
+            for more in several(0, 3, 5):
+                ids, mask = resize((tokens(), padding("right")), {LENGTH: LENGTH + more})
+                inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+                with torch.no_grad():
+                    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-6, rtol=1e-5)
 
     def test_steps_with_a_static_cache_do_not_recompile(self):
         torch._dynamo.reset()

@@ -9,6 +9,7 @@ from twins import rand
 
 import foci
 import foci.nn
+from compiled import resize, several
 
 B, L, S, E, H = 3, 5, 7, 12, 3
 
@@ -441,15 +442,16 @@ def test_masks_for_longer_sequences_than_the_nested_ones():
 
 def test_compiled_masks_of_nested_inputs_whose_longest_is_unknown():
     _, ours = pair(batch_first=True)
-    query = torch.nested.nested_tensor_from_jagged(rand(6, E), offsets=torch.tensor([0, 4, 6]))
-    mask = explicit((4, 4), "bool")
 
-    def both(x):
+    def both(x, mask):
         return [ours(x, x, x, attn_mask=mask, need_weights=asked) for asked in (False, True)]
 
-    found = torch.compile(both, backend="eager", fullgraph=True)(query)
-    for (out, weights), (want, theirs) in zip(found, both(query), strict=True):
-        torch.testing.assert_close((out.values(), weights), (want.values(), theirs))
+    compiled = torch.compile(both, backend="eager", fullgraph=True)
+    for first, second in several((4, 2), (5, 3), (3, 7)):
+        query = torch.nested.nested_tensor_from_jagged(rand(first + second, E), offsets=torch.tensor([0, first, first + second]))
+        mask = explicit((max(first, second),) * 2, "bool")
+        for (out, weights), (want, theirs) in zip(compiled(query, mask), both(query, mask), strict=True):
+            torch.testing.assert_close((out.values(), weights), (want.values(), theirs))
 
 
 ROWS = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
@@ -526,13 +528,15 @@ def test_compile(need_weights):
     torch._dynamo.reset()
     _, ours = pair(batch_first=True, add_bias_kv=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    inputs = tensors("three", batch_first=True)
-    args = {"key_padding_mask": padding(S), "attn_mask": explicit((L, S), "bool", 3), "need_weights": need_weights}
-    expected, got = outcome(ours, inputs, **args), outcome(compiled, inputs, **args)
-    for (name, want), found in zip(expected.items(), got.values()):
-        assert (want is None) is (found is None), name
-        if want is not None:
-            torch.testing.assert_close(found, want, msg=name)
+    given = *tensors("three", batch_first=True), padding(S), explicit((L, S), "bool", 3)
+    for more in several(0, 4, 6):
+        *inputs, hidden, mask = resize(given, {L: L + more, S: S + more})
+        args = {"key_padding_mask": hidden, "attn_mask": mask, "need_weights": need_weights}
+        expected, got = outcome(ours, inputs, **args), outcome(compiled, inputs, **args)
+        for (name, want), found in zip(expected.items(), got.values()):
+            assert (want is None) is (found is None), name
+            if want is not None:
+                torch.testing.assert_close(found, want, msg=name)
 
 
 # MOD-08

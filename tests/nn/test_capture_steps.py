@@ -10,6 +10,7 @@ from capturing import FF, E, H, assert_same, encoder, graded, padding, rand, twi
 
 import foci
 import foci.nn
+from compiled import several
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -253,10 +254,11 @@ def test_release():
 
 def test_compiled_and_transformed_as_before(engine):
     model, captured = twins(encoder())
-    x, hidden = rand(3, 40, E), padding([40, 3, 20], 40)
-    wanted = model(x, src_key_padding_mask=hidden)
     compiled = torch.compile(captured, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, src_key_padding_mask=hidden), wanted, rtol=1e-5, atol=1e-5)
+    for length in several(45, 33, 40):
+        x, hidden = rand(3, length, E), padding([length, 3, 20], length)
+        wanted = model(x, src_key_padding_mask=hidden)
+        torch.testing.assert_close(compiled(x, src_key_padding_mask=hidden), wanted, rtol=1e-5, atol=1e-5)
     found = torch.func.functional_call(captured, dict(captured.named_parameters()), (x, None, hidden))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     found = torch.func.vmap(lambda x: captured(x, src_key_padding_mask=hidden))(x[None])

@@ -8,6 +8,7 @@ import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
 import foci.nn
+from compiled import several
 from foci.compat import nested as kinds
 
 LENGTHS = [7, 3, 5, 9]
@@ -62,11 +63,14 @@ def test_gradients_are_those_through_torchs_own(monkeypatch, encoder, batch, nam
 
 @pytest.mark.parametrize("name", ["values", "padded", "norm", "turned", "beside its own", "copy"])
 def test_is_taken_by_compiled_functions(encoder, batch, name):
-    want = gradients(encoder, batch, CONSUMERS[name])
     torch.compiler.reset()
-    found = gradients(encoder, batch, torch.compile(CONSUMERS[name], backend="aot_eager", fullgraph=True))
-    for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(one, other)
+    consumer = torch.compile(CONSUMERS[name], backend="aot_eager", fullgraph=True)
+    for more in several(0, 1, 4):
+        parts = [torch.cat([part, part[:more]]) for part in batch.unbind()]
+        one_batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        want, found = (gradients(encoder, one_batch, function) for function in (CONSUMERS[name], consumer))
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_is_of_its_kind_where_it_learns_alone(encoder, batch):

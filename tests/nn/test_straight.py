@@ -15,6 +15,7 @@ from padded_stacks import PADDING, E, H, S, by_modules, model, outcome, source
 
 import foci
 import foci.nn
+from compiled import resize, several
 from foci.dispatch import _side_by_side
 from foci.nn import fused_encoder
 
@@ -344,6 +345,7 @@ def test_calls_that_are_of_modules(taken, call):
 def test_compiled_layers(taken):
     layer, packing = model().layers[0], foci.nn.Packing.from_mask(PADDING)
     x = packing.pack(source(grad=False))
+    # one length: the packing that the function closes over has one number of tokens
     compiled = torch.compile(lambda x: layer(x, None, packing), backend="eager")
     torch.testing.assert_close(compiled(x), layer(x, None, packing), rtol=1e-5, atol=1e-6)
     assert taken == [True]
@@ -407,6 +409,11 @@ def test_graphs_of_what_was_called(taken):
     for graph in (compiled, exported, torch.jit.script(encoder)):
         torch.testing.assert_close(graph(x, src_key_padding_mask=PADDING), want, rtol=1e-5, atol=1e-6)
     assert taken == [True]
+    for more in several(0, 3, 7)[1:]:
+        given, hidden = resize((x, PADDING), {x.shape[1]: x.shape[1] + more})
+        torch.testing.assert_close(
+            compiled(given, src_key_padding_mask=hidden), encoder(given, src_key_padding_mask=hidden), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["stack", "layer"])

@@ -9,6 +9,7 @@ from twins import FF, B, E, H, S, T, as_float, layers, outcome, padding, rand, s
 
 import foci
 import foci.nn
+from compiled import resize, several
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,9 +73,9 @@ def test_compile(dynamic):
     torch._dynamo.reset()
     _, ours = stacks("Encoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
-    for hidden in (padding("right"), padding("holes")):
-        x = rand(B, S, E).requires_grad_()
+    for length, name in several((S, "right"), (S + 3, "holes"), (S + 9, "right")):
+        x, hidden = resize((rand(B, S, E).requires_grad_(), padding(name)), {S: length})
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
         for kwargs in ({"src_key_padding_mask": hidden}, {"src_key_padding_mask": hidden, "mask": causal})[: 1 if dynamic else 2]:
             expected, got = (m(x, **kwargs) for m in (ours, compiled))
             torch.testing.assert_close(got, expected)
@@ -85,9 +86,11 @@ def test_compile_decoder():
     torch._dynamo.reset()
     _, ours = stacks("Decoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    args = (rand(B, T, E), rand(B, S, E))
-    kwargs = {"tgt_key_padding_mask": padding("right", T), "memory_key_padding_mask": padding("holes")}
-    torch.testing.assert_close(compiled(*args, **kwargs), ours(*args, **kwargs))
+    for more in several(0, 2, 5):
+        given = rand(B, T, E), rand(B, S, E), padding("right", T), padding("holes")
+        *args, target, memory = resize(given, {T: T + more, S: S + more})
+        kwargs = {"tgt_key_padding_mask": target, "memory_key_padding_mask": memory}
+        torch.testing.assert_close(compiled(*args, **kwargs), ours(*args, **kwargs))
 
 
 COMPILED = {
@@ -105,15 +108,18 @@ def test_compiled_modules_are_those_of_torch(kind, case):
     options, training, dtype = COMPILED[case]
     theirs, ours = (m.train(training).to(dtype) for m in stacks(kind, 1, batch_first=True, **options))
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=dtype)
     near = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    x, hidden = rand(B, S, E).to(dtype), padding("right")
-    if kind == "Encoder":
-        inputs, calls = [x], ({"mask": causal}, {"src_key_padding_mask": hidden})
-    else:
-        pads = {"tgt_key_padding_mask": hidden, "memory_key_padding_mask": padding("right", T)}
-        inputs, calls = [x, rand(B, T, E).to(dtype)], ({"tgt_mask": causal}, {"tgt_mask": causal, **pads})
-    for kwargs in calls:
+
+    def calls(more):
+        given = rand(B, S, E).to(dtype), rand(B, T, E).to(dtype), padding("right"), padding("right", T)
+        x, memory, hidden, memory_hidden = resize(given, {S: S + more, T: T + more})
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(S + more, dtype=dtype)
+        if kind == "Encoder":
+            return ([x], {"mask": causal}, hidden), ([x], {"src_key_padding_mask": hidden}, hidden)
+        pads = {"tgt_key_padding_mask": hidden, "memory_key_padding_mask": memory_hidden}
+        return ([x, memory], {"tgt_mask": causal}, hidden), ([x, memory], {"tgt_mask": causal, **pads}, hidden)
+
+    for inputs, kwargs, hidden in (call for more in several(0, 2, 5) for call in calls(more)):
         rows = ~hidden if any("padding" in name for name in kwargs) else None
         (_, expected, their_grads), (_, got, our_grads) = (outcome(m, inputs, rows, **kwargs) for m in (theirs, compiled))
         torch.testing.assert_close(got, expected, **near)
@@ -191,7 +197,7 @@ def test_compile_nested():
     torch._dynamo.reset()
     _, ours = stacks("Encoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for lengths in ((2, 5, 3), (4, 1, 2), (7, 2, 2)):
+    for lengths in several((2, 5, 3), (4, 1, 2), (7, 2, 2)):
         parts = [rand(n, E, seed=n).requires_grad_() for n in lengths]
         out, want = (m(torch.nested.as_nested_tensor(parts, layout=torch.jagged)) for m in (compiled, ours))
         assert out.is_nested

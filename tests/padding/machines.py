@@ -115,6 +115,7 @@ class Recorder:
 
 def compiled(function, recorder, **options):
     torch._dynamo.reset()
+    # one length: those who call this are asked for sizes
     return torch.compile(function, backend=recorder, **options)
 
 

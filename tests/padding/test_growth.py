@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from machines import Recorder, compiled, first_call_only, machine, other_sizes
 from test_passes import run_both
 
+from compiled import several
+
 
 def grown(function, *inputs, on=None, **options):
     return run_both(function, *inputs, recorder=Recorder(on or machine(odd=3.0, bandwidth=1e16), grow=True), **options)
@@ -166,7 +168,7 @@ def test_a_symbolic_batch(kind):
         return (x @ w).logsumexp(1).sum()
 
     called = torch.compile(loss, backend=recorder, dynamic=True)
-    for size in (64, 130, 71):
+    for size in several(64, 130, 71):
         x = torch.randn(size, 64)
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_static(w)
@@ -180,6 +182,7 @@ def test_a_symbolic_length_is_refused():
     torch._dynamo.reset()
     w = torch.randn(64, 2047)
     torch._dynamo.mark_dynamic(w, 1)
+    # one length: it reads why one graph is refused
     torch.compile(lambda x, w: (x @ w).logsumexp(1), backend=recorder)(torch.randn(8, 64), w)
     assert any("symbolic" in (padding.reason or "") for padding in recorder.paddings)
 

@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 import foci
+from compiled import several
 from foci.padding.options import options
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and not torch.cuda.is_available(), reason="Inductor needs a C++ compiler")
@@ -52,6 +53,7 @@ def test_linear_and_cross_entropy_take_no_kernel_more_than_for_a_good_shape_but_
     leaves = (x, layer.weight, layer.bias)
     expected = torch.autograd.grad(loss(x), leaves)
     with foci.observe() as log:
+        # one length: it reads the code of one graph
         _, (forward, backward) = run_fw_bw_and_get_code(lambda: torch.compile(loss, options=options(MACHINE))(x))
     for leaf, gradient in zip(leaves, expected):
         torch.testing.assert_close(leaf.grad, gradient, rtol=2e-3, atol=1e-5)
@@ -76,6 +78,7 @@ def test_a_cut_product_takes_one_small_kernel_more():
     for k in (2047, 2048):
         torch._dynamo.reset()
         r, c, b = (torch.randn(*size, device=DEVICE) for size in ((64,), (k,), (k, 16)))
+        # one length: it reads the code of one graph
         step = torch.compile(lambda r, c, b: torch.relu(r[:, None] + c) @ b, options=options(machine(odd=3.0, bandwidth=1e12)))
         out, (code,) = run_and_get_code(step, r, c, b)
         torch.testing.assert_close(out, torch.relu(r[:, None] + c) @ b, rtol=2e-3, atol=2e-3)
@@ -93,6 +96,7 @@ def test_padded_strides_without_a_copy():
         torch._dynamo.reset()
         x, v = torch.randn(128, 64, device=DEVICE), torch.randn(n, 64, device=DEVICE)
         w = torch.randn(64, 2048, device=DEVICE)[:, :n]  # aligned from outside
+        # one length: it reads the code of one graph
         out, (code,) = run_and_get_code(torch.compile(step, options={**options(STRIDED), "joint_custom_pre_pass": None}), x, w, v)
         torch.testing.assert_close(out, step(x, w, v), rtol=2e-3, atol=1e-3)
         assert all(strides == (2048, 1) for sizes, strides in allocations(code) if sizes == (128, n))
@@ -108,6 +112,7 @@ def test_batched_products_concatenation_and_views():
 
     q, k, v, w = (torch.randn(*size, device=DEVICE) for size in ((4, 1023, 16), (4, 1023, 16), (4, 1023, 16), (1039, 32)))
     settings = {**options(STRIDED), "joint_custom_pre_pass": None}
+    # one length: it reads the code of one graph
     out, (code,) = run_and_get_code(torch.compile(step, options=settings), q, k, v, w)
     torch.testing.assert_close(out, step(q, k, v, w), rtol=2e-3, atol=1e-3)
     assert {strides for sizes, strides in allocations(code) if sizes == (4, 1023, 1023)} == {(1023 * 1024, 1024, 1)}
@@ -124,6 +129,7 @@ def test_both_passes_of_a_softmax_write_padded_rows():
     leaves = [torch.randn(2, 1023, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     expected = torch.autograd.grad(step(*leaves).sum(), leaves)
     settings = {**options(STRIDED), "joint_custom_pre_pass": None}
+    # one length: it reads the code of one graph
     _, codes = run_fw_bw_and_get_code(lambda: torch.compile(step, options=settings)(*leaves))
     assert len(codes) == 2
     for code in codes:
@@ -141,7 +147,7 @@ def test_a_symbolic_size(which):
     called = torch.compile(step, options=options(STRIDED))
     counters.clear()
     paddings = []
-    for size in (100, 229, 64):
+    for size in several(100, 229, 64):
         n = 2047 if which == "rows" else 1901 + size * 2
         x, w = torch.randn(size if which == "rows" else 64, 64, device=DEVICE), torch.randn(64, n, device=DEVICE)
         torch._dynamo.mark_dynamic(*((x, 0) if which == "rows" else (w, 1)))
@@ -159,6 +165,7 @@ def test_what_the_user_sees_keeps_its_strides():
         return logits, logits.logsumexp(1)
 
     inputs = (torch.randn(256, 64, device=DEVICE), torch.randn(2047, 64, device=DEVICE), torch.randn(2047, device=DEVICE))
+    # one length: strides through Inductor; test_passes.py has several sizes
     got = torch.compile(both, options=options(MACHINE))(*inputs)
     for mine, theirs in zip(got, both(*inputs)):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-3)
@@ -174,6 +181,7 @@ def test_memory_is_what_the_report_says():
     for settings in ({"shape_padding": False}, {**options(STRIDED), "joint_custom_pre_pass": None}):
         torch._dynamo.reset()
         with foci.observe() as log, config.patch(comprehensive_padding=False):
+            # one length: it reads the code of one graph
             _, (code,) = run_and_get_code(torch.compile(step, options=settings), x, w)
         logits = [strides for sizes, strides in allocations(code) if sizes == (256, 2047)]
         taken.append(255 * logits[0][0] + 2047)
@@ -184,6 +192,7 @@ def test_memory_is_what_the_report_says():
 def test_by_rows_on_a_gpu():
     a, b = torch.randn(1024, 2046, device="cuda", dtype=torch.float16), torch.randn(2046, 256, device="cuda", dtype=torch.float16)
     with foci.observe() as log:
+        # one length: which kernel a GPU takes depends on it
         out = torch.compile(torch.mm, options=options(machine(odd=3.0, bandwidth=1e12)))(a, b)
     assert "by rows" in {padding.how for padding in log.paddings}
     torch.testing.assert_close(out, a @ b, rtol=2e-3, atol=0.2)
@@ -195,6 +204,7 @@ def test_into_rows_on_a_gpu(biased):
     x, w = torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16), torch.randn(2047, 64, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(2047, device="cuda", dtype=torch.bfloat16) if biased else None
     with foci.observe() as log:
+        # one length: which kernel a GPU takes depends on it
         out = torch.compile(F.linear, options=options(machine(1000.0, odd=1000.0)))(x, w, bias)
     assert "by rows" in {padding.how for padding in log.paddings}
     assert out.is_contiguous()
@@ -207,6 +217,7 @@ def test_cuda_graphs(sizes):
     m, k, n = sizes
     layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.float16)
     settings = {**options(machine(odd=3.0, bandwidth=1e12)), "triton.cudagraphs": True}
+    # one length: a CUDA graph has one
     called = torch.compile(lambda x: F.linear(x, layer.weight.view(n, k)).float().logsumexp(1), options=settings)
     for _ in range(4):  # warm-up, recording, replays
         x = torch.randn(m, k, device="cuda", dtype=torch.float16)
@@ -224,6 +235,7 @@ def test_frozen_weights_are_padded_while_compiling():
         x = torch.randn(128, 64, device=DEVICE)
         torch._dynamo.reset()
         with config.patch(freezing=True), torch.no_grad():
+            # one length: it reads the code of one graph
             out, (code,) = run_and_get_code(torch.compile(model, options=options(MACHINE)), x)
         torch.testing.assert_close(out, model(x), rtol=2e-3, atol=1e-3)
         counts.append(kernels(code))
