@@ -1,7 +1,6 @@
 """Masks of partial tiles as words: every bit, and which tiles rows need, natively or in the interpreter (TRITON_INTERPRET=1)."""
 
 import os
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,8 @@ from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
 from foci.trace_functions import bind
 
 kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+from foci.backends.triton import tile_tables  # noqa: E402
+
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
@@ -71,12 +72,21 @@ def fewest(keep, tile):
     return count
 
 
+def tile_tables_kept():
+    return [table for _, table in tile_tables._DENSE_SEQUENCES.visits._found.values()]
+
+
+def forget_bits():
+    for table in tile_tables_kept():
+        table.derived.clear()
+
+
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
     monkeypatch.setattr(kernel, "SHORT_FORWARD_TILES", 0 if moves else 1 << 30)
-    monkeypatch.setattr(kernel, "_mask_bits_cache", weakref.WeakKeyDictionary())  # of a mask, what is found first is kept
+    forget_bits()  # of a mask, what is found first is kept
     case = CASES[name]
     compiled, operands = listed(**case)
     with pytest.raises(Caught) as caught:
@@ -162,13 +172,13 @@ def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
     case = {"mask": lambda b, h, q, k: OWNERS[q] + 2 == OWNERS[k] + 2, "dim": 128}
     launched_with(**case)
-    monkeypatch.setattr(kernel, "_mask_bits_cache", weakref.WeakKeyDictionary())  # lists stay, words are found anew
+    forget_bits()  # lists stay, bits are found anew
     with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="no room"):
         failing.setattr(kernel, "pack_masks", Failing())
         listed(**case)[0].forward(listed(**case)[1])
-    assert not kernel._mask_bits_cache
+    assert not any(table.derived for table in tile_tables_kept())
     table, _ = launched_with(**case)
-    assert table.bits.any() and len(kernel._mask_bits_cache) == 1
+    assert table.bits.any() and sum(len(kept.derived) for kept in tile_tables_kept()) == 1
 
 
 def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):

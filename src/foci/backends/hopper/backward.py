@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -81,9 +80,6 @@ from foci.problem import Operands
 __all__ = ["HopperGradients"]
 
 
-_rank_cache: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
-_bits_cache: Final[weakref.WeakKeyDictionary[TileTable, Tensor]] = weakref.WeakKeyDictionary()
-"""Both live as long as the tile table that they belong to."""
 _ROW_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _SHARE_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -381,7 +377,7 @@ class HopperGradients(host.TritonKernel):
             packed_ranks = call.recorder.empty((rows, width), (width, 1), torch.int32, counts)
             call.recorder.launch(rank_packed, (rows,), packed_ranks, visits.table, visits.spans, encode(tasks), 128, 32, num_warps=4)
             return packed_ranks
-        ranks = _rank_cache.get(visits)
+        ranks = visits.derived.get("ranks")
         if ranks is None:
             rows, width = counts.shape[0], visits.table.width >> 2
             ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
@@ -391,7 +387,7 @@ class HopperGradients(host.TritonKernel):
             config = self._cut_config(call, tiles, visits.mode)
             recorder.launch(mark_tiles, (rows,), ranks, visits.table, config, 128, num_warps=1)
             recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, visits.table, encode(tasks), 128, num_warps=4)
-            after_launches(functools.partial(_rank_cache.__setitem__, visits, ranks))
+            after_launches(functools.partial(visits.derived.__setitem__, "ranks", ranks))
         call.recorder.keep((ranks,))
         return ranks
 
@@ -400,7 +396,7 @@ class HopperGradients(host.TritonKernel):
         counts, dtype = visits.table.counts, torch.int16 if tiles.tile_q == 64 else torch.int32
         if counts is None or self.is_bounded_by_key:
             return None
-        bits, shape = _bits_cache.get(visits), (counts.shape[0], visits.table.width >> 2, tiles.tile_kv, 4)
+        bits, shape = visits.derived.get("query bits"), (counts.shape[0], visits.table.width >> 2, tiles.tile_kv, 4)
         if bits is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
             return None
         if bits is None:
@@ -411,7 +407,7 @@ class HopperGradients(host.TritonKernel):
                 bits, visits.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
                 self._cut_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
-            after_launches(functools.partial(_bits_cache.__setitem__, visits, bits))
+            after_launches(functools.partial(visits.derived.__setitem__, "query bits", bits))
         call.recorder.keep((bits,))
         return bits
 

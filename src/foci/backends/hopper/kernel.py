@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -49,8 +48,6 @@ class MaskBits(NamedTuple):
 
 _TableOptions: TypeAlias = tuple[bool, bool]
 """(whether tiles are moved to the attended keys, whether tasks are sorted)."""
-_mask_bits_cache: Final[weakref.WeakKeyDictionary[TileTable, dict[_TableOptions, MaskBits]]] = weakref.WeakKeyDictionary()
-"""Lives as long as the tile table that it belongs to. Calls with and without dropout share a table but not these options."""
 
 SHORT_FORWARD_TILES: Final = 1 << 13
 """Up to this many tiles in all tasks, visited or not, a forward is too short for moving tiles to pay."""
@@ -153,10 +150,10 @@ class HopperKernel(host.TritonKernel):
             is_long and formula.block_size is None and not formula.dropout,
             is_long and schedule.longest_first and call.operands.cu_q is None,
         )
-        mask_bits = _mask_bits_cache.get(visits, {}).get(options)
+        mask_bits = visits.derived.get(("mask bits", options))  # calls with and without dropout share a table but not these options
         if mask_bits is None:
             mask_bits = self._build_mask_bits(call, options, tiles, visits, lists)
-            after_launches(functools.partial(_store_mask_bits, visits, options, mask_bits))
+            after_launches(functools.partial(visits.derived.__setitem__, ("mask bits", options), mask_bits))
         call.recorder.keep(mask_bits)
         return mask_bits
 
@@ -206,10 +203,6 @@ class HopperKernel(host.TritonKernel):
             KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
             SERPENTINE=schedule.serpentine,
         )  # fmt: skip
-
-
-def _store_mask_bits(visits: TileTable, options: _TableOptions, mask_bits: MaskBits) -> None:
-    _mask_bits_cache.setdefault(visits, {})[options] = mask_bits
 
 
 def _without_mask(plan: Plan) -> Plan:

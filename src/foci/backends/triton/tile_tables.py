@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import triton
@@ -40,13 +40,15 @@ ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """Tasks of a kernel and the tiles they visit; `source` finds the same for other sequences, where their lengths alone say it."""
+    """Tasks of a kernel and the tiles they visit; `source` finds the same for other sequences, where their lengths alone say it. `derived`
+    holds, by name, what kernels made of these tiles."""
 
     tasks: int
     mode: str
     spans: Spans
     table: Table
     source: Source | None = None
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
