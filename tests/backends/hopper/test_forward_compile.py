@@ -220,7 +220,7 @@ def launch(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "consumer"), [({"dim": 64, "length": 4096}, "consume_all"), ({"mask": masks.causal(), "blocks": True}, "fold")]
+    ("case", "consumer"), [({"dim": 64, "length": 4096}, "consume_all"), ({"mask": masks.causal(), "blocks": True}, "accumulate_tiles")]
 )
 def test_consumers_functions_are_read_once_for_all_of_them(case, consumer, stand_in, monkeypatch):
     read, inner = [], CodeGenerator.visit_FunctionDef
