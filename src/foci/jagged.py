@@ -75,7 +75,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises a ValueError if there are fewer heads of key or value than of the query, but for one that all share."""
-    heads = [count_heads(t) for t in (query, key, value) if not t.is_nested or t.layout == torch.jagged]
+    heads = [count_heads(t) for t in (query, key, value) if type(t) in KINDS or not t.is_nested or t.layout == torch.jagged]
     if len(set(heads) - {1}) > 1:
         raise ArgumentError(f"query, key and value have {', '.join(map(str, heads))} heads: grouped heads need enable_gqa=True")
 

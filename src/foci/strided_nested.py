@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foci.compat.nested import KINDS
 from foci.core import Tensors
 from foci.errors import ArgumentError
 from foci.prepare import describe
@@ -18,7 +19,8 @@ __all__ = ["as_jagged", "as_strided", "has_strided"]
 
 def has_strided(*tensors: Tensor) -> bool:
     """Whether any of the tensors is a NestedTensor of strided layout."""
-    return any(isinstance(t, Tensor) and t.is_nested and t.layout is torch.strided for t in tensors)
+    # by type first, as a NestedTensor of jagged layout answers in Python
+    return any(type(t) not in KINDS and isinstance(t, Tensor) and t.is_nested and t.layout is torch.strided for t in tensors)
 
 
 def as_jagged(tensors: Tensors) -> Tensors:
