@@ -4,6 +4,7 @@
 
 import copy
 import datetime as dt
+import faulthandler
 import functools
 import os
 import traceback
@@ -126,6 +127,7 @@ WRAPPERS = {"DistributedDataParallel": torch.nn.parallel.DistributedDataParallel
 
 
 def work(rank, file, tried, results):
+    faulthandler.enable(all_threads=True)
     gathers = [name.is_found for name in NAMES.values() if name.path.startswith("torch.distributed.")]
     assert gathers == ["FOCI_WITHOUT" not in os.environ]
     torch.set_num_threads(1)
@@ -163,7 +165,10 @@ def test_each_rank_finds_its_part(tmp_path, monkeypatch, without, tried):
     # One test of all: processes that each import torch are what takes time, and workers of pytest share no fixture.
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(work, (str(tmp_path / "store"), tried, results), nprocs=RANKS)
+        try:
+            torch.multiprocessing.spawn(work, (str(tmp_path / "store"), tried, results), nprocs=RANKS)
+        except torch.multiprocessing.ProcessExitedException as error:
+            pytest.fail(f"{error}; faulthandler has written where. Before that ended: {sorted(map(str, results.keys()))}")
         found = dict(results)
     for each in tried:
         for rank in range(RANKS):
