@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 import foci
-from foci import call_cache, core, execution, masks, operator, trace_functions
+from foci import block_mask, call_cache, core, execution, masks, operator, trace_functions
 from foci.operator import compiled_call
 from foci.operator.op_schema import flatten, unpack_results
+from foci.weak_cache import WeakCache
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,17 @@ def _score(call: Call, slopes: Tensor, query: Tensor) -> Any:
     }[call.score]
 
 
+@functools.cache
+def _block_mask(reach: int, q_len: int, kv_len: int, block_size: int, *, is_inference: bool) -> Any:
+    """One object for equal calls: what is made of its lists is kept."""
+    return foci.create_block_mask(lambda b, h, i, j: i - j < reach, None, None, q_len, kv_len, device="cpu", BLOCK_SIZE=block_size)
+
+
 def _mask(call: Call, slopes: Tensor) -> Any:
     window = call.window
     if "blocks" in call.mask:
-        function = (lambda b, h, i, j: i - j < window) if call.mask == "blocks" else (lambda b, h, i, j: i - j < window * 9)
-        return foci.create_block_mask(function, None, None, call.q_len, call.kv_len, device="cpu", BLOCK_SIZE=call.block_size)
+        reach = window if call.mask == "blocks" else window * 9
+        return _block_mask(reach, call.q_len, call.kv_len, call.block_size, is_inference=torch.is_inference_mode_enabled())
     return {
         "none": None,
         "causal": masks.causal(),
@@ -293,6 +301,7 @@ def enter(monkeypatch: Any, door: str) -> None:
     """
     for module, name in ((call_cache, "_calls"), (execution, "_decisions"), (trace_functions, "_traces")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
+    monkeypatch.setattr(block_mask, "_classes", WeakCache(64))
     if door == "eager":
         return
     for module in (core, operator):
@@ -383,7 +392,14 @@ _CHANGES: dict[str, list[dict[str, Any]]] = {
         {"mask": "slopes"},
     ],
     "window": [{"number": 3.0}, {"window": 7}, {"score": "excludes"}, {"score": "over", "number": -0.0}, {"score": "over", "number": 0.0}],
-    "blocks": [{"window": 7}, {"block_size": 16}, {"mask": "many blocks"}, {"score": "excludes"}, {"score": "slopes"}],
+    "blocks": [
+        {"window": 7},
+        {"block_size": 16},
+        {"mask": "many blocks"},
+        {"score": "excludes"},
+        {"score": "slopes"},
+        {"score": "slopes", "requires_grad": (True,) * 4},
+    ],
     "tensor": [{"window": 7}],
 }
 

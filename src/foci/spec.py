@@ -31,10 +31,9 @@ class CallSpec(NamedTuple):
         function: what becomes of scores. Of a call that was not traced yet the fingerprints of its functions, with the numbers they close
             over; of an operator's call the formula as text, with its numbers.
         outputs: which auxiliary outputs are asked for; None where the formula holds it.
-        scale: as in `foci.prepare.Extras`; a zero as text, as 0.0 == -0.0.
+        scale: as in `foci.prepare.Extras`; a zero as text (`_exact`).
         dropout_p, max_q, max_kv, exact_lengths: as in `foci.prepare.Extras`.
-        shapes, strides, dtypes: of query, key and value.
-        device: of all tensors.
+        shapes, strides, dtypes, devices: of query, key and value.
         alignment: the lowest four bits of the addresses of query, key and value together, and of the other tensors together.
         aliases: whether query is key, key is value, query is value.
         captures: of the tensors that functions close over: strides, where the fingerprints hold the rest, or shape, strides and dtype.
@@ -59,7 +58,7 @@ class CallSpec(NamedTuple):
     shapes: Hashable
     strides: Hashable
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    device: tuple[torch.device, torch.device, torch.device]
+    devices: tuple[torch.device, torch.device, torch.device]
     alignment: tuple[int, int]
     aliases: tuple[bool, bool, bool]
     captures: Hashable
@@ -165,7 +164,7 @@ def find_needs(tensors: Sequence[Tensor]) -> Needs:
 
 
 def _exact(number: float | None) -> float | str | None:
-    """A number as it is told from all others: 0.0 == -0.0."""
+    """The number, or a zero as text: 0.0 == -0.0 would make two calls one."""
     return repr(number) if number == 0 else number
 
 

@@ -85,7 +85,7 @@ def test_the_changes_reach_every_field(monkeypatch):
             specs = specs_of(first, door, monkeypatch)
             for changed in changes(base):
                 found |= differing(specs, specs_of(changed, door, monkeypatch))
-    assert {*CallSpec._fields, *Environment._fields} - found == {"device", "is_joined"}
+    assert {*CallSpec._fields, *Environment._fields} - found == {"devices", "is_joined"}
 
 
 @pytest.mark.parametrize(
