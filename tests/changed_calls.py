@@ -25,7 +25,7 @@ class Call:
 
     Attributes:
         views: how query, key, value and the captured tensor lie in memory; keys of `VIEWS`.
-        alias: which of query, key and value are one tensor.
+        alias: which of query, key and value are one tensor: "qk", "qv", "kv", "qkv", or none of them.
         requires_grad: of query, key, value and the captured tensor.
         grad_mode: a key of `GRAD_MODES`.
         number: what the score function multiplies or divides by.
@@ -193,10 +193,7 @@ Result = tuple[list[Tensor | None], list[str]]
 def make_inputs(call: Call) -> list[Tensor]:
     """Query, key, value and the tensor that functions may close over, each time of the same numbers."""
     torch.manual_seed(7)
-    tokens = call.offsets[-1]
-    sizes = (
-        (call.q_heads, call.q_len, call.head_dim), (call.kv_heads, call.kv_len, call.head_dim), (call.kv_heads, call.kv_len, call.value_dim),
-    )  # fmt: skip
+    tokens, sizes = call.offsets[-1], list(_sizes(call).values())
     if call.layout == "packed":
         made = [_packed((tokens, heads, width), view, call.dtype) for (heads, _, width), view in zip(sizes, call.views, strict=False)]
     else:
@@ -204,12 +201,19 @@ def make_inputs(call: Call) -> list[Tensor]:
     if call.layout == "paged":
         made[1:] = [_in_pages(t, call.page_size) for t in made[1:]]
     made.append(_draw((call.q_heads,), call.views[3], call.capture_dtype))
-    query, key, value, slopes = (t.requires_grad_(on) for t, on in zip(made, call.requires_grad, strict=True))
-    if "k" in call.alias:
-        key = query
-    if call.alias:
-        value = query if "v" in call.alias else key
-    return [query, key, value, slopes]
+    *operands, slopes = (t.requires_grad_(on) for t, on in zip(made, call.requires_grad, strict=True))
+    named = dict(zip("qkv", operands, strict=True))
+    named |= {name: named[call.alias[0]] for name in call.alias}
+    return [*named.values(), slopes]
+
+
+def _sizes(call: Call) -> dict[str, tuple[int, int, int]]:
+    """[H, S, D] of query, key and value."""
+    return {
+        "q": (call.q_heads, call.q_len, call.head_dim),
+        "k": (call.kv_heads, call.kv_len, call.head_dim),
+        "v": (call.kv_heads, call.kv_len, call.value_dim),
+    }
 
 
 def run(call: Call, backends: tuple[str, ...] = ("blocked",)) -> Result:
@@ -338,9 +342,7 @@ _ALWAYS: list[dict[str, Any]] = [
     {"head_dim": 8},
     {"value_dim": 8},
     *({"views": tuple(view if n == place else "plain" for n in range(4))} for view in VIEWS[1:] for place in range(3)),
-    {"alias": "k"},
-    {"alias": "kv"},
-    {"alias": "same"},
+    *({"alias": names} for names in ("qk", "qv", "kv", "qkv")),
     *({"requires_grad": tuple(n != place for n in range(3)) + (False,)} for place in range(3)),
     {"requires_grad": (False,) * 4},
     {"grad_mode": "off"},
@@ -413,13 +415,15 @@ def changes(base: str) -> list[Call]:
 
 
 def _is_valid(call: Call) -> bool:
-    shapes_agree = call.head_dim == call.value_dim and call.q_heads == call.kv_heads and call.q_len == call.kv_len
-    is_aliased_rightly = not call.alias or shapes_agree or (call.alias == "same" and call.head_dim == call.value_dim)
-    has_values = "weights" not in call.outputs or call.layout == "dense"
-    takes_mask = call.layout != "paged" or call.mask not in ("tensor", "blocks", "many blocks")
-    is_stored = call.layout != "paged" or not (call.alias or any(call.requires_grad) or set(call.views[1:3]) != {"plain"})
-    needs_square = call.alias in ("k", "kv") and call.q_heads != call.kv_heads
-    return is_aliased_rightly and has_values and takes_mask and is_stored and not needs_square
+    """Whether foci takes such a call."""
+    sizes = _sizes(call)
+    if len({sizes[name] for name in call.alias}) > 1:
+        return False  # one tensor has one shape
+    if call.layout != "paged":
+        return True
+    # Pages are contiguous tensors of their own; calls of them take no gradients and no masks that hold lengths as numbers.
+    has_pages_alone = not call.alias and call.views[1:3] == ("plain", "plain")
+    return has_pages_alone and not any(call.requires_grad) and call.mask not in ("tensor", "blocks", "many blocks")
 
 
 def for_a_gpu(call: Call) -> Call:

@@ -38,6 +38,12 @@ class Compiled:
         self.launched.append((self.name, (x, y, z), flat(rest[3:]) + self.options))
 
 
+class Noted(tuple):
+    """A launch, with what it was given: while a log keeps it, no other tensor is allocated where a temporary one lay."""
+
+    given: tuple
+
+
 class Function:
     """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`. Options such as num_warps follow the arguments."""
 
@@ -51,7 +57,9 @@ class Function:
             bound = self.signature.bind(*args)
             bound.apply_defaults()
             chosen = tuple(sorted(options.items()))
-            self.worked_out.append((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
+            noted = Noted((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
+            noted.given = args
+            self.worked_out.append(noted)
             if chosen not in self.compiled:
                 self.compiled[chosen] = Compiled(self.name, self.launched, len(self.signature.parameters), chosen)
             return self.compiled[chosen]

@@ -54,8 +54,7 @@ def test_a_second_call_launches_what_the_first_worked_out(logs, name):
     for before, after in zip(addressed(first, kept[0]), addressed(launched, kept[1]), strict=True):
         differing = [at for at, (a, b) in enumerate(zip(before[2], after[2], strict=True)) if a != b]
         assert before[0] in temporaries or not differing, (before, after)
-        # addresses of temporary tensors; where one was freed a tensor that is kept may lie now, and be named instead
-        assert all(isinstance(before[2][at], int) or isinstance(after[2][at], int) for at in differing)
+        assert all(isinstance(before[2][at], int) for at in differing)  # addresses of temporary tensors
         assert len(differing) <= 3
 
 
@@ -296,6 +295,7 @@ def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
     results = attention.forward(operands)
     attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
     del results
+    logs[0].clear()  # it keeps what was launched with
     assert bool(alive().keys() - before.keys()) != makes
 
 

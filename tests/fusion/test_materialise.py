@@ -132,7 +132,8 @@ def test_a_mask_beside_a_bias_stays_a_mask():
 # FUSE-03
 @pytest.mark.parametrize(("layers", "shared", "is_tensor"), [(1, True, False), (12, True, True), (12, False, False)])
 def test_a_bias_that_many_layers_share_is_made_once_for_them(layers, shared, is_tensor):
-    """One layer computes it for less than it costs to make, and so does each of many that have biases of their own."""
+    """A single layer computes the bias inside its kernel, as that costs less than a tensor of it does. Twelve layers with a bias each do so
+    too. Twelve layers that share one bias read it as a tensor."""
 
     def make_bias(rows, columns):
         bias = rows - columns
