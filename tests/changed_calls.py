@@ -203,7 +203,8 @@ def make_inputs(call: Call) -> list[Tensor]:
     made.append(_draw((call.q_heads,), call.views[3], call.capture_dtype))
     *operands, slopes = (t.requires_grad_(on) for t, on in zip(made, call.requires_grad, strict=True))
     named = dict(zip("qkv", operands, strict=True))
-    named |= {name: named[call.alias[0]] for name in call.alias}
+    for name in call.alias:
+        named[name] = named[call.alias[0]]
     return [*named.values(), slopes]
 
 

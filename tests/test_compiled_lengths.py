@@ -26,7 +26,7 @@ REASON = re.compile(r"# one length: \S.{8,}")
 
 
 def imported(tree: ast.Module, table: dict[str, set[str]]) -> set[str]:
-    """The names of a table that a file has, be they imported or its own."""
+    """The names of a table that a file imports, as it calls them."""
     return {
         alias.asname or alias.name
         for node in ast.walk(tree)

@@ -187,13 +187,13 @@ def test_training_and_inference(context):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around the model", "inside the model"])
 def test_autocast(inside):
-    model, (x,) = Block(), hidden(20)
+    model = Block()
 
     def cast(x):
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
-    def run(function):
+    def run(function, x):
         with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
             out = function(x)
         model.zero_grad()
@@ -201,17 +201,18 @@ def test_autocast(inside):
         return out.detach(), model.qkv.weight.grad.clone()
 
     function = cast if inside else model
+    compiled = foci.compile(function, rest="eager")
     with foci.observe() as log:
-        # one length: gradients of parameters in autocast are those of one batch
-        found = run(foci.compile(function, rest="eager"))
-    assert fused(log) == [True]
-    assert log.calls[0].problem.dtype == torch.bfloat16
-    plain = run(function)
-    exact = results(Block.forward, (model, x), backward=False)["output 0"]
-    for ours, theirs in zip(found, plain):
-        assert ours.dtype == theirs.dtype
-    assert (found[0] - exact).abs().max() <= 4 * (plain[0] - exact).abs().max()
-    torch.testing.assert_close(found[1], plain[1], rtol=0.05, atol=0.05 * float(plain[1].abs().max()))
+        for length in several(20, 27, 33):
+            (x,) = hidden(length)
+            found, plain = run(compiled, x), run(function, x)
+            exact = results(Block.forward, (model, x), backward=False)["output 0"]
+            for ours, theirs in zip(found, plain, strict=True):
+                assert ours.dtype == theirs.dtype
+            assert (found[0] - exact).abs().max() <= 4 * (plain[0] - exact).abs().max()
+            torch.testing.assert_close(found[1], plain[1], rtol=0.05, atol=0.05 * float(plain[1].abs().max()))
+    assert fused(log) == [True, True]
+    assert {call.problem.dtype for call in log.calls} == {torch.bfloat16}
 
 
 def test_fresh_lengths_compile_once():

@@ -373,14 +373,20 @@ def test_calls_of_flex_attention_are_lowered_with_their_gradients():
         return flex_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).abs())
 
     torch._dynamo.reset()
-    backend, args = Fusing(), [t.float() for t in qkv()]
-    # one length: it reads one graph; test_calls_by_name.py has several lengths
-    torch.compile(flex, backend=backend, fullgraph=True)(*args)  # torch's own has no backward on the CPU, and takes none that learns
-    assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)]
-    (out,) = backend.after[0](*learned(*args))
-    position = torch.arange(S)
-    scores = args[0] @ args[1].mT / D**0.5 - (position[:, None] - position).abs()
-    want = scores.softmax(-1) @ args[2]
+
+    def formula(q, k, v):
+        position = torch.arange(q.shape[2])
+        return (q @ k.mT / D**0.5 - (position[:, None] - position).abs()).softmax(-1) @ v
+
+    backend = Fusing()
+    compiled = torch.compile(flex, backend=backend, fullgraph=True)
+    for length in several(S, S + 3, S + 9):
+        args = [t.float() for t in qkv(length=length)]
+        torch.testing.assert_close(compiled(*args), formula(*args))
+    assert [(site.kind, site.fused) for site in backend.sites] == [("flex", True)] * 2
+    # Gradients are those of the graph: torch's own function has no backward on the CPU, and takes no tensor that requires a gradient.
+    args = learned(*(t.float() for t in qkv()))
+    (out,), want = backend.after[0](*args), formula(*args)
     torch.testing.assert_close(out, want)
     grads = (torch.autograd.grad(t.square().sum(), args) for t in (out, want))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
