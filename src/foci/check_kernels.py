@@ -83,6 +83,7 @@ class _Posed:
 
     @staticmethod
     def of(kind: Kind, device: torch.device) -> _Posed:
+        """Draw the tensors of a small problem of a kind."""
         torch.manual_seed(_SEED)
         dtype: torch.dtype = getattr(torch, kind.dtype)
         few = kind.q_len <= 128

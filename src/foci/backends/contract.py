@@ -40,7 +40,7 @@ Inputs: TypeAlias = Sequence[Tensor | None]
 Offsets: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """cu_q, cu_kv, q_lengths, kv_lengths."""
 Strides: TypeAlias = Sequence[tuple[int, ...]]
-"""Of all that a pass returns."""
+"""Strides of each tensor that a pass returns."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Kernel(Protocol):
 
 
 class Given(NamedTuple):
-    """What a backward pass is given besides the operands: results, and gradients of them."""
+    """Arguments of a backward pass besides the operands: results of the forward, and their gradients."""
 
     out: Tensor
     lse: Tensor
@@ -106,37 +106,37 @@ class Repeating(Protocol):
     """
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """out and lse, and row_max where it is asked for. `inputs` are query, key, value, captured tensors and seed; of a paged call its
-        lengths and page table besides."""
+        """Return out, lse, and row_max if the problem asks for it. `inputs`: query, key, value, captured tensors and seed; for a paged call
+        also lengths and page table."""
         ...
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """Gradients of query, key and value, those that the problem asks for."""
+        """Return the gradients of query, key and value that the problem asks for."""
         ...
 
 
 class ForwardOfRows(Protocol):
-    """A bound forward pass."""
+    """A forward launch bound to everything but the rows."""
 
     def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
-        """out [T, Hq * Dv] and lse [Hq, T] of rows [T, E] that hold query, key and value side by side."""
+        """Return out [T, Hq * Dv] and lse [Hq, T]. `rows` [T, E] hold query, key and value side by side."""
         ...
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> ForwardOfRows | None:
-        """The same for rows of other sequences, as many, with one set of offsets, whatever number of rows; None where it must be bound
-        anew."""
+        """Rebind to other sequences: the same number of them, any number of rows, one set of offsets for queries and keys. None if
+        `Binding.bind_forward` must bind again."""
         ...
 
 
 class BackwardOfRows(Protocol):
-    """A bound backward pass."""
+    """A backward launch bound to everything but the rows."""
 
     def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, /) -> Tensor | None:
-        """The gradient of such rows, of these, out, lse and the gradient of out."""
+        """Return the gradient of `rows`, given out, lse and the gradient of out."""
         ...
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> BackwardOfRows | None:
-        """Likewise."""
+        """Rebind to other sequences, as `ForwardOfRows.moved`."""
         ...
 
 
@@ -147,34 +147,41 @@ hook has changed."""
 
 @runtime_checkable
 class Binding(Protocol):
-    """A `Repeating` kernel that binds a pass it knows to all that does not change from one layer of a batch to the next: geometry,
-    sequences, stream. What it returns takes rows of the same shape, dtype and device, which it looks at again as at all else that may
-    have changed, and gives None where something has; so do these functions where the pass is not known. Neither is a call of a paged
-    kernel, of captured tensors or with dropout.
+    """A `Repeating` kernel that can bind an earlier launch in advance. All methods return None if the launch is unknown.
 
-    A place of compiled code, whose tensors differ in their addresses alone, gets a pass of its own, of dense calls with anything but masks
-    that capture tensors; None where the pass is not known, or makes tensors of other strides than those that are promised.
+    `bind_forward` and `bind_backward` bind it to what the layers of a model share in one step: geometry, sequences, stream. The bound
+    launch takes rows of the same shape, dtype and device; it checks them, and returns None if anything has changed. Paged calls, captured
+    tensors and dropout are never bound.
+
+    `fix_forward` and `fix_backward` bind it for one call site of compiled code, whose tensors differ in their addresses alone. They take
+    dense calls whose mask captures no tensor, and return None if the outputs would not have the promised `strides`.
     """
 
     def bind_forward(
         self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
     ) -> ForwardOfRows | None:
-        """`Repeating.forward_again` of rows [T, E]; `inputs` are query, key and value, parts of them, and None for the seed. `whole`: each
-        row is a token of a sequence, so that there is none to fill. `out_alone`: nobody reads lse, which may be one tensor for all."""
+        """Bind `Repeating.forward_again` to rows [T, E].
+
+        Args:
+            inputs: query, key and value, views of the rows, and None for the seed.
+            whole: every row belongs to a sequence, so there are no gaps to fill.
+            out_alone: the caller does not read lse; all calls may write it to one tensor.
+        """
         ...
 
     def bind_backward(
         self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
     ) -> BackwardOfRows | None:
-        """`Repeating.backward_again` likewise."""
+        """Bind `Repeating.backward_again` to rows [T, E], as `bind_forward`."""
         ...
 
     def fix_forward(self, geometry: Geometry, inputs: Inputs, strides: Strides, /) -> Fixed | None:
-        """`Repeating.forward_again` for all `inputs` like these."""
+        """Bind `Repeating.forward_again` for all inputs that differ from these in their addresses alone."""
         ...
 
     def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
-        """`Repeating.backward_again` for all inputs and `given` like these, in one row; of a geometry that is `joined`, the rows."""
+        """Bind `Repeating.backward_again`. The bound launch takes one sequence, `inputs` and then `given`; for a geometry that is `joined`
+        it returns the gradient of the rows."""
         ...
 
 

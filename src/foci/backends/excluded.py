@@ -35,7 +35,7 @@ def finite(tensor: Tensor) -> Tensor:
 
 
 def add_not_finite(total: Tensor, attended: Tensor, operand: Tensor) -> None:
-    """Makes NaN of the elements of a product to which something not finite contributes.
+    """Set the elements of a product to NaN where something not finite contributes.
 
     Args:
         total: [.., q, d], the product with `finite(operand)`.
@@ -83,17 +83,32 @@ def _may_hold_not_finite(tensor: Tensor) -> bool:
     return has_not_finite(tensor)
 
 
-class _Scores(torch.autograd.Function):
-    generate_vmap_rule = True
+class _Product(torch.autograd.Function):
+    """A product over attended positions; its inputs are two factors and `attended`."""
 
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, attended: Tensor) -> Tensor:
-        return torch.where(attended, query @ key.mT, 0.0)
+    generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
+
+
+def _product_tangent(product: Any, ctx: Any, left_tangent: Tensor | None, right_tangent: Tensor | None) -> Tensor:
+    """Tangent of a product that is linear in each factor."""
+    left, right, attended = ctx.saved_tensors
+    terms: list[Tensor] = []
+    if left_tangent is not None:
+        terms.append(product(left_tangent, right, attended))
+    if right_tangent is not None:
+        terms.append(product(left, right_tangent, attended))
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+class _Scores(_Product):
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, attended: Tensor) -> Tensor:
+        return torch.where(attended, query @ key.mT, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,16 +119,10 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, query_tangent: Tensor | None, key_tangent: Tensor | None, _: None) -> Tensor:
-        query, key, attended = ctx.saved_tensors
-        return _sum_of(
-            None if query_tangent is None else _scores(query_tangent, key, attended),
-            None if key_tangent is None else _scores(query, key_tangent, attended),
-        )
+        return _product_tangent(_scores, ctx, query_tangent, key_tangent)
 
 
-class _WeightedValues(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class _WeightedValues(_Product):
     @staticmethod
     def forward(weights: Tensor, value: Tensor, attended: Tensor) -> Tensor:
         weights = torch.where(attended, weights, 0.0)
@@ -124,11 +133,6 @@ class _WeightedValues(torch.autograd.Function):
         return torch.where(reached > 0, product, weights @ finite(value))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, value, attended = ctx.saved_tensors
         weights_grad = _scores(grad, value, attended) if ctx.needs_input_grad[0] else None
@@ -137,19 +141,7 @@ class _WeightedValues(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, weights_tangent: Tensor | None, value_tangent: Tensor | None, _: None) -> Tensor:
-        weights, value, attended = ctx.saved_tensors
-        return _sum_of(
-            None if weights_tangent is None else _weighted_values(weights_tangent, value, attended),
-            None if value_tangent is None else _weighted_values(weights, value_tangent, attended),
-        )
-
-
-def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor:
-    if first is not None and second is not None:
-        return first + second
-    result = second if first is None else first
-    assert result is not None
-    return result
+        return _product_tangent(_weighted_values, ctx, weights_tangent, value_tangent)
 
 
 _scores: Final[Any] = _Scores.apply

@@ -1,8 +1,8 @@
-"""Masks that keep one run of keys for each query, or of queries for each key, as its first and last one.
+"""Masks that keep one interval of keys for each query, or of queries for each key, written as its first and last position.
 
-Such masks are conjunctions of comparisons in which that position stands alone: causal ones, windows, lengths. That a distance is at
-most so much is two of them. Their tiles can be found by arithmetic, with nothing to look up, and two comparisons a score mask what is
-partial: bounds are worked out row by row, or column by column.
+Such masks are conjunctions of linear comparisons whose coefficient of that position is 1 or -1: causal masks, windows, lengths. A bound on
+a distance, |q - k| <= w, is two comparisons. Kernels compute the visited tiles of such a mask by arithmetic, without a table. In a partial
+tile they compare each score's position with the bounds, which are computed once per row, or per column.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ __all__ = ["Bounds", "as_comparisons", "comparisons", "find_bounds"]
 _LENGTHS: Final = {"kv_idx": "kv_len", "q_idx": "q_len"}
 _POSITIONS: Final = frozenset(_LENGTHS)
 _NOWHERE: Final = const(1 << 30)
-"""Beyond all positions."""
+"""Larger than any position."""
 _SMALL: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """First and last position that is kept; `is_low` is whether the first is not always 0, `is_high` whether the last is not always
-    the last there is."""
+    """First and last position that a mask keeps."""
 
     low: Expr
     high: Expr
-    is_low: bool
-    is_high: bool
+    is_low: bool  # `low` may be more than 0
+    is_high: bool  # `high` may be less than the last position
 
 
 @functools.lru_cache(maxsize=512)
 def find_bounds(mask: Expr, name: str = "kv_idx") -> Bounds | None:
-    """The bounds of a variable, "kv_idx" or "q_idx", in a mask, or None where it is not seen to have any.
+    """Find the bounds of a variable, "kv_idx" or "q_idx", in a mask; None if the mask is not recognised as an interval.
 
     Example:
         >>> from foci.ir.ops import apply
@@ -69,10 +68,10 @@ def find_bounds(mask: Expr, name: str = "kv_idx") -> Bounds | None:
 
 @functools.lru_cache(maxsize=512)
 def as_comparisons(mask: Expr, name: str, *, is_inside: bool = False) -> Expr | None:
-    """The mask as comparisons of a variable with its bounds; None where it has none.
+    """Write a mask as comparisons of a variable with its bounds; None if it has none.
 
     Args:
-        is_inside: positions beyond the last are nobody's concern; otherwise it holds for none of them.
+        is_inside: the caller only asks about positions that exist; otherwise the result is false for positions past the end.
 
     Example:
         >>> from foci.ir.ops import apply
@@ -84,7 +83,7 @@ def as_comparisons(mask: Expr, name: str, *, is_inside: bool = False) -> Expr | 
     found = find_bounds(mask, name)
     if found is None:
         return None
-    # as they stand: simplified, a comparison would be of differences, of which there is one for each score
+    # not simplified: that would compare a difference with 0, which is one subtraction more for each score
     parts = [node("le", (found.low, variable(name)), DType.BOOL)] if found.is_low else []
     if found.is_high or not is_inside:
         parts.append(node("le", (variable(name), found.high), DType.BOOL))
@@ -97,14 +96,14 @@ def _is(term: Expr, name: str) -> bool:
 
 
 def _narrow(bound: Expr) -> Expr:
-    """A bound in 32 bits; beyond those it is nowhere."""
+    """Clamp a bound to 32 bits: below 0 to -1, above all positions to `_NOWHERE`."""
     if bound.dtype is DType.INT32:
         return bound
     return cast(apply("max", apply("min", bound, _NOWHERE), const(-1)), DType.INT32)
 
 
 def comparisons(mask: Expr) -> Iterator[Expr]:
-    """What holds together where a mask does, absolute values of positions, and the larger of two, taken apart.
+    """Split a mask into the comparisons of which it is a conjunction. abs, min and max of positions become two comparisons each.
 
     Example:
         >>> from foci.ir.ops import apply
@@ -128,7 +127,7 @@ def comparisons(mask: Expr) -> Iterator[Expr]:
 
 
 def _form(part: Expr) -> Linear | None:
-    """What is at most 0 where a comparison of integers holds."""
+    """Linear form that is at most 0 exactly where a comparison of integers holds; None for anything else."""
     if part.op not in ("le", "lt") or not part.args[0].dtype.is_integer or part.args[0].dtype is not part.args[1].dtype:
         return None
     difference = apply("sub", *part.args)
@@ -136,7 +135,7 @@ def _form(part: Expr) -> Linear | None:
 
 
 def _apart(form: Linear) -> tuple[Linear, ...]:
-    """Forms that are at most 0 together where one is, without absolute values of positions and larger ones of two."""
+    """Split a form into forms without abs, min and max of positions; it is at most 0 exactly where all of them are."""
     for term, coefficient in form.terms.items():
         choices = _choices(term, coefficient, form.dtype) if _POSITIONS & term.variables() else ()
         if choices:
@@ -146,7 +145,7 @@ def _apart(form: Linear) -> tuple[Linear, ...]:
 
 
 def _choices(term: Expr, coefficient: int, dtype: DType) -> tuple[Linear, ...]:
-    """Forms, of which the largest times a coefficient is the term times it; none where the term is to stay as it is."""
+    """Forms whose largest multiple by `coefficient` equals the term's multiple: x and -x for abs(x); none if the term cannot be split."""
     inner = term.args[0] if term.op == "cast" and term.args[0].dtype is DType.INT32 else term
     if inner.op == "abs" and coefficient > 0:
         parts = tuple(linear(inner.args[0]).times(sign) for sign in (1, -1))
@@ -171,14 +170,14 @@ def _widened(form: Linear, dtype: DType) -> Linear:
 
 
 def _stays(form: Linear) -> bool:
-    """Whether 32 bits hold a sum: of no more than one position either way, and a constant not beyond them."""
+    """Whether a sum cannot overflow 32 bits: at most one position with each sign, and a small constant."""
     signs = sorted(form.terms.values())
     return all(term.op == "var" for term in form.terms) and signs in ([], [-1], [1], [-1, 1]) and abs(form.constant) <= 1 << 30
 
 
 def _total(form: Linear) -> Expr:
-    """A sum of positions and what else there is, which no large number of a caller's turns about: in 64 bits, or held to where
-    positions end."""
+    """Sum of a form's terms, safe against overflow by a caller's large numbers: in 64 bits, or in 32 bits with the one term that is no
+    position clamped."""
     others = {term for term in form.terms if not _is_position(term)}
     if len(others) > 1 or abs(form.constant) > _SMALL or any(abs(form.terms[term]) != 1 for term in others):
         return rebuilt(_widened(form, DType.INT64), repr)
@@ -195,7 +194,7 @@ def _held(term: Expr) -> Expr:
 
 
 def _difference(part: Expr, name: str) -> Linear | None:
-    """A form of coefficient 1 or -1 in a variable and otherwise free of it, which is at most 0 where `part` holds."""
+    """`_form` of a comparison, if its coefficient of the variable is 1 or -1 and no other term reads the variable."""
     form = _form(part)
     if form is None:
         return None

@@ -1,4 +1,4 @@
-"""Kinds of problems: what the rates of kernels depend on, and how they are best cut up."""
+"""Kind of a problem, by its score function and mask. Kernels' measured rates and schedules are tabulated by it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
 from foci.variant import Variant
 
-__all__ = ["WORDS_AT_MOST", "find_pair_loads", "score_kind", "tile_bytes", "word_bytes"]
+__all__ = ["MAX_MASK_BYTES", "find_pair_loads", "mask_bytes", "score_kind", "tile_bytes"]
 
-WORDS_AT_MOST: Final = 1 << 26
-"""Bytes of the words of a mask's partial tiles; where there are more, kernels compute the mask."""
+MAX_MASK_BYTES: Final = 1 << 26
+"""Most bytes of the mask bits of partial tiles. If they take more, kernels evaluate the mask function instead."""
 
 
 def score_kind(problem: Problem) -> str:
-    """Of a score function "pair" where it reads memory for each pair of positions, "added" where it only adds to the product and reads
-    nothing for each query, else "score". Without one by the mask: "full", "causal", "window" for one run of keys a row, "mask" where it
-    reads memory for each pair and fits the words that are kept of it, "document" for the rest."""
+    """Kind of a problem: one row of the tables of rates and schedules.
+
+    "pair"      score or mask reads memory for each pair of positions, unless it is a "mask"
+    "mask"      no score function; the mask reads memory for each pair of positions, and its mask bits fit
+    "added"     the score function adds a term that reads no memory by query
+    "score"     any other score function
+    "full"      no score function; the mask keeps all keys, or up to a last one of each row that is not the causal mask's
+    "causal"    no score function; the causal mask
+    "window"    no score function; the mask keeps one interval of keys a row, which may begin after key 0
+    "document"  no score function; any other mask, or a caller's block mask
+    """
     variant = problem.variant
     if tile_bytes(variant):
         return "mask" if variant.score.op == "var" and _is_kept(problem) else "pair"
@@ -37,7 +45,7 @@ def score_kind(problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def tile_bytes(variant: Variant) -> int:
-    """Bytes that each score reads from captured tensors by (q, kv) at once."""
+    """Bytes that each score reads from captured tensors at indices that depend on both q_idx and kv_idx."""
     return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_loads(variant.score) | find_pair_loads(variant.mask))
 
 
@@ -46,23 +54,22 @@ def find_pair_loads(expr: Expr) -> set[Expr]:
     return {e for e in expr.walk() if e.op == "load" and {"q_idx", "kv_idx"} <= e.variables()}
 
 
-def word_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
-    """What the words of a dense mask take if all tiles of so many queries and keys are partial: four for each query of a tile, however
-    many keys it has, of each batch entry and head that differs."""
+def mask_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
+    """Bytes of the mask bits of a dense mask if every tile is partial: four words for each query of a tile, whatever its number of keys."""
     tiles = -(-problem.q_len // tile_q) * -(-problem.kv_len // tile_kv)
     return 16 * tile_q * tiles * _masks(problem)
 
 
 def _masks(problem: Problem) -> int:
-    """Of how many batch entries and heads a mask differs."""
+    """Number of different masks: one for each batch entry and head that the mask reads."""
     reads = problem.variant.mask.variables()
     return (problem.batch if "b" in reads else 1) * (problem.q_heads if "h" in reads else 1)
 
 
 def _is_kept(problem: Problem) -> bool:
-    """Whether a mask's words are kept, in tiles of 128 keys: a bit for each pair of positions."""
-    asked, places = problem.formula, problem.q_len * (problem.kv_len + 128) * _masks(problem)
-    return asked.layout is Layout.DENSE and asked.block_size is None and places <= 8 * WORDS_AT_MOST
+    """Whether mask bits are stored: a bit for each pair of positions, in tiles of 128 keys."""
+    formula, bits = problem.formula, problem.q_len * (problem.kv_len + 128) * _masks(problem)
+    return formula.layout is Layout.DENSE and formula.block_size is None and bits <= 8 * MAX_MASK_BYTES
 
 
 def _is_added(score: Expr) -> bool:

@@ -15,7 +15,7 @@ from foci.backends.hopper import BACKEND, VERSIONS, schedules
 from foci.backends.hopper.backward_schedules import FUSED_SCHEDULES, fused_schedule, short_q_schedule, split_short_q
 from foci.backends.hopper.kernel_rates import MEASURED, estimate_rates
 from foci.backends.hopper.schedules import forward_schedule
-from foci.backends.problem_class import WORDS_AT_MOST, score_kind
+from foci.backends.problem_class import MAX_MASK_BYTES, score_kind
 from foci.backends.triton import BACKEND as TRITON
 from foci.planner import choose
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target, bucket
@@ -355,7 +355,7 @@ def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim
     found = forward_schedule(asked)
     tiles = -(-length // found.tile_q) * -(-length // found.tile_kv)
     # four words for each query of a tile, of each batch entry and head
-    assert 16 * found.tile_q * tiles * batch * heads <= WORDS_AT_MOST
+    assert 16 * found.tile_q * tiles * batch * heads <= MAX_MASK_BYTES
 
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():

@@ -183,7 +183,7 @@ def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
 
 def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
     monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "WORDS_AT_MOST", 1000)
+    monkeypatch.setattr(kernel, "MAX_MASK_BYTES", 1000)
     compiled, operands = listed(**CASES["document"])
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)

@@ -62,7 +62,7 @@ from foci.backends.hopper.mask_bits import pack_queries
 from foci.backends.hopper.schedules import count_sms
 from foci.backends.hopper.zero_fill import zero_counters
 from foci.backends.mask_intervals import find_bounds
-from foci.backends.problem_class import WORDS_AT_MOST
+from foci.backends.problem_class import MAX_MASK_BYTES
 from foci.backends.triton import kernel as host
 from foci.backends.triton.allocate import gradient_tensors, row_tensors
 from foci.backends.triton.captured_grad import capture_gradients, find_query_tile_bias
@@ -323,14 +323,14 @@ class HopperGradients(host.TritonKernel):
         """Allocate the accumulators of dq."""
         operands, (batch, heads) = call.operands, query.shape[:2]
         if schedule.goes_round:
-            programs = batch * operands.key.shape[1] * -(-call.columns // schedule.cut.tile_kv)
+            programs = batch * operands.key.shape[1] * -(-call.columns // schedule.shape.tile_kv)
             schedule = place_schedule(schedule, programs, count_sms(query.device))
-        by_query = host.TritonKernel.visits(self._tasks, call, schedule.cut.tiles, "queries")
+        by_query = host.TritonKernel.visits(self._tasks, call, schedule.shape.tiles, "queries")
         # packed: each sequence begins a new tile
-        slots = call.rows // schedule.cut.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
+        slots = call.rows // schedule.shape.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
         turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
-        rows = slot_size.fn(schedule.cut.tile_q, self.widths[0]) // SHARE_LINE.value
+        rows = slot_size.fn(schedule.shape.tile_q, self.widths[0]) // SHARE_LINE.value
         added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
         return _DqSums(schedule, slots, count, turns, added)
 
@@ -339,21 +339,21 @@ class HopperGradients(host.TritonKernel):
         operands, functions, recorder, desc = call.operands, self._build_functions(call.operands, "kv_idx"), call.recorder, streams.describe
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         schedule, slots, total, turns, added = sums
-        cut = schedule.cut
-        by_key, by_query = (host.TritonKernel.visits(self._tasks, call, cut.tiles, side) for side in ("keys", "queries"))
+        shape = schedule.shape
+        by_key, by_query = (host.TritonKernel.visits(self._tasks, call, shape.tiles, side) for side in ("keys", "queries"))
         together = max(1, schedule.heads_together * kv_heads // heads)
         mode = "causal" if is_causal(self.variant) else "all"
-        visits = replace(by_key, mode=mode) if self.is_prefix else self._find_mask_visits(call, cut, "keys")
+        visits = replace(by_key, mode=mode) if self.is_prefix else self._find_mask_visits(call, shape, "keys")
         order = Order(
-            turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._rank_key_tiles(call, visits, cut, by_key.tasks)
+            turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._rank_key_tiles(call, visits, shape, by_key.tasks)
         )
-        bits = self._build_query_bits(call, visits, cut, by_key)
+        bits = self._build_query_bits(call, visits, shape, by_key)
         has_bits, is_affine = bits is not None, functions.line is not None
-        config = self._cut_config(call, cut, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
+        config = self._cut_config(call, shape, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
         recorder.launch(
             attention_gradients, (at_most(batch * kv_heads * by_key.tasks, count_sms(streams.query.device)),),
-            desc(streams.query, cut.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, cut.tile_q),
-            *streams.describe_row_values(cut.tile_q), _describe_dq_slots(added, total),
+            desc(streams.query, shape.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, shape.tile_q),
+            *streams.describe_row_values(shape.tile_q), _describe_dq_slots(added, total),
             *(None if t is None else desc(t, 64) for t in grads[1:]),
             order, self.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits),
             operands.scale, call.numbers, call.environment, config,
@@ -362,7 +362,7 @@ class HopperGradients(host.TritonKernel):
         )  # fmt: skip
         columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)
         recorder.launch(
-            finish_query_gradient, (batch * heads * by_query.tasks, cut.tile_q // 64 * self.widths[0] // columns),
+            finish_query_gradient, (batch * heads * by_query.tasks, shape.tile_q // 64 * self.widths[0] // columns),
             added, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, config, call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
@@ -397,7 +397,7 @@ class HopperGradients(host.TritonKernel):
         if counts is None or self.is_bounded_by_key:
             return None
         bits, shape = visits.derived.get("query bits"), (counts.shape[0], visits.table.width >> 2, tiles.tile_kv, 4)
-        if bits is None and math.prod(shape) * dtype.itemsize > WORDS_AT_MOST:
+        if bits is None and math.prod(shape) * dtype.itemsize > MAX_MASK_BYTES:
             return None
         if bits is None:
             bits = torch.empty(shape, dtype=dtype, device=counts.device)

@@ -57,7 +57,7 @@ class TileShape:
 class FusedSchedule:
     """How the fused kernel computes all gradients."""
 
-    cut: TileShape
+    shape: TileShape
     heads_together: int  # query heads whose key tiles alternate, few enough that their accumulators stay in L2
     sums: int  # accumulators of dq: with more, fewer key tiles wait for each other, and more is read and written
     defers: bool  # see `config.Config.DEFERS_DQ`

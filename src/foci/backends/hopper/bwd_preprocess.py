@@ -30,16 +30,14 @@ def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
 
 @triton.jit
 def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
-    """Prepare the other backward kernels, in one launch. A task is 128 rows of a head; a program takes TILE_Q of them, by its second
-    number.
+    """Prepare the other backward kernels, in one launch. A task is 128 rows of a head; program (task, n) takes the n-th TILE_Q of them.
 
     Args:
         rows: (lse2, delta) to fill, see `prepare_row_stats`.
         lines: None, or (lse2, delta) again with each sequence padded to a multiple of 128 rows (inf and 0), because TMA loads of rows must
             begin at multiples of 16 bytes. `pitch`: elements of a head.
         keep: None, or dropout's factor of kept weights. It is folded into the padded lse2, so that recomputed weights contain it, and
-        divided
-            out of the padded delta.
+            divided out of the padded delta.
         turns: None, or `count` integers to zero.
         grads: (dq, dk, dv), any of them None; rows of them that belong to no sequence become zeros.
     """
@@ -81,8 +79,8 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
 
 @triton.jit
 def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
-    """dq = scale * (sum of its accumulators), in the dtype of dq. A task is a query tile of a head; a program writes COLS columns of
-    64 rows, by its second number. A tile that no key visits has no accumulators, and dq = 0.
+    """dq = scale * (sum of its accumulators), in the dtype of dq. A task is a query tile of a head; program (task, n) writes
+    the n-th group of COLS columns of 64 rows. A tile that no key visits has no accumulators, and dq = 0.
 
     Args:
         sums: float32, SUMS slots for each tile, each two halves as `dq_semaphore.store_dq_share` lays them out, of equal size.

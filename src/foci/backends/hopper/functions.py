@@ -81,7 +81,8 @@ def build_functions(
         layouts: strides and dtypes of the captured tensors.
         half: whether half precision's rounding is enough for transcendental functions.
         resident: "q_idx" or "kv_idx", see above.
-        divided: whether `score` may leave a factor to aux[0]; to be used where `Functions.takes` then says so.
+        divided: whether `score` may leave a factor to aux[0]. If `KernelFunctions.takes` is then false for a call, the caller builds the
+            functions again without it.
     """
     scaled = apply("mul", _SCORE, _SCALE)
     score = gather_factors(substitute(cast_coordinates_early(variant.score), {_SCORE: scaled}))
@@ -178,4 +179,4 @@ def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
 
 
 def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"    {affine}" for affine in lines]
+    return [f"    {line}" for line in lines]

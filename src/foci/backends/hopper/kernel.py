@@ -20,7 +20,7 @@ from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, p
 from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, forward_schedule, padded_width
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.mask_intervals import find_bounds
-from foci.backends.problem_class import WORDS_AT_MOST
+from foci.backends.problem_class import MAX_MASK_BYTES
 from foci.backends.triton import kernel as host
 from foci.backends.triton.allocate import result_tensors
 from foci.backends.triton.compiling import after_launches
@@ -141,7 +141,7 @@ class HopperKernel(host.TritonKernel):
         """Mask bits of a table, computed once and cached. None where other sequences will reuse the launch, or the bits would be too
         large."""
         lists = visits.table.lists
-        if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > WORDS_AT_MOST:
+        if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > MAX_MASK_BYTES:
             return MaskBits()
         query, formula = call.operands.query, self.problem.formula
         is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > SHORT_FORWARD_TILES

@@ -142,8 +142,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
 
     words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4].
     limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]: the number of partial tiles from the first with a set bit on, and the
-    number up
-        to the last one. 64 rows skip the others.
+        number up to the last one. 64 rows skip the others.
     heads: heads of the lists, encoded.
     KEY_STARTS: the lists are those of `cover_keys`.
     """

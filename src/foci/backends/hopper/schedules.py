@@ -18,7 +18,7 @@ import torch
 
 from foci.backends.causal import is_causal
 from foci.backends.mask_intervals import find_bounds
-from foci.backends.problem_class import WORDS_AT_MOST, score_kind, tile_bytes, word_bytes
+from foci.backends.problem_class import MAX_MASK_BYTES, mask_bytes, score_kind, tile_bytes
 from foci.backends.triton.schedules import MULTIPROCESSORS, padded_dim
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Problem
@@ -74,7 +74,7 @@ class Schedule:
     q_in_registers: bool = False  # queries stay in registers; needs narrow heads
     early_rounding: bool = True  # overlapped consumers round weights before they wait for the previous P V
     heads_together: int = 16  # heads whose tasks alternate
-    longest_first: bool = False  # tasks of a mask's tile lists in order of their number of tiles
+    longest_first: bool = False  # tasks of a mask's tile lists are sorted by their number of tiles, most first
     short_tasks_last: bool = False  # the shorter last task of each head comes after all others; packed tasks come by their work
     serpentine: bool = False  # static programs take every second wave in reverse, so that long and short tasks alternate
     registers: int = 240  # of a consumer's thread
@@ -163,19 +163,24 @@ class Pace:
     start: float
     key: float
     alone: float = 1.0  # factor for a task that has the SM to itself, where usually two programs share one
-    rounds: int = 1 << 62  # most waves for which these numbers hold; with more waves the schedule was measured to be slower
-    placed: int = 6  # most waves up to which tasks are assigned statically
+    max_waves: int = 1 << 62  # most waves for which these numbers hold; with more waves the schedule was measured to be slower
+    static_waves: int = 6  # most waves up to which tasks are assigned statically
 
 
 _PACES: Final[dict[str, dict[Schedule, Pace]]] = {
     # by family of head dims, see `_family`
     "slim": {TURNS_3_QREG: Pace(2.6, 0.0101), PAIRED_2: Pace(1.9, 0.0135, alone=0.65), OVERLAP_2_LOOP: Pace(1.1, 0.0079)},
     "narrow": {TURNS_3_QREG: Pace(2.6, 0.0101), PAIRED_2: Pace(2.1, 0.0150, alone=0.65), OVERLAP_2_LOOP: Pace(1.2, 0.0088)},
-    "whole": {TURNS_3_NAMED: Pace(3.6, 0.0157), TURNS_2: Pace(2.1, 0.0121), OVERLAP_2_LOOP: Pace(3.1, 0.01025, rounds=8, placed=8)},
-    "pieces": {TURNS_3_LOOP: Pace(5.0, 0.0133, placed=0), TURNS_2_SERPENTINE: Pace(2.5, 0.0103)},
+    "whole": {
+        TURNS_3_NAMED: Pace(3.6, 0.0157),
+        TURNS_2: Pace(2.1, 0.0121),
+        OVERLAP_2_LOOP: Pace(3.1, 0.01025, max_waves=8, static_waves=8),
+    },
+    "pieces": {TURNS_3_LOOP: Pace(5.0, 0.0133, static_waves=0), TURNS_2_SERPENTINE: Pace(2.5, 0.0103)},
 }
-"""Fitted to the times of 82 dense problems without a mask, up to 16384 positions, on an H200. All tasks are equal, so the time is the
-number of waves times the time of a task, and the lengths of a call decide which schedule is fastest."""
+"""Fitted to the times of 82 dense problems without a mask, up to 16384 positions, on an H200 (`benchmarks/dense_sizes.py` times
+such problems). All tasks are equal, so the time is the number of waves times the time of a task, and the lengths of a call decide which
+schedule is fastest."""
 
 _ANY: Final = 1 << 62
 _StepsByKeys: TypeAlias = tuple[tuple[int, Schedule], ...]
@@ -216,10 +221,11 @@ _PACKED: Final[dict[tuple[str, str], _StepsByKeys]] = {
     ("pieces", "list"): ((_ANY, OVERLAP_2_LISTS),),
     ("pieces", "score"): ((_ANY, TURNS_3),),
 }
-"""Both tables were measured on an H200. They have as few steps as come near the best schedule for each length, since each step compiles a
-kernel. Persistent programs gain where tasks are equal or short. They lose under a causal mask over many keys with heads of 128, where the
-long tasks come first anyway. Packed tasks differ in length and often have a partial tile, so they take a single loop. For packed sequences
-the longest counts, as far as the host knows it. A class without a row takes OVERLAP_2."""
+"""Both tables were measured on an H200 (`benchmarks/hopper_attention.py` times their classes). They have as few steps as come near the best
+schedule for each length, since each step compiles a kernel. Persistent programs gain where tasks are equal or short. They lose under a
+causal mask over many keys with heads of 128, where the long tasks come first anyway. Packed tasks differ in length and often have a partial
+tile, so they take a single loop. For packed sequences the longest counts, as far as the host knows it. A class without a row takes
+OVERLAP_2."""
 
 PIECES: Final = (80, 96, 160, 192)
 """Head dims that kernels process as the sum of two powers of two, without padding them to the next one."""
@@ -286,10 +292,10 @@ def _estimate_microseconds(schedule: Schedule, pace: Pace, heads: int, rows: int
     """
     tiles, rows = -(-rows // schedule.tile_q), -(-rows // 64) * 64
     programs = schedule.programs_per_sm * DEFAULT_SMS
-    rounds = -(-heads * tiles // programs)
-    last = heads * tiles - (rounds - 1) * programs
+    waves = -(-heads * tiles // programs)
+    last = heads * tiles - (waves - 1) * programs
     mean, longest = (pace.start + pace.key * keys * of / schedule.tile_q for of in (rows / tiles, min(rows, schedule.tile_q)))
-    return (rounds - 1) * mean + longest * (pace.alone if last <= DEFAULT_SMS else 1.0), rounds
+    return (waves - 1) * mean + longest * (pace.alone if last <= DEFAULT_SMS else 1.0), waves
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,9 +304,9 @@ def _fastest_schedule(family: str, heads: int, rows: int, keys: int) -> Schedule
     have to be cleared, so tasks are assigned statically."""
     estimates = []
     for schedule, pace in _PACES[family].items():
-        microseconds, rounds = _estimate_microseconds(schedule, pace, heads, rows, keys)
-        if rounds <= pace.rounds:
-            estimates.append((microseconds, replace(schedule, static=schedule.static or rounds <= pace.placed)))
+        microseconds, waves = _estimate_microseconds(schedule, pace, heads, rows, keys)
+        if waves <= pace.max_waves:
+            estimates.append((microseconds, replace(schedule, static=schedule.static or waves <= pace.static_waves)))
     return min(estimates, key=lambda one: one[0])[1]
 
 
@@ -337,5 +343,5 @@ def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
         return _wide_key_schedule(problem, is_full=problem.variant.mask == const(True))
     steps = (_DENSE if is_dense else _PACKED).get((family.replace("slim", "narrow"), problem_class), ((_ANY, OVERLAP_2),))
     schedule = next(schedule for keys, schedule in steps if problem.kv_len <= keys)
-    has_room = problem_class != "list" or not is_dense or word_bytes(problem, schedule.tile_q, schedule.tile_kv) <= WORDS_AT_MOST
+    has_room = problem_class != "list" or not is_dense or mask_bytes(problem, schedule.tile_q, schedule.tile_kv) <= MAX_MASK_BYTES
     return schedule if has_room else steps[-1][1]

@@ -1,9 +1,8 @@
-"""Scores that are the product of query and key and a line: the same slope from key to key for all keys of a row, or from query to
-query.
+"""Affine scores, such as ALiBi: the product of query and key, plus a term with a constant slope along the keys of a row, or along queries.
 
-A tile of products then begins at the line instead of at zero: a thread's columns lie at fixed distances, so that a number costs
-one operation (`foci.backends.triton.tiles.affine_columns`, `foci.backends.hopper.masking.affine_terms`). In the backward, where queries are
-columns, each column's logsumexp takes its part of the line.
+The affine term is the initial value of a tile's accumulator, instead of zero. A thread's columns are a constant distance apart, so an
+element costs one operation (`foci.backends.triton.tiles.affine_columns`, `foci.backends.hopper.masking.affine_terms`). In the backward,
+where queries are columns, the part of the term that varies by query is subtracted from the query's logsumexp.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _POSITIONS = frozenset(("q_idx", "kv_idx"))
 def affine_in_keys(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] | None:
     """Read a score as raw score plus an affine function of the key: (what is added, slope per key). None if it is not affine, or constant.
 
-    Nothing that is read from memory may differ from row to row. With `streaming` of "q_idx" rows are keys: what it rises by from one
-    query to the next.
+    Values that are read from memory must be the same in every row. With `streaming` "q_idx" rows are keys, and the slope is per query.
 
     Example:
         >>> from foci.ir.ops import cast

@@ -92,7 +92,10 @@ class _Results(NamedTuple):
 
 
 class _Forward:
-    """A forward pass for rows of one kind, for one stream and set of sequences. `kept`: what all write lse to, where nobody reads it."""
+    """A forward pass for rows of one kind, for one stream and set of sequences.
+
+    `kept`: where the caller does not read lse, the one tensor that every call writes it to.
+    """
 
     __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
 
@@ -240,8 +243,9 @@ def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
 
 
 def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
-    """A known dense pass for tensors that lie on the device of `like` as those it is known for, with what it makes side by side as the
-    rows [B, S, E] that this is in; None where it takes more than addresses, or makes tensors of other strides."""
+    """Bind a recorded dense launch to the device of `like`: the result takes tensors that differ from the recorded ones in their addresses
+    alone. None if the launch depends on more than addresses, or its outputs do not have `strides`. Outputs that were recorded side by
+    side share one tensor of rows [B, S, E]."""
     device = like.get_device() if like.is_cuda else -1
     stream, sized = free_stream_on(device), found.sized
     news, starts = sized.news, [0]
@@ -254,6 +258,7 @@ def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
     empty, (size, offsets) = allocator_on(like.device), found.scratch
 
     def run(tensors: Inputs) -> list[Tensor] | None:
+        """Launch with these tensors. None if the stream has changed or a tensor does not begin at a multiple of 16 bytes."""
         if free_stream_on(device) != stream:
             return None
         addresses = [None if t is None else t.data_ptr() for t in tensors]

@@ -197,20 +197,20 @@ def _unit_part() -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _part(derivative: CaptureDerivative, lies: tuple[TensorLayout, ...], *, half: bool, scatters: bool) -> Any:
+def _part(derivative: CaptureDerivative, layouts: tuple[TensorLayout, ...], *, half: bool, scatters: bool) -> Any:
     """Jit function of (weight, offset) of a read."""
     weight = cast_coordinates_early(derivative.weight)
     indices = derivative.indices if scatters else ()
-    spelling = triton_codegen(lies, half=half)
-    extents = [emit((extent,), spelling).results[0] for _, extent in derivative.axes]
+    codegen = triton_codegen(layouts, half=half)
+    extents = [emit((extent,), codegen).results[0] for _, extent in derivative.axes]
     counters = [
         f"r{level} = (entry // {' // '.join(extents[i + 1 :]) or 1}) % {extents[i]}" for i, (level, _) in enumerate(derivative.axes)
     ]
-    emitted = emit((weight, *indices), spelling)
-    lie = lies[derivative.slot]
+    emitted = emit((weight, *indices), codegen)
+    layout = layouts[derivative.slot]
     offset = "0"
     for dim, text in enumerate(emitted.results[1:]):
-        size = f"(env.sizes[{lie.first + dim}] >> 2)"
+        size = f"(env.sizes[{layout.first + dim}] >> 2)"
         offset = f"({offset}) * {size} + tl.cast(wrap(tl.cast({text}, tl.int32), {size}), tl.int64)"
     body = "\n".join(f"    {line}" for line in (*counters, *emitted.lines, f"return {emitted.results[0]}, {offset}"))
     return jit_function("part", f"def part(score, b, h, q_idx, kv_idx, q_len, kv_len, env, entry):\n{body}\n")

@@ -212,8 +212,13 @@ class _ParallelCompileMode:
         self.is_ahead = False
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *_: object) -> None:
-        """By Triton's key of a kernel: what compiles it, and what puts it where its launch finds it. Later releases clean up besides
-        behind what they were given, which is nothing here.
+        """Compile a kernel in the background, unless that has begun.
+
+        Args:
+            key: Triton's cache key of the kernel.
+            compile_it: compiles the kernel.
+            finish: stores the compiled kernel where its launch looks it up. Not called for a kernel that is compiled ahead.
+            _: Triton 3.8 and later pass a clean-up as well; there is nothing to clean up here.
         """
         if key in self._waited:
             return
@@ -247,6 +252,7 @@ class _Beside(Executor):
         self._read: list[threading.Event] = []
 
     def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """Compile a kernel in the pool. `wait_until_read` waits for the part of it that runs in Python."""
         is_read = threading.Event()
         made_of = _compile_inputs(compile_it)
         src = made_of.get("src")

@@ -46,21 +46,25 @@ _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "a
 
 @dataclass(frozen=True)
 class KernelFunctions:
-    """`score(score, b, h, q_idx, kv_idx, q_len, kv_len, env)`, `mask(b, ...)`, and `both(raw, scale, lse2, b, ...)`, which gives the
-    exponent of a weight in base 2 and the slope of the score function (`foci.backends.triton.exp2_rewrite`): jit functions of tiles
-    that broadcast together. `line(b, ...)` gives what a score adds to the scaled product, what that rises by from key to key, and from
-    query to query; None where it is no line (`foci.backends.triton.affine_scores`), or where half precision's rounding is not enough.
-    `by_query` and `by_key` are the mask as bounds of a query's keys and of a key's queries, where it has such
-    (`foci.backends.mask_intervals`); the first then holds for no key beyond the last, the second is only asked about queries before
-    it. `source` is what they were made of."""
+    """Jit functions generated from a score and mask function. Their arguments are tiles that broadcast together.
+
+        score(score, b, h, q_idx, kv_idx, q_len, kv_len, env) -> score
+        mask(b, ...) -> keep
+        both(raw, scale, lse2, b, ...) -> (weight's exponent in base 2, slope of the score function), see `exp2_rewrite`
+        line(b, ...) -> (what an affine score adds to the scaled product, its slope per key, its slope per query), see `affine_scores`
+
+    `by_query` and `by_key` are the mask written as comparisons with a query's first and last key, and with a key's first and last query,
+    if it has such bounds (`foci.backends.mask_intervals`). `by_query` is false for keys past the end; `by_key` is only called for queries
+    that exist.
+    """
 
     score: Any
     both: Any
     mask: Any
     by_query: Any
     by_key: Any
-    line: Any
-    source: str
+    line: Any  # None unless scores are affine and half precision's rounding is enough
+    source: str  # of all functions
 
 
 def capture_layouts(captures: Sequence[Tensor]) -> tuple[TensorLayout, ...]:

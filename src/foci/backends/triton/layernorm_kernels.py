@@ -55,8 +55,7 @@ def norm_gradient(
     """dx of a layer norm of x, rounded. ADDS: add `added` and round the sum. dx may be dy.
 
     SUMS: program n stores column sums to row n of `sums`, [programs, line slots], from slot `first` on: of dy * normalized x, of dy and,
-        with
-    SUMS == 3, of dx as stored. A slot is 128 columns.
+        with SUMS == 3, of dx as stored. A slot is 128 columns.
     """
     column = tl.arange(0, BLOCK)
     within = (column < WIDTH)[None, :]

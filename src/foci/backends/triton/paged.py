@@ -34,10 +34,9 @@ _PROGRAMS: Final = 1056
 
 
 class _Joined(Recorder):
-    """Of a pass with what comes before it: lengths differ from call to call, and tiles are looked at in each."""
+    """Records a decode together with the kernels that build its tile table, since lengths differ from call to call."""
 
     def another(self, inputs: Inputs, stream: int | None) -> Recorder:
-        """This one."""
         return self
 
 

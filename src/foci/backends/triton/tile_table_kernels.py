@@ -20,9 +20,11 @@ FULL = tl.constexpr(2)
 def classify_tiles(classes, block_classes, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
     """Classify each tile by evaluating the mask. Where `block_classes` of larger blocks are given, only their PARTIAL ones are evaluated.
 
-    classes: int8 [batch, heads, tasks, width]. `shape` is (heads, tasks, width, b and h stride and width of `block_classes`, tiles per
-        block of
-    queries and of keys), encoded. KEYS: tasks are tiles of queries and columns tiles of keys; else the reverse. One program per tile.
+    One program per tile.
+
+    classes: int8 [batch, heads, tasks, width].
+    shape: (heads, tasks, width, b stride, h stride and width of `block_classes`, tiles per block of queries, of keys), encoded.
+    KEYS: tasks are tiles of queries and columns are tiles of keys; else the reverse.
     """
     heads, tasks, width, given_b, given_h, given_width, per_q, per_kv = shape
     pid = tl.program_id(0).to(tl.int64)
@@ -83,9 +85,12 @@ def reduce_classes(row, at, width, lines, shape):
 def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.constexpr):
     """Build the list or range of each task from classes. A tile that overhangs the streamed side is never full.
 
-    `shape` is (heads, tiles of a task, width of a list, rows or keys of a streamed tile, whether those are keys). `grid` says how classes
-    are laid out: (classes of a head, of the tasks' side of a head, step from one such to the next, stride along a task, how many of each a
-    task and a tile have, how many there are along a task). All encoded.
+    A class may be of a smaller tile than a task or a streamed tile has: a task then spans several lines of classes, a streamed tile several
+    columns.
+
+    shape: (heads, streamed tiles, width of a list, rows of a streamed tile, whether keys stream), encoded.
+    grid: layout of the classes: (classes of a head, lines of a head, stride of lines, stride of columns, lines per task, columns per
+        streamed tile, columns), encoded.
     """
     heads, width, list_width, tile, is_by_query = shape
     area, lines, step, stride, per_task, per_tile, columns = grid
@@ -188,9 +193,10 @@ def assign_tasks(
     """Sort the tasks of a packed call by work, most first (`count_work`), and write their records: (sequence, tile, q_start, q_len,
     kv_start, kv_len, ...). The first record and those left over are spare, (-1, n); the first also holds the ticket counter, 0.
 
-    Each program places BLOCK sequences: a sequence's full-height tiles come after all tasks of more work, or of as much and earlier, and
-    so does its shorter tile. The first program marks the spare records. Tasks for which a wrong bound of lengths leaves no room are left
-    out.
+    A program places the tasks of BLOCK sequences. A sequence has full-height tiles, all of the same work, and at most one shorter tile, of
+    less work. Full-height tiles come after all tasks of more work, and after tasks of the same work of earlier sequences. The same rule
+    places the shorter tile. The first program marks the spare records. There are `total` records, as many as the caller's bound on the
+    lengths needs; if the bound is too small, the tasks of least work get no record.
     """
     n = decode(sequences)
     me = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
