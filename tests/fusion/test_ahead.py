@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import async_compile
 
 import foci
 from foci.backends.compile_priority import is_waited_for
+from foci.compat import lookup
 from foci.compat.inductor import process_pool
 from foci.execution import choose_kernel
 from foci.fusion import fuse, inductor_backend, precompile
@@ -107,15 +109,28 @@ def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
 @pytest.mark.parametrize(("threads", "ready", "found"), [(8, True, "submit"), (8, False, None), (2, True, None), (None, True, None)])
 def test_inductors_processes_help_once_they_have_started(monkeypatch, threads, ready, found):
     pool = SimpleNamespace(use_process_pool=lambda: ready, process_pool=lambda: SimpleNamespace(submit="submit"))
-    found_there = SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: threads)
-    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", found_there)
+    monkeypatch.setattr(async_compile, "AsyncCompile", pool)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: threads)
     assert process_pool(None, fewest=4) == found
 
 
 def test_no_process_helps_where_options_want_one_thread(monkeypatch):
-    pool = SimpleNamespace(use_process_pool=lambda: pytest.fail("asked"))
-    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=pool, get_compile_threads=lambda: 8))
+    pool = SimpleNamespace(use_process_pool=lambda: pytest.fail("asked"), process_pool=lambda: pytest.fail("asked"))
+    monkeypatch.setattr(async_compile, "AsyncCompile", pool)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 8)
     assert process_pool(1, fewest=4) is None
+
+
+@pytest.mark.parametrize("name", ["get_compile_threads", "AsyncCompile.use_process_pool", "AsyncCompile.process_pool"])
+def test_processes_whose_names_are_missing_are_not_used(monkeypatch, name):
+    pool = SimpleNamespace(use_process_pool=lambda: True, process_pool=lambda: SimpleNamespace(submit="submit"))
+    monkeypatch.setattr(async_compile, "AsyncCompile", pool)
+    monkeypatch.setattr(lookup, "_names", {})
+    assert process_pool(8, fewest=4) == "submit"
+    monkeypatch.setattr(lookup, "_names", {})
+    monkeypatch.setattr(lookup, "_patterns", [f"{async_compile.__name__}.{name}"])
+    assert process_pool(8, fewest=4) is None
+    assert [path.is_found for path in lookup._names.values()].count(False) == 1  # `foci env` lists it
 
 
 def begun_with(monkeypatch, rest):

@@ -87,7 +87,7 @@ def explain(
     kv: Annotated[int | None, typer.Option(min=0, help="Keys; as many as queries if not given.")] = None,
     dim: Annotated[int, typer.Option(min=1, help="Head dim of queries and keys.")] = 64,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of values; as the keys' if not given.")] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.float32,
+    dtype: Annotated[DTypeName, typer.Option(help="Dtype of queries, keys and values.")] = DTypeName.float32,
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.", callback=_usable_device)] = "cpu",
     mask: Annotated[str | None, typer.Option(help="A mask's name, or an expression: 'causal & window(128)'.")] = None,
     score: Annotated[str | None, typer.Option(help="A score's name, or an expression: 'alibi(8) >> softcap(20)'.")] = None,
@@ -166,12 +166,12 @@ def report(
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Names of cases, or their beginnings; all if none is given.")] = None,
     device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_usable_device)] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Of queries, keys and values.")] = DTypeName.bfloat16,
+    dtype: Annotated[DTypeName, typer.Option(help="Dtype of queries, keys and values.")] = DTypeName.bfloat16,
     batch: Annotated[int, typer.Option(min=1, help="Batch entries; jagged and decoding cases take more.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     length: Annotated[int | None, typer.Option(min=64, help="Queries and keys; 8192 on a GPU, 1024 elsewhere.")] = None,
     dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 128,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Spent on each pass of each side, at least.")] = 0.3,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Least time spent on each pass of each side.")] = 0.3,
     peers: Annotated[str | None, typer.Option(help="Peers to measure, with commas: " + _PEERS + "; all that fit if not given.")] = None,
     backward: Annotated[bool, typer.Option(help="Whether backward passes are measured.")] = True,
     jobs: Annotated[
@@ -206,8 +206,8 @@ def _has_gpu() -> bool:
 @app.command()
 def tune(
     device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_usable_device)] = None,
-    kinds: Annotated[str | None, typer.Option(help="Of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
     out: Annotated[Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.")] = None,
 ) -> None:
     """Measures what products of bad shapes cost on this machine, for the padding of compiled graphs."""

@@ -1,4 +1,4 @@
-"""Dynamo's tables of backends and of operators that take functions. Nothing here imports Dynamo before it is asked."""
+"""Dynamo's tables of backends and of operators that take functions. Importing this module does not import Dynamo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trace_like_flex_attention(name: str) -> bool:
         return False
 
     def speculate_with_aliasing(*args: Any, **kwargs: Any) -> Any:
-        """Dynamo's own, of functions whose result may be one of their inputs: foci runs them on symbols, which have no memory.
+        """Dynamo's `speculate_subgraph`, which lets a function return one of its inputs: foci runs functions on symbols, which have no memory.
 
         torch 2.14 and later look at the memory of a mask function's example tensors, and find none in those of torch.func's transforms.
         """
@@ -71,7 +71,7 @@ def trace_like_flex_attention(name: str) -> bool:
 
 
 def _with_globals(function: Any, **replaced: Any) -> Callable[..., Any]:
-    """The same function, for which some of its module's names are others."""
+    """A copy of a function that sees other values under some names of its module."""
     changed = {**function.__globals__, **replaced}
     made = FunctionType(function.__code__, changed, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

@@ -1,4 +1,4 @@
-"""Inductor's settings, and how a graph is handed to it. Nothing here imports Inductor, which takes a second, before it is asked."""
+"""Inductor's settings, and how a graph is handed to it. Importing this module does not import Inductor, which takes a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ __all__ = [
 
 _ABSENT: Final = object()
 _CONFIG: Final = "torch._inductor.config"
+_ASYNC_COMPILE: Final = "torch._inductor.async_compile"
 _NO_OPTIONS: Final = "takes no mode and no options of Inductor with the backend foci"
+_IN_THREADS: Final = "compiles the kernels of a graph in threads of its own process, not in Inductor's processes, which is slower"
 _LOOKS_AGAIN: Final = "has Dynamo look at a fused graph again, at its first call, to hand it to Inductor"
 _WITHOUT: Final[Mapping[str, str]] = {
     _CONFIG: "compiles graphs with Inductor's own settings",
@@ -32,7 +34,10 @@ _WITHOUT: Final[Mapping[str, str]] = {
     f"{_CONFIG}.get_type": _NO_OPTIONS,
     f"{_CONFIG}.patch": "reports the graphs alone that the backend foci compiles",
     "torch._inductor.list_mode_options": _NO_OPTIONS,
-    "torch._inductor.async_compile.maybe_warm_pool": "lets Inductor start its processes when it needs them",
+    f"{_ASYNC_COMPILE}.maybe_warm_pool": "lets Inductor start its processes when it needs them",
+    f"{_ASYNC_COMPILE}.get_compile_threads": _IN_THREADS,
+    f"{_ASYNC_COMPILE}.AsyncCompile.use_process_pool": _IN_THREADS,
+    f"{_ASYNC_COMPILE}.AsyncCompile.process_pool": _IN_THREADS,
     "torch._inductor.compile_fx.compile_fx": _LOOKS_AGAIN,
     "torch._inductor.compile_fx.compile_fx_inner": _LOOKS_AGAIN,
     "torch._dynamo.backends.common.aot_autograd": "has autograd record what Inductor does not compile",
@@ -46,7 +51,7 @@ def _look_up(path: str) -> Any:
 
 
 def note_names() -> None:
-    """Looks up every name of this module, which it does when it needs them otherwise, so that a list of what is missing is complete."""
+    """Looks up every name of this module now, not at its first use, so that the list of missing names is complete."""
     for path in _WITHOUT:
         _look_up(path)
 
@@ -97,7 +102,7 @@ def with_pre_grad_pass(run: Any) -> AbstractContextManager[Any]:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor takes where it finds none that it likes better."""
+    """The C++ compiler that Inductor's settings name."""
     names: Sequence[str | None] = setting("cpp.cxx", (os.environ.get("CXX"),))
     return next((name for name in reversed(names) if name), "g++")
 
@@ -109,25 +114,28 @@ def has_triton() -> bool:
 
 
 def start_workers() -> None:
-    """Starts the processes in which Inductor compiles kernels for GPUs, which it does later otherwise."""
-    start = _look_up("torch._inductor.async_compile.maybe_warm_pool")
+    """Starts the processes in which Inductor compiles kernels for GPUs. Otherwise Inductor starts them later."""
+    start = _look_up(f"{_ASYNC_COMPILE}.maybe_warm_pool")
     if start is not None:
         start()
 
 
 def process_pool(threads: int | None, fewest: int) -> Callable[..., Future[Any]] | None:
-    """What hands work to the processes that Inductor compiles its kernels in; None where they are fewer or have not started.
+    """A function that submits work to Inductor's compile processes; None where there are fewer than `fewest`, or they have not started.
 
     Args:
-        threads: how many Inductor was told to use; None where it decides.
-        fewest: of processes.
+        threads: the setting `compile_threads` of this graph; None for Inductor's default.
+        fewest: the smallest number of processes that is worth using.
     """
-    module = sys.modules.get("torch._inductor.async_compile")
-    if module is None:
+    if _ASYNC_COMPILE not in sys.modules:
         return None
-    with contextlib.suppress(Exception):  # closed, or not as in the releases of torch that are known
-        if (threads or module.get_compile_threads()) >= fewest and module.AsyncCompile.use_process_pool():
-            submit: Callable[..., Future[Any]] = module.AsyncCompile.process_pool().submit
+    names = ("get_compile_threads", "AsyncCompile.use_process_pool", "AsyncCompile.process_pool")
+    count_threads, has_started, pool = (_look_up(f"{_ASYNC_COMPILE}.{name}") for name in names)
+    if count_threads is None or has_started is None or pool is None:
+        return None
+    with contextlib.suppress(Exception):  # the pool may be closed
+        if (threads or count_threads()) >= fewest and has_started():
+            submit: Callable[..., Future[Any]] = pool().submit
             return submit
     return None
 
@@ -159,7 +167,7 @@ def compile_with_inductor(
 
 
 def compile_eagerly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the graph by torch's kernels, its gradients by a graph made beforehand where torch can do that."""
+    """A function that runs the graph by torch's kernels. Its gradients are a graph made beforehand, where torch has `aot_autograd`."""
     aot_autograd = _look_up("torch._dynamo.backends.common.aot_autograd")
     if aot_autograd is None:
         return graph_module

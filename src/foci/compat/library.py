@@ -1,4 +1,4 @@
-"""Derivatives of custom operators, without the dispatcher's second turn where nothing is recorded."""
+"""Registers derivatives of custom operators. A call that autograd does not record goes through the dispatcher once, not twice."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def register_autograd(
 
 
 def _unless_recorded(run: Callable[..., Any], recorded: Callable[..., Any]) -> Callable[..., Any]:
-    """A call without gradients and modes, as compiled code makes, is run where it is: another turn of the dispatcher costs as much as what
-    it would find."""
+    """The operator's autograd kernel: a call without gradients and modes, as compiled code makes, runs the operator's kernel directly.
+    Dispatching it again would take as long as a small kernel."""
     kernels = (_Key.CPU, _Key.CUDA)
     plain: dict[int, bool] = {}
 

@@ -1,6 +1,6 @@
 """Accessors of torch.fx nodes: the operation under one name, shape and dtype, the user's source line.
 
-Functions, methods, Python operators and ATen overloads of one operation get one name; so does the in-place form, with a flag.
+`torch.add(x, y)`, `x.add(y)`, `x + y` and `aten.add.Tensor` all have the name "add". So has `x.add_(y)`, which a flag marks as in place.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CASTS: Final = frozenset((
 
 @dataclass(frozen=True)
 class Call:
-    """The operation of a node under its one name, its operands by position; `in_place` where the spelling writes its first argument."""
+    """A node's operation by name, and its operands by position; `in_place` if the operation writes its first argument."""
 
     name: str
     args: tuple[Any, ...]
