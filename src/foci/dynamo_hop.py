@@ -78,7 +78,8 @@ _attention: Final = _Attention() if HigherOrderOperator is not None and trace_li
 
 # what runs between two graphs; the reason is printed where a graph may not break
 _run_outside: Final[Callable[..., Results]] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    run_now, reason="foci needs names of torch._dynamo to put attention into a graph, and this release of torch lacks them: `foci env`"
+    run_now,
+    reason="foci needs names of torch._dynamo to put attention into a graph, and this release of torch lacks them; `foci env` lists them",
 )
 
 

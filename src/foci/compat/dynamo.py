@@ -47,7 +47,7 @@ def trace_like_flex_attention(name: str) -> bool:
         return False
 
     def speculate_with_aliasing(*args: Any, **kwargs: Any) -> Any:
-        """Dynamo's `speculate_subgraph`, which lets a function return one of its inputs: foci runs functions on symbols, which have no memory.
+        """Dynamo's `speculate_subgraph`, for functions that may return one of their inputs: foci runs them on symbols, without memory.
 
         torch 2.14 and later look at the memory of a mask function's example tensors, and find none in those of torch.func's transforms.
         """
