@@ -17,7 +17,7 @@ from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scal
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_zero, store_pieces, tile_pieces
+from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
 from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
 
 
@@ -108,7 +108,7 @@ def accumulate_dk_dv(
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         # recompute the addresses of K and V for each tile: hoisted, they would take registers through the loop
-        opaque = opaque_zero(0)
+        opaque = opaque_value(0)
         queries = tile_pieces(q_tiles, stage)
         douts = tile_pieces(do_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous

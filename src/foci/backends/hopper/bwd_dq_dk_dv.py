@@ -49,7 +49,7 @@ from foci.backends.hopper.gluon_compat import (
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, load_mask_bits, zero_outside
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_zero, sequence_span, store_pieces, tile_pieces
+from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
 from foci.backends.hopper.softmax import round_weights
 from foci.backends.hopper.task_queue import broadcast_ticket, fetch_ticket
 from foci.backends.triton.tiles import decode
@@ -161,7 +161,7 @@ def accumulate_fused(
         phase = (n // c.STAGES) & 1
         parity = n % 2
         # recompute the addresses of K and V for each tile: hoisted, they would take registers that are not there
-        opaque = opaque_zero(0)
+        opaque = opaque_value(0)
         queries = tile_pieces(q_tiles, stage)
         douts = tile_pieces(do_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous

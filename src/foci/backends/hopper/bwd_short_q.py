@@ -30,7 +30,7 @@ from foci.backends.hopper.gluon_compat import (
 )
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_zero, store_pieces, tile_pieces
+from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
 from foci.backends.triton.tiles import decode
 
 ROWS = gl.constexpr(64)
@@ -110,7 +110,7 @@ def accumulate_short_q(
         phase = (i // c.STAGES) & 1
         slot = (i & 1) * 2 + half
         # recompute the addresses of q and do for each tile: hoisted, they would take registers through the loop
-        opaque = opaque_zero(0)
+        opaque = opaque_value(0)
         keys = tile_pieces(k_tiles, stage)
         # S = Q K^T and dP = dO V^T, and dv or dk of the previous tile, all asynchronous
         mbarrier.wait(k_full.index(stage), phase)
@@ -178,7 +178,7 @@ def short_q_consumer(
     dq = accumulate_short_q(
         dq, q_do_smem, buffers, bars, exchange, output, rows, at, (full, count), scale, env, aux, c, half, both, mask, True
     )
-    dkv = wait_accumulators(begin_dk_dv(exchange[half], q_do_smem[1 - half], count - 1, bars[4], opaque_zero(0), c))
+    dkv = wait_accumulators(begin_dk_dv(exchange[half], q_do_smem[1 - half], count - 1, bars[4], opaque_value(0), c))
     store_dk_dv(output[0], out_tile, dkv, count - 1, at, output[2], c)
     if partials is None:
         tma.store_wait(0)
@@ -199,11 +199,11 @@ def store_partial_dq(sums, dq, half: gl.constexpr, q_len, c):
 
 
 @gluon.jit
-def store_dq_columns(sums, dkv, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
+def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
     """Store WIDTH columns of partial dq, rows `pitch` apart."""
     row = half * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_layout(WIDTH))), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, mma_layout(WIDTH))), 0)
-    gl.store(sums + row * pitch + column, dkv, mask=row + column * 0 < q_len)
+    gl.store(sums + row * pitch + column, dq_piece, mask=row + column * 0 < q_len)
 
 
 @gluon.jit

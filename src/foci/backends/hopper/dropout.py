@@ -10,7 +10,7 @@ threads of a warp so that each is done once; threads exchange bits, not random w
 
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import split_columns
-from foci.backends.hopper.smem import opaque_zero
+from foci.backends.hopper.smem import opaque_value
 from foci.backends.triton.tiles import random_words, tile_start
 
 __all__ = ["apply_dropout", "drop_bits", "drops_by_key", "drops_by_query", "load_dropout_params"]
@@ -85,7 +85,7 @@ def load_dropout_params(numbers, c):
 @gluon.jit
 def philox_keys(dropout_params):
     """Words of the seed, opaque so that the keys of Philox's rounds are recomputed: kept, they would take too many registers."""
-    return opaque_zero(dropout_params[0]).to(gl.uint32), opaque_zero(dropout_params[1]).to(gl.uint32)
+    return opaque_value(dropout_params[0]).to(gl.uint32), opaque_value(dropout_params[1]).to(gl.uint32)
 
 
 @gluon.jit
@@ -110,7 +110,7 @@ def drops_by_query(first, key0, b, h, dropout_params, COLUMNS: gl.constexpr):
     PART: gl.constexpr = min(COLUMNS, 64)
     layout: gl.constexpr = quads_by_query(PART // 4)
     row = (first + gl.arange(0, 64, gl.SliceLayout(1, layout)))[:, None]
-    quad = (opaque_zero(key0) // 4 + gl.arange(0, PART // 4, gl.SliceLayout(0, layout)))[None, :]
+    quad = (opaque_value(key0) // 4 + gl.arange(0, PART // 4, gl.SliceLayout(0, layout)))[None, :]
     key = philox_keys(dropout_params)
     for part in gl.static_range(COLUMNS // PART):
         w0, w1, w2, w3 = random_words(key, quad + part * (PART // 4), row, h, b)
@@ -137,8 +137,8 @@ def append_drop_bit(bits, word, least, bit):
 
 @gluon.jit
 def append_quad_bits(bits, word, least, bit):
-    """Add the bits of one key's random words [quads of keys, queries] to bits [warp, half of its quads, quad, lane, pair]. `bit`: a lane's
-    first."""
+    """Add the bits of one key's random words [quads of keys, queries] to bits [warp, half of its quads, quad, lane, pair]. `bit`: the first
+    bit of each lane."""
     FOURS: gl.constexpr = word.shape[1] // 32
     even, odd = gl.split(word.reshape([4, 2, 2, FOURS, 4, 4, 2]))
     if FOURS == 1:
@@ -172,9 +172,9 @@ def shuffle_xor(x, BIT: gl.constexpr):
 
 
 @gluon.jit
-def gather_key_words(found, lane):
+def gather_key_words(key_bits, lane):
     """Transpose: four lanes hold bits of four keys each; afterwards each lane holds the whole word of one key."""
-    n0, n1, n2, n3 = found
+    n0, n1, n2, n3 = key_bits
     high = lane >= 2
     here = gl.where(high, n2, n0) | shuffle_xor(gl.where(high, n0, n2), 8)
     neighbor = gl.where(high, n3, n1) | shuffle_xor(gl.where(high, n1, n3), 8)
@@ -186,22 +186,22 @@ def gather_key_words(found, lane):
 def drops_by_key(first, query0, b, h, dropout_params, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
     """Drop bits [64, 4] of the 64 keys from `first`, over COLUMNS queries from `query0`, AT_ONCE (32 or 64) of them at a time."""
     layout: gl.constexpr = quads_by_key(AT_ONCE)
-    quad = (opaque_zero(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
-    column = (opaque_zero(query0) + gl.arange(0, AT_ONCE, gl.SliceLayout(0, layout)))[None, :]
+    quad = (opaque_value(first) // 4 + gl.arange(0, 16, gl.SliceLayout(1, layout)))[:, None]
+    column = (opaque_value(query0) + gl.arange(0, AT_ONCE, gl.SliceLayout(0, layout)))[None, :]
     key = philox_keys(dropout_params)
     lane = gl.arange(0, 4, axis_layout(words_by_key(), 5, 3))[None, None, None, :, None]
     bit = gl.to_tensor(1) << (2 * lane)
     n0 = gl.zeros([4, 2, 2, 4, 4], gl.int32, words_by_key())
-    found = (n0, n0, n0, n0)
+    key_bits = (n0, n0, n0, n0)
     if COLUMNS == AT_ONCE:
-        found = append_four_keys(found, random_words(key, quad, column, h, b), dropout_params[2], bit)
+        key_bits = append_four_keys(key_bits, random_words(key, quad, column, h, b), dropout_params[2], bit)
     else:
         # not unrolled: it would not fit the instruction cache beside the rest of the kernel
-        for _part in range(0, opaque_zero(COLUMNS // AT_ONCE)):
-            found = append_four_keys(found, random_words(key, quad, column, h, b), dropout_params[2], bit)
+        for _part in range(0, opaque_value(COLUMNS // AT_ONCE)):
+            key_bits = append_four_keys(key_bits, random_words(key, quad, column, h, b), dropout_params[2], bit)
             column += AT_ONCE
             bit = bit << (AT_ONCE // 4)
-    words = gather_key_words(found, lane)
+    words = gather_key_words(key_bits, lane)
     return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
 
 

@@ -12,7 +12,7 @@ __all__ = [
     "load_pieces",
     "load_q_registers",
     "make_barriers",
-    "opaque_zero",
+    "opaque_value",
     "reuses_q_smem",
     "sequence_span",
     "step_to_tile",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 @gluon.jit
-def opaque_zero(x):
+def opaque_value(x):
     """Return x as a value that the compiler cannot see through, so that it neither hoists what depends on it nor keeps that over a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
 
