@@ -1,4 +1,7 @@
-"""Passes known from before: what each is known by, where it is kept, and how a kernel runs it again."""
+"""Cache of launch lists: their keys, where they are stored, and how a kernel repeats one.
+
+A launch list ("pass") is recorded at the first call and repeated at later calls with the same key.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ __all__ = ["KnownPasses", "find_pass", "keep_pass", "source_of_places"]
 Key: TypeAlias = tuple[object, ...]
 
 _templates: Final[WeakCache[Template]] = WeakCache(1024)
-"""Passes of jagged calls, wherever their sequences lie."""
+"""Launch lists of packed calls, for any sequences."""
 
 
 def source_of_places(sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
-    """The `Source` of where sequences lie."""
+    """The `Source` of starts and lengths."""
     return sequences.tensors
 
 
 def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Recording | None:
-    """The pass of that key, known of these sequences or of others."""
+    """Find the launch list of a key: one of these sequences, else one of other sequences bound to these; None if there is none."""
     if sequences.q_start is None:
         return sequences.recordings.find(key)
     found = sequences.recordings.find((key, *tokens))
@@ -43,7 +46,7 @@ def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) 
 
 
 def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: Recording) -> None:
-    """Keeps a pass for `find_pass`; for other sequences too, unless their lengths are not all that it takes from them."""
+    """Store a launch list for `find_pass`; also for other sequences, if it depends on them by their starts and lengths alone."""
     if sequences.q_start is None:
         sequences.recordings.add(key, read, made)
         return
@@ -53,8 +56,8 @@ def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: Re
 
 
 class KnownPasses:
-    """What a kernel knows of passes that it has made: it runs them again by the geometry of a call alone, and finds them by all that
-    determines them where operands were checked."""
+    """Launch lists of one kernel, under two keys. The geometry of a call is enough to repeat one without checking operands. `pass_key`
+    holds everything that determines one, for operands that were checked."""
 
     def __init__(self, problem: Problem) -> None:
         self.mask_slots = sorted({int(str(e.value)) for e in problem.variant.mask.walk() if e.op == "load"})
@@ -64,7 +67,7 @@ class KnownPasses:
         self.learns = any(problem.capture_grads)
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
-        """`forward` of a call whose geometry is known, None where that is not enough; so many `others` of the inputs follow captures."""
+        """See `foci.backends.contract.Repeating`. `others`: number of inputs that follow the captured tensors."""
         found = self._known_forward(geometry, inputs, offsets, others)
         return None if found is None else found.run(inputs)[: self.results]
 
@@ -89,7 +92,7 @@ class KnownPasses:
         return find_pass((geometry, stream, (), read), sequences, _tokens_at(geometry, query, key), captures)
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """`backward` likewise: dq, dk and dv, those that were asked for."""
+        """See `foci.backends.contract.Repeating`."""
         given, found, places = self._known_backward(geometry, inputs, offsets, given)
         return None if found is None else found.run((*inputs, *given), places)[: self.gradients]
 
@@ -117,7 +120,7 @@ class KnownPasses:
     def _known_backward(
         self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
     ) -> tuple[Given, Recording | None, list[int | None]]:
-        """Also what is given as it is laid out, and the places of all tensors."""
+        """Return (`given` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
         query, key = inputs[0], inputs[1]
         assert query is not None
         assert key is not None
@@ -129,19 +132,19 @@ class KnownPasses:
         read = self._versions(inputs[3:-1]) if self.mask_slots else ()
         tensors = (*inputs, *given)
         places = tensor_addresses(tensors)
-        # what autograd saved may have come back as another tensor of the same values
+        # a saved tensor may have been unpacked as another tensor with the same values, at an unaligned address
         if read is None or not _are_aligned(places):
             return given, None, []
         known = (geometry, stream, _strides_of(inputs, given), read)
         return given, find_pass(known, sequences_at(query, offsets, stream), _tokens_at(geometry, query, key), inputs[3:-1]), places
 
     def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
-        """Keeps a pass by the geometry of its operands, where it is known."""
+        """Store a launch list by the geometry of the operands, if they have one."""
         geometry = operands.geometry
         if geometry is None:
             return
         if operands.blocks is not None:
-            return  # `forward_again` and `backward_again` are not given them
+            return  # `forward_again` and `backward_again` get no block mask
         count = self.results
         strides: Key = ()
         if given is not None:
@@ -156,18 +159,18 @@ class KnownPasses:
         return read if operands.blocks is None else (*read, operands.blocks)
 
     def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
-        """Those of them that the mask captures."""
+        """The tensors that the mask captures."""
         read = (captures[slot] for slot in self.mask_slots)
         return tuple(t for t in read if t is not None)
 
     def _versions(self, captures: Inputs) -> Key | None:
-        """`tensor_state` these; None where one has no version."""
+        """`tensor_state` of the tensors that the mask captures; None if one has no version."""
         read = self._read(captures)
         return None if any(t.is_inference() for t in read) else tuple(map(tensor_state, read))
 
     def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
-        """What determines a pass but for its addresses, and but for the tokens of `packed` tensors where these are packed; None where
-        it must be worked out each time."""
+        """Everything that determines a launch list, except addresses and, in a packed call, the number of tokens of the `packed` tensors.
+        None if the launch must not be repeated."""
         query, key, value, blocks = operands.query, operands.key, operands.value, operands.blocks
         stream = free_stream(query)
         if stream is None or (blocks is not None and (operands.geometry is None or self.learns)):
@@ -192,24 +195,24 @@ class KnownPasses:
 
 
 def _tokens_at(geometry: Geometry, query: Tensor, key: Tensor) -> Tokens:
-    """Queries and keys of a head, of tensors as a known call is given them: [B, H, S, D], or packed [T, H, D]."""
+    """Queries and keys of a head, of tensors [B, H, S, D], or packed [T, H, D]."""
     return (query.shape[0], key.shape[0]) if geometry.packed else (query.shape[2], key.shape[2])
 
 
 def _lie(tensor: Tensor | None) -> object:
-    """How a tensor lies: what of it a launch takes besides its address."""
+    """What a launch depends on besides a tensor's address: shape and strides."""
     return None if tensor is None else (tensor.shape, tensor.stride())
 
 
 def _lie_packed(tensor: Tensor | None) -> object:
-    """`_lie` of [1, H, T, D], but for T; row statistics [1, H, T] have no gaps."""
+    """`_lie` of [1, H, T, D] without T. Row statistics [1, H, T] are contiguous, so nothing is left of them."""
     if tensor is None or tensor.dim() == 3:
         return tensor is None
     return tensor.shape[1], tensor.shape[3], tensor.stride()[1:]
 
 
 def _strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
-    """Of what a backward pass is given; as those of [T, H, D] with `packed`, where tensors are [1, H, T, D]."""
+    """Strides of a backward pass's arguments. `packed`: tensors are [1, H, T, D]; return the strides of [T, H, D]."""
     found = [None if t is None else t.stride() for t in (given.out, given.dout, *inputs)]
     if packed:
         found[:5] = [(s[2], s[1], s[3]) for s in found[:5] if s is not None]
@@ -219,13 +222,13 @@ def _strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
 
 
 def _is_ready(given: Given) -> bool:
-    """Whether row statistics are as kernels read them."""
+    """Whether row statistics have the layout and dtype that kernels read."""
     lse, dlse = given.lse, given.dlse
     return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
 
 
 def _are_aligned(places: Sequence[int | None]) -> bool:
-    """Whether all addresses are multiples of 16 bytes, as compiled kernels expect them."""
+    """Whether all addresses are multiples of 16 bytes, for which kernels are compiled."""
     address = 0
     for place in places:
         address |= place or 0

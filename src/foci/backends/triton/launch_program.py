@@ -1,8 +1,10 @@
-"""Passes run again: launches with their arguments, once for a geometry, and bound to sequences and addresses.
+"""Launch lists that can be repeated: the compiled kernels of a forward or backward pass, with their arguments.
 
-A `Template` is what a pass launches, of which neither where packed sequences lie nor how many tokens there are is part: numbers that
-follow from the tokens are `Count`s, found anew when it is bound to other sequences. A `Recording` runs through Triton's own launchers, with
-the addresses of a call.
+    Template     launches and the tensors they allocate. It holds neither starts and lengths of packed sequences nor their number of tokens:
+                 arguments that depend on the tokens are `Count`s
+    Recording    a template bound to sequences and a number of tokens; it launches with the addresses of a call
+
+"role" is the number of a tensor of the pass: inputs first, then what the pass allocates.
 """
 
 from __future__ import annotations
@@ -38,23 +40,23 @@ __all__ = [
 ]
 
 Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
-"""What a pass reads of sequences besides its inputs: the tensors, of the sequences, the tokens and the captured tensors."""
+"""(sequences, tokens, captured tensors) -> the tensors that a pass reads besides its inputs, such as task records."""
 
 
 class Binding(NamedTuple):
-    """What a template is bound to: how many tokens there are, and what it reads of their sequences."""
+    """What a template is bound to."""
 
     tokens: Tokens
-    kept: Inputs
+    kept: Inputs  # tensors from the `Source`s
 
 
 class Tiles(NamedTuple):
-    """A tensor descriptor but for its base: makes one of a tensor."""
+    """A tensor descriptor without its base. Called with a base, it makes the descriptor."""
 
     kind: type
     rest: dict[str, Any]
     known: Mapping[int, Any] = types.MappingProxyType({})
-    """By address: none is kept, as a descriptor holds its tensor."""
+    """Always empty, for the interface of `Maps`: a cached descriptor would keep its tensor alive."""
 
     def __call__(self, base: Any, address: Any) -> Any:
         made: Any = object.__new__(self.kind)  # checked when it was recorded
@@ -63,11 +65,11 @@ class Tiles(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether they follow from the tokens."""
+        """Whether the shape depends on the number of tokens."""
         return any(isinstance(n, Count) for n in self.rest["shape"])
 
     def bound(self, tokens: Tokens) -> Tiles:
-        """These tiles of other tokens."""
+        """The same for another number of tokens."""
         if not self.varies:
             return self
         shape = [n.of(tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
@@ -75,23 +77,21 @@ class Tiles(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments without their addresses: `places` (index, tensor of the pass), `tiles` likewise for descriptors, with what makes
-    one of a tensor and its address, `late` for what binding finds, by expressions of `t`, the tokens, and `k`, the addresses of what is
-    kept, and `parts` for tuples with any of these inside."""
+    """Arguments of a launch, with gaps that are filled when it is bound, and at each launch."""
 
     values: list[Any]
-    places: list[tuple[int, int]]
-    tiles: list[tuple[int, int, Any]]
-    parts: list[tuple[int, Arguments]]
-    late: list[tuple[int, str]]
+    places: list[tuple[int, int]]  # (index, role): filled with an address at each launch
+    tiles: list[tuple[int, int, Any]]  # (index, role, `Tiles` or `Maps`): filled with a descriptor at each launch
+    parts: list[tuple[int, Arguments]]  # (index, arguments): tuples that have gaps themselves
+    late: list[tuple[int, str]]  # (index, expression): filled by binding; `t` are the tokens, `k` the addresses of `Binding.kept`
 
     @property
     def is_constant(self) -> bool:
-        """Whether nothing is to be put in."""
+        """Whether there are no gaps."""
         return not (self.places or self.tiles or self.parts or self.late)
 
     def after(self, head: tuple[Any, ...]) -> Arguments:
-        """These arguments behind others."""
+        """Put `head` before these arguments."""
         by, (values, places, tiles, parts, late) = len(head), self
         return Arguments(
             [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, made) for at, role, made in tiles],
@@ -99,16 +99,16 @@ class Arguments(NamedTuple):
         )  # fmt: skip
 
     def filler(self) -> Filler:
-        """What puts addresses in, for each launch: straight code."""
+        """Generate the function that fills in addresses at each launch: straight-line code, without a loop."""
         return _filler(_code("fill(v, m, a, o)", self._filled("v", itertools.count())))
 
     def binder(self) -> Binder | None:
-        """What puts in what binding finds, once for a recording; None where that is nothing."""
+        """Generate the function that fills in `late` when a template is bound; None if there is nothing to fill in."""
         found = self._bound("v")
         return _binder(_code("bind(v, t, k)", found)) if found else None
 
     def _filled(self, own: str, makers: Iterator[int]) -> dict[int, str]:
-        """Expressions of what has addresses in it, by `m`, the `makers`, `a`, addresses, and `o`, tensors if there are any."""
+        """Expressions of arguments with addresses, by index, over `m`, the `makers`, `a`, the addresses, and `o`, the tensors or None."""
         found = {at: f"a[{role}]" for at, role in self.places}
         for (at, role, _), n in zip(self.tiles, makers, strict=False):
             found[at] = f"m[{n}].known.get(a[{role}]) or described(m[{n}], a[{role}], o and o[{role}])"
@@ -118,7 +118,7 @@ class Arguments(NamedTuple):
         return found
 
     def _bound(self, own: str) -> dict[int, str]:
-        """Expressions of what binding finds."""
+        """Expressions of arguments that binding fills in, by index."""
         found = dict(self.late)
         for at, part in self.parts:
             if inner := part._bound(f"{own}[{at}]"):
@@ -129,14 +129,14 @@ class Arguments(NamedTuple):
         return f"({', '.join(({n: f'{own}[{n}]' for n in range(len(self.values))} | found).values())},)"
 
     def makers(self) -> list[Any]:
-        """What makes descriptors, in the order of `filler`."""
+        """`Tiles` and `Maps`, in the order in which `filler` numbers them."""
         return [made for _, _, made in self.tiles] + [made for _, part in self.parts for made in part.makers()]
 
 
 Filler: TypeAlias = Callable[[list[Any], list[Any], list[int | None], list[Any] | None], list[Any]]
-"""Arguments of a launch, by those that are bound, what makes descriptors, addresses, and tensors where there are any."""
+"""(bound arguments, makers of descriptors, addresses, tensors or None) -> arguments of a launch."""
 Binder: TypeAlias = Callable[[list[Any], Tokens, list[int | None]], list[Any]]
-"""Arguments that are bound, by those that are not, tokens, and addresses of what is kept."""
+"""(arguments, tokens, addresses of `Binding.kept`) -> bound arguments."""
 
 
 def _code(head: str, found: dict[int, str]) -> str:
@@ -146,7 +146,7 @@ def _code(head: str, found: dict[int, str]) -> str:
 @functools.lru_cache(maxsize=1024)
 def _filler(text: str) -> Filler:
     found: dict[str, Any] = {"described": _describe_tensor}
-    exec(text, found)  # text made here, of numbers alone
+    exec(text, found)  # generated here, from numbers alone
     fill: Filler = found["fill"]
     return fill
 
@@ -154,7 +154,7 @@ def _filler(text: str) -> Filler:
 @functools.lru_cache(maxsize=1024)
 def _binder(text: str) -> Binder:
     found: dict[str, Any] = {}
-    exec(text, found)  # likewise, and of what `Count`s say
+    exec(text, found)  # generated here, from numbers and the expressions of `Count`s
     bind: Binder = found["bind"]
     return bind
 
@@ -164,44 +164,43 @@ def _describe_tensor(made: Any, address: int, tensor: Any) -> Any:
 
 
 def late_counts(values: Sequence[Any]) -> list[tuple[int, str]]:
-    """Those that binding finds anew."""
+    """`Arguments.late` of the `Count`s among values."""
     return [(at, n.text) for at, n in enumerate(values) if isinstance(n, Count)]
 
 
 def sequence_address(number: int) -> str:
-    """Where the tensor of that number lies, of those that are read of the sequences."""
+    """Expression of the address of a tensor in `Binding.kept`."""
     return f"k[{number}]"
 
 
 class Launch(NamedTuple):
-    """A compiled kernel's launcher, and all it takes; `between`: it writes where no sequence lies; `compiled`: the kernel, which is held
-    because Triton 3.8 and later unload it with its object."""
+    """A launch of a compiled kernel."""
 
-    run: Callable[..., None]
+    run: Callable[..., None]  # the kernel's launcher
     arguments: Arguments
-    between: bool = False
-    compiled: Any = None
+    between: bool = False  # it only writes rows that belong to no sequence
+    compiled: Any = None  # keeps the kernel alive: Triton 3.8 and later unload it with its object
 
 
 class New(NamedTuple):
-    """A tensor that each run allocates; with an offset, a part of one allocation with those that follow and have one too."""
+    """A tensor that each run allocates."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int | None = None
+    offset: int | None = None  # in the one allocation that all tensors with an offset share, in elements
 
     @property
     def packed(self) -> New:
-        """[1, H, T, ...] as [T, H, D], and [1, H, T] as [H, T]."""
+        """The same as the caller of a packed call gets it: [1, H, T, D] as [T, H, D], and [1, H, T] as [H, T]."""
         (_, *size), (_, *stride) = self.size, self.stride
         if len(size) == 3:
             size[:2], stride[:2] = size[1::-1], stride[1::-1]
         return self._replace(size=tuple(size), stride=tuple(stride))
 
     def maker(self) -> Callable[[Tokens], functools.partial[Tensor]]:
-        """What allocates it, by how many tokens there are."""
+        """Return a function from the number of tokens to a function that allocates the tensor."""
         allocate, dtype = allocator_on(self.device), self.dtype
         if not any(isinstance(n, Count) for n in (*self.size, *self.stride)):
             known = functools.partial(allocate, self.size, self.stride, dtype)
@@ -211,17 +210,17 @@ class New(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Of `_LINE` bytes, from its first element to its last."""
+        """Size in lines of `_LINE` bytes, from the first element to the last."""
         if 0 in self.size:
             return 0
         span = 1
         for n, step in zip(self.size, self.stride, strict=True):
-            span = (n - 1) * step + span  # in this order, as a `Count` says how it follows
+            span = (n - 1) * step + span  # `Count` supports the operations in this order
         return (span * self.dtype.itemsize + (_LINE - 1)) // _LINE
 
 
 class Maps:
-    """The copy engine's maps of tiles by the address of what they lie in: the same for as long as the geometry is."""
+    """Cache of TMA descriptors by the base address of the tensor; all else of them is fixed by the geometry."""
 
     def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
         self._tiles, self._make, self._metadata = tiles, make, metadata
@@ -236,7 +235,7 @@ class Maps:
         return found
 
     def bound(self, tokens: Tokens) -> Maps:
-        """The maps of other tokens: these, where the number of tokens is no part of them; else those of as many, wherever they lie."""
+        """The cache for another number of tokens: this one, if the descriptors do not depend on it."""
         if not self.varies:
             return self
         tiles = self._tiles.bound(tokens)
@@ -254,7 +253,7 @@ _SHAPES: Final = 64
 
 
 class Template:
-    """A pass that can be run again, once it is bound to sequences; dense, to what it was recorded with."""
+    """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was recorded with."""
 
     __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
 
@@ -273,13 +272,13 @@ class Template:
         self._ways: list[_Way] | None = None
 
     def ways(self) -> list[_Way]:
-        """How its launches are bound."""
+        """The launches, with the functions that fill in their arguments."""
         if self._ways is None:
             self._ways = [_Way.of(launch) for launch in self.launches]
         return self._ways
 
     def sized(self, tokens: Tokens) -> Sized:
-        """What follows from how many tokens there are, for calls of as many."""
+        """What depends on the number of tokens, cached by it."""
         found = self._sized.get(tokens)
         if found is None:
             found = self._sized[tokens] = Sized(self, tokens)
@@ -288,48 +287,48 @@ class Template:
         return found
 
     def returning(self, count: int, *, packed: bool) -> Template:
-        """The same, of which the first `count` tensors made are wanted, and come packed, as `foci.problem.Geometry` says, if that is asked.
-        The others are parts of one allocation."""
+        """The same, returning only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share one
+        scratch allocation."""
         made = [new.packed if packed and n < count else new for n, new in enumerate(self.made)]
         return self._with_ways(Template(self.launches, made, self._kept, self._sources, count))
 
     def unbound(self) -> Template | None:
-        """The same, of any sequences; None where some of what it reads is of those alone that it was recorded with."""
+        """The same for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
         return self._with_ways(Template(self.launches, self.made, (), self._sources, self._results))
 
     def anywhere(self) -> Template | None:
-        """`unbound`, which this may be already."""
+        """`unbound`; this template if it is that already."""
         return self if not self._kept and None not in self._sources else self.unbound()
 
     def _with_ways(self, other: Template) -> Template:
-        """Another of the same launches, with what was found of them."""
+        """Let another template of the same launches share their generated functions."""
         other._ways = self._ways
         return other
 
     def as_recorded(self, tokens: Tokens) -> Recording:
-        """Bound to the sequences that it was recorded with."""
-        rows, columns = map(int, tokens)  # plain ones, as each run counts with what follows from them
+        """Bind to the sequences that it was recorded with."""
+        rows, columns = map(int, tokens)  # plain integers: arithmetic on `Count`s would slow each run down
         return Recording(self, Binding((rows, columns), self._kept))
 
     def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> Recording:
-        """Bound to other sequences."""
+        """Bind to other sequences."""
         rows, columns = map(int, tokens)
         kept = [t for source in self._sources if source is not None for t in source(sequences, (rows, columns), captures)]
         return Recording(self, Binding((rows, columns), kept))
 
 
 class _Way(NamedTuple):
-    """A launch's launcher, what puts addresses in its arguments, and what binding finds, these, and what makes descriptors."""
+    """A launch, with the functions that fill in its arguments."""
 
     run: Callable[..., None]
     fill: Filler
     bind: Binder | None
     values: list[Any]
-    makers: list[Any]
-    varies: bool
-    between: bool
+    makers: list[Any]  # of descriptors
+    varies: bool  # descriptors depend on the number of tokens
+    between: bool  # see `Launch`
 
     @staticmethod
     def of(launch: Launch) -> _Way:
@@ -342,8 +341,9 @@ class _Way(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The first tensors, where they are parts of one allocation: each one's size and strides, by how many tokens there are, and offset."""
+    """The tensors that share one allocation, for any number of tokens."""
 
+    # (tokens -> size, tokens -> strides, offset)
     found: list[tuple[Callable[[Tokens], tuple[int, ...]], Callable[[Tokens], tuple[int, ...]], int]]
     dtype: torch.dtype
     device: torch.device
@@ -354,19 +354,20 @@ class _Parts(NamedTuple):
         return _Parts(found, made[0].dtype, made[0].device) if found else None
 
     def at(self, tokens: Tokens) -> Joint:
-        """What allocates them."""
+        """The same for a number of tokens."""
         return Joint([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
 
 
 class Joint(NamedTuple):
-    """Tensors of these sizes, strides and offsets that are allocated in one piece."""
+    """Tensors that share one allocation."""
 
+    # (size, strides, offset)
     parts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
     dtype: torch.dtype
     device: torch.device
 
     def maker(self) -> Callable[[], list[Tensor]]:
-        """What allocates them."""
+        """Return a function that allocates them."""
         last = max(at + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) for size, stride, at in self.parts)
         allocate = functools.partial(torch.empty, (last + 1,), dtype=self.dtype, device=self.device)
 
@@ -378,9 +379,9 @@ class Joint(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """One allocation for all that nobody reads but the pass: by how many tokens there are, its lines, and those before each tensor."""
+    """One allocation for the tensors that a pass does not return."""
 
-    lines: Callable[[Tokens], tuple[int, ...]]
+    lines: Callable[[Tokens], tuple[int, ...]]  # tokens -> for each tensor the line at which it ends
     device: torch.device
 
     @staticmethod
@@ -388,7 +389,7 @@ class _Scratch(NamedTuple):
         return _Scratch(row_function(list(itertools.accumulate(new.lines for new in made))), made[0].device) if made else None
 
     def at(self, tokens: Tokens) -> tuple[functools.partial[Tensor], list[int]]:
-        """What allocates it, and where in it each tensor lies."""
+        """(function that allocates it, byte offset of each tensor) for a number of tokens."""
         ends = [_LINE * lines for lines in self.lines(tokens)]
         return functools.partial(allocator_on(self.device), (ends[-1],), (1,), torch.uint8), [0, *ends[:-1]]
 
@@ -398,7 +399,7 @@ _LINE: Final = 512
 
 
 class _Place(NamedTuple):
-    """What stands for a tensor where its address is all that is asked."""
+    """Stands in for a tensor of which only the address is read."""
 
     address: int
 
@@ -407,14 +408,14 @@ class _Place(NamedTuple):
 
 
 class Sized:
-    """What of a pass follows from how many tokens there are.
+    """What depends on the number of tokens of a launch list.
 
     Attributes:
-        joint, parts: what it allocates in one piece, before the rest, and what allocates that.
-        makes: what allocates the rest of what is wanted.
-        scratch: what allocates the others, and where in it each lies.
-        makers: of descriptors, of each launch.
-        makes_rows: what `foci.backends.triton.bound_launch` has found of it.
+        joint, parts: the first tensors if they share one allocation, and the function that allocates them; else None.
+        makes: functions that allocate the other results.
+        scratch: (function that allocates the scratch memory, byte offset of each tensor), or None.
+        makers: makers of descriptors, for each launch.
+        makes_rows: cache of `foci.backends.triton.bound_launch`.
     """
 
     __slots__ = ("joint", "makers", "makes", "makes_rows", "parts", "scratch")
@@ -429,29 +430,28 @@ class Sized:
 
     @property
     def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-        """Sizes, strides and dtypes of what a run allocates and returns, but for what is `joint`."""
+        """Sizes, strides and dtypes of the results that are not `joint`."""
         return [make.args for make in self.makes]
 
     @property
     def takes_places(self) -> bool:
-        """Whether addresses are all that its launches take of tensors: where Triton's Python makes descriptors, it takes tensors."""
+        """Whether launches need only the addresses of tensors. They need the tensors where Triton's launcher makes descriptors."""
         return all(isinstance(made, Maps) for makers in self.makers for made in makers)
 
 
 class Recording:
-    """A pass that can be run again.
+    """A template bound to sequences: launches that can be repeated.
 
     Attributes:
-        template: what it is a binding of.
-        sized: what of it follows from the tokens.
-        tokens: how many there are, where they are packed.
+        template: the template.
+        sized: what depends on the number of tokens.
     """
 
     __slots__ = ("_binding", "_launches", "sized", "template")
 
     def __init__(self, template: Template, binding: Binding) -> None:
         self.template = template
-        self._binding = binding  # holds what the arguments hold the addresses of
+        self._binding = binding  # keeps tensors alive whose addresses are in the arguments
         self.sized = sized = template.sized(binding.tokens)
         kept = [None if t is None else t.data_ptr() for t in binding.kept]
         self._launches = [
@@ -461,22 +461,23 @@ class Recording:
 
     @property
     def tokens(self) -> Tokens:
-        """How many queries and keys there are, where they are packed."""
+        """Number of queries and of keys; packed, of all sequences together."""
         return self._binding.tokens
 
     @property
     def scratch(self) -> tuple[int, list[int]]:
-        """Bytes of what a run allocates and nobody reads, and where in them each tensor lies."""
+        """(bytes of the scratch memory, offset of each tensor in it)."""
         found = self.sized.scratch
         return (0, []) if found is None else (found[0].args[0][0], found[1])
 
     def returning(self, count: int, *, packed: bool) -> Recording:
-        """The same with `Template.returning`."""
+        """See `Template.returning`."""
         return Recording(self.template.returning(count, packed=packed), self._binding)
 
     def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
-        """Launches with other tensors of the same geometry, alignment and stream, at these places if they are known; returns what the
-        pass allocated, in order, as far as it is wanted.
+        """Launch with other tensors of the same geometry, alignment and stream. Returns the results, in order.
+
+        `places`: addresses of the inputs, if the caller has them.
         """
         made = [make() for make in self.sized.makes]
         if self.sized.parts is not None:
@@ -486,7 +487,8 @@ class Recording:
         return made
 
     def of_whole(self) -> Callable[[list[int | None]], None] | None:
-        """What launches where every row is of a sequence, for inputs and results at these places; None where that is `launch`."""
+        """Return a function that launches for addresses of inputs and results, without the kernels that fill gaps; None if there are no
+        such kernels."""
         launches = [launch for launch, way in zip(self._launches, self.template.ways(), strict=True) if not way.between]
         if len(launches) == len(self._launches) or self.sized.scratch is not None or not self.sized.takes_places:
             return None
@@ -498,7 +500,8 @@ class Recording:
         return launch
 
     def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
-        """Launches for inputs, and what `run` would allocate, at these places; the tensors may lack where `Sized.takes_places`."""
+        """Launch for addresses of inputs and results, with scratch memory from the allocator. `tensors` may be None if
+        `Sized.takes_places`."""
         if self.sized.scratch is not None:
             allocate, offsets = self.sized.scratch
             whole = allocate()  # lives until all is launched
@@ -510,6 +513,6 @@ class Recording:
         self.launch_at(addresses, tensors)
 
     def launch_at(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
-        """Launches for inputs, results and scratch at these places."""
+        """Launch for addresses of inputs, results and scratch memory."""
         for run, fill, values, makers in self._launches:
             run(*fill(values, makers, addresses, tensors))

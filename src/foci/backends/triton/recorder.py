@@ -1,7 +1,7 @@
-"""Passes noted as they run: the second call of one geometry launches at once, with nothing worked out anew.
+"""Records the launches of a forward or backward pass, so that a later call of the same geometry repeats them without the host's work.
 
-What a pass launches depends on shapes, strides, numbers and the plan, not on addresses. A `Recorder` runs a pass as it is
-written and notes the compiled kernels with their arguments, as a `foci.backends.triton.launch_program.Template`.
+Launches depend on shapes, strides, numbers and the plan, not on addresses. A `Recorder` launches kernels and records them with their
+arguments, as a `foci.backends.triton.launch_program.Template`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["Recorder", "plain_arguments"]
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
-    """Of the parameters after those that are given: a launcher wants them all."""
+    """Defaults of the parameters after the first `given` ones: a launcher takes all arguments."""
     return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
 
 
 _UNWATCHED: Final = (None, None, None)
-"""What a launcher takes for those who watch it."""
+"""A launcher's arguments for launch hooks: none."""
 _NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Strides))
 
 
@@ -53,12 +53,12 @@ def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 class _UnknownTensor(Exception):
-    """An argument that is no tensor of the pass, nor one that is kept."""
+    """An argument is neither a tensor of the pass nor one given to `Recorder.keep`."""
 
 
 def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | None:
-    """A launch by the compiled function at the bottom of Triton's launcher, where that is known; else None. Arguments that describe tiles
-    become a map, lengths and strides.
+    """Make a launch that calls the C function under Triton's launcher; None if this release's is unknown. A tensor descriptor becomes
+    what that function takes: a TMA descriptor, lengths and strides.
     """
     bottom = bottom_of(compiled)
     if bottom is None or len(bottom.metadata) != len(noted.tiles) or None in bottom.metadata:
@@ -84,14 +84,14 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | 
 
 
 class Recorder:
-    """Runs a pass and notes it.
+    """Runs a pass and records it.
 
     Args:
-        inputs: the tensors a pass is given, each object once; None where it lacks one.
-        stream: what `current_stream` gives; None to note nothing.
+        inputs: the input tensors of the pass; None for an absent one.
+        stream: the result of `current_stream`; None to record nothing.
 
     Attributes:
-        is_ahead: whether the pass is one to come, of which nothing is kept.
+        is_ahead: whether kernels are only compiled, for a pass to come (`precompile_backward`).
     """
 
     is_ahead = False
@@ -105,7 +105,7 @@ class Recorder:
         self._launches: list[Launch] | None = None if stream is None else []
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """An uninitialised tensor on the device of `like`, allocated anew in each run."""
+        """Allocate an uninitialised tensor on the device of `like`; each run allocates its own."""
         new = New(tuple(shape), tuple(strides), dtype, like.device)
         made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
         self._made.append(new)
@@ -113,7 +113,7 @@ class Recorder:
         return made
 
     def parts(self, sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> list[Tensor]:
-        """Uninitialised tensors [B, H, S, D] of these strides, whose rows lie side by side in one allocation; made before any other."""
+        """Allocate uninitialised tensors [B, H, S, D] whose rows are side by side in one allocation; to be called before `empty`."""
         assert not self._made, "parts are made first"
         starts = itertools.accumulate((int(heads) * int(width) for _, heads, _, width in sizes), initial=0)
         self._made += [
@@ -124,20 +124,20 @@ class Recorder:
         return made
 
     def keep(self, tensors: Inputs, source: Source | None = None) -> None:
-        """Tensors that every run reads as they are now; with a source, which finds them for other sequences."""
+        """Keep tensors that every run reads. `source` finds them for other sequences; without it, the launches are never rebound."""
         self._kept += tensors
         self._sources.append(source)
 
     def another(self, inputs: Inputs, stream: int | None) -> Recorder:
-        """One of what comes before the pass, a pass of its own."""
+        """Return a recorder for launches that precede the pass and are recorded by themselves."""
         return Recorder(inputs, stream)
 
     def forget(self) -> None:
-        """What the pass does besides cannot be repeated: nothing is recorded."""
+        """Record nothing: the pass does something that cannot be repeated."""
         self._launches = None
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
-        """Launches as Triton does, which compiles what it has to; later, within `compile_in_parallel`. `between`: see `Launch`."""
+        """Launch a kernel and record it. Within `compile_in_parallel` it waits until all kernels are compiled. `between`: see `Launch`."""
         plain, queue = plain_arguments(args), waiting()
         fill_cache_keys((function, *plain))
         run = functools.partial(self._launch, function, grid, args, plain, options, between)
@@ -164,7 +164,7 @@ class Recorder:
         self._launches.append(launch._replace(between=between))
 
     def template(self) -> Template | None:
-        """What was noted, None if it cannot be run again."""
+        """Return the recorded launches, None if they cannot be repeated."""
         queue = waiting()
         if queue:
             launch_waiting(queue)
@@ -183,7 +183,7 @@ class Recorder:
                     noted.late.append((at, sequence_address(number)))
                 else:
                     raise _UnknownTensor
-                noted.values[at] = None  # kept alive by nobody
+                noted.values[at] = None  # do not keep the tensor alive
             elif _is_descriptor(arg):
                 rest = {name: value for name, value in vars(arg).items() if name != "base"}
                 role = self._role(arg.base)
@@ -203,11 +203,11 @@ class Recorder:
 
 
 def _is_descriptor(arg: Any) -> bool:
-    return isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor"  # Gluon has one of its own
+    return isinstance(arg, TensorDescriptor) or type(arg).__name__ == "TensorDescriptor"  # Gluon has its own class
 
 
 def plain_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with numbers for `Count`s, which Triton does not know."""
+    """Replace `Count`s by their numbers, since Triton only takes integers."""
     return tuple(map(_plain_one, args))
 
 

@@ -1,4 +1,4 @@
-"""Numbers that follow from how many tokens a packed call has, so that a pass noted once is known for any number of them."""
+"""Numbers that depend on the number of tokens of a packed call, so that a recorded launch list works for any number of tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foci.problem import Operands
 __all__ = ["Count", "Tokens", "at_most", "count_tokens", "row_function"]
 
 Tokens: TypeAlias = tuple[int, int]
-"""Queries and keys of a head; packed, of all sequences together."""
+"""Number of queries and of keys of a head; packed, of all sequences together."""
 
 
 class Count(int):
-    """A number that follows from the tokens of a packed call, by the expression `text` of `t`, their `Tokens`."""
+    """An integer that was computed from the tokens of a packed call. `text` is the expression, over `t`, the `Tokens`."""
 
     text: str
 
@@ -26,7 +26,7 @@ class Count(int):
 
     @property
     def of(self) -> Callable[[Tokens], int]:
-        """How it follows."""
+        """Return the function that computes the number from other tokens."""
         return _function(self.text)
 
     def __add__(self, other: int) -> Count:
@@ -49,12 +49,12 @@ class Count(int):
 
 
 def row_function(numbers: Sequence[int]) -> Callable[[Tokens], tuple[int, ...]]:
-    """How numbers follow, some of them `Count`s."""
+    """Return the function that computes these numbers, some of them `Count`s, from other tokens."""
     return _function(f"({''.join(f'{_text(n)}, ' for n in numbers)})")
 
 
 def at_most(number: int, most: int) -> int:
-    """The number, or what it is not to exceed."""
+    """The smaller of two numbers, the first of which may be a `Count`."""
     return Count(min(number, most), f"min({number.text}, {most})") if isinstance(number, Count) else min(number, most)
 
 
@@ -68,7 +68,7 @@ def _function(text: str) -> Callable[[Tokens], Any]:
 
 
 def count_tokens(operands: Operands) -> Tokens:
-    """Queries and keys of a head: plain numbers, or packed the `Count`s that others are made of."""
+    """Number of queries and of keys of a head; for a packed call as `Count`s, from which other numbers are computed."""
     rows, columns = operands.query.shape[2], operands.key.shape[2]
     if operands.cu_q is None:
         return rows, columns

@@ -1,4 +1,4 @@
-"""Which tiles each task visits: host side. Kept for masks that capture nothing, made anew where a value may change."""
+"""Tile tables, host side: which tiles each task visits. They are cached until a value that they were built from may have changed."""
 
 from __future__ import annotations
 
@@ -40,31 +40,30 @@ ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """Tasks of a kernel and the tiles they visit; `source` finds the same for other sequences, where their lengths alone say it. `derived`
-    holds, by name, what kernels made of these tiles."""
+    """Tasks of a kernel and the tiles they visit."""
 
     tasks: int
     mode: str
     spans: Spans
     table: Table
-    source: Source | None = None
-    derived: dict[Hashable, Any] = field(default_factory=dict, init=False)
+    source: Source | None = None  # finds `tensors` for other sequences, if they depend on the lengths alone
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False)  # by name, what kernels computed from these tiles
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What a kernel reads of them."""
+        """Task records, counts and lists."""
         return self.spans.tasks, self.table.counts, self.table.lists
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where jagged sequences lie, and what is kept for as long as they lie so.
+    """Starts and lengths of packed sequences, and caches that are valid as long as these do not change.
 
     Attributes:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
-        stays: whether another call may find the offsets as they are.
-        tables: tasks by tile, what they are ordered by, their number and whether they are tiles of queries (see `assign_tasks`).
-        classes, visits, recordings: classes of tiles and what `build_visits` found, and passes that can be run again.
+        stays: False if the offsets may change unseen, so that nothing is cached with them.
+        tables: task records by (tile, streamed tile or 0, number of records, whether tasks are tiles of queries), see `assign_tasks`.
+        classes, visits, recordings: caches of tile classes, of `build_visits`, and of launch lists.
     """
 
     q_start: Tensor | None = None
@@ -84,7 +83,7 @@ class Sequences:
 
     @functools.cached_property
     def form(self) -> tuple[object, ...]:
-        """What a pass depends on but for where sequences lie: how many there are, and which tensors are one."""
+        """What a launch list depends on besides starts and lengths: the number of sequences, and which of the tensors are the same."""
         length = self.q_length
         return (length is not None and length.shape[0], self.q_start is self.kv_start, self.q_length is self.kv_length)
 
@@ -96,10 +95,10 @@ def operand_sequences(operands: Operands) -> Sequences:
 
 
 def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None) -> Sequences:
-    """Starts and lengths of jagged sequences, without synchronisation; made once for a set of offsets that lives unchanged.
+    """Starts and lengths of packed sequences, without synchronisation. Cached for as long as the offsets live and do not change.
 
-    The layers of a model, and their backward passes, share one set, and what is kept with it. `free` is what `free_stream` gives, where
-    it is known.
+    The layers of a model, and their backward passes, have the same offsets, so they share the `Sequences` and its caches. `free`: the
+    result of `free_stream`, if the caller has it.
     """
     if offsets is None:
         return _DENSE_SEQUENCES
@@ -132,7 +131,7 @@ def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
 
 
 def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Starts and lengths, int32."""
+    """Starts and lengths, int32, from cumulative lengths; lengths from `lengths` unless None."""
     given = (ends.contiguous(), None if lengths is None else lengths.contiguous())
     count = ends.shape[0] - 1
     key = ("places", count, ends.dtype, None if lengths is None else lengths.dtype)
@@ -147,7 +146,7 @@ def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[Recorder], list[Tensor]]) -> list[Tensor]:
-    """What a way makes of the inputs, known from the second time on whatever the tokens."""
+    """Run `way` on the inputs; from the second time on, repeat its launches for any number of tokens."""
     first = inputs[0]
     assert first is not None
     stream, places = free_stream(first), tensor_addresses(inputs)
@@ -165,29 +164,29 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
 
 
 def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
-    """Whether tensors may change without a new version: where a CUDA graph is made, and without version counters."""
+    """Whether tensors may change without a new version: while a CUDA graph is captured, and inference tensors."""
     return is_for_graphs(query) or any(t.is_inference() for t in read)
 
 
 _DENSE_SEQUENCES: Final = Sequences(visits=WeakCache(256), recordings=WeakCache(1024))
-"""Of every dense call."""
+"""The `Sequences` of every dense call."""
 _sequence_cache: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
 _SETS: Final = 8
 _template_cache: Final[WeakCache[Template]] = WeakCache(256)
-"""What is made of lengths, whatever they are."""
+"""Launch lists of `_repeated`, for any number of tokens."""
 _recording_cache: Final[WeakCache[Recording]] = WeakCache(256)
-"""The same for so many tokens."""
+"""The same, bound to a number of tokens."""
 
 
 def build_visits(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> TileTable:
-    """Visits of a kernel whose tasks are tiles of `side`, "queries" or "keys".
+    """Build the tile table of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
-    What was found is kept for as long as lengths, numbers and captured tensors (the same objects, by their version) stay
-    the same; but not across the making of a CUDA graph, whose memory it would outlive, and whose inputs change unseen.
+    The table is cached as long as lengths, numbers and captured tensors (the same objects at the same version) do not change. It is not
+    cached while a CUDA graph is captured: it would outlive the graph's memory, and the graph's inputs change unseen.
     """
     operands, block_size = call.operands, kernel.problem.formula.block_size
     read = kernel.read_by_masks(operands)
-    is_unkept = operands.blocks is not None and operands.geometry is None  # classes that a graph makes are others at each call
+    is_unkept = operands.blocks is not None and operands.geometry is None  # compiled code computes a new block mask at each call
     if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
         return _make(kernel, call, schedule, side, None)
     query, key = operands.query, operands.key
@@ -206,12 +205,13 @@ def build_visits(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str
 
 
 _TOGETHER: Final = 1 << 22
-"""Bytes of all heads' keys and values, or queries and their gradients, of the longest sequence, that caches hold some times over."""
+"""The heads of a task run together if all heads' keys and values, or queries and gradients, of the longest sequence take at most this many
+bytes: L2 holds several times as many."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Tasks:
-    """Tasks of a kernel, tiles of `tile` rows, and those of `other` rows that stream by each: of keys, or of queries."""
+    """Tasks of a kernel: tiles of `tile` rows of queries, which tiles of `other` keys stream past, or the reverse."""
 
     count: int
     width: int
@@ -224,23 +224,23 @@ class _Tasks:
     by_work: bool
 
     def at(self, sequences: Sequences, tokens: Tokens) -> Tensor:
-        """Those of other sequences, in the order that they are taken."""
+        """Task records of other sequences."""
         count = self.count.of(tokens) if isinstance(self.count, Count) else self.count
         return _assigned(sequences, self.tile, count, is_by_query=self.is_by_query, other=self.other if self.by_work else 0)
 
     @property
     def source(self) -> Source | None:
-        """Of the tensors of `TileTable` that visit every tile."""
+        """`TileTable.source` of a table that visits every tile."""
         return (lambda sequences, tokens, _: (self.at(sequences, tokens), None, None)) if isinstance(self.count, Count) else None
 
     @property
     def with_places(self) -> Source:
-        """Of what a search for tiles reads."""
+        """Source of the tensors that the kernels of `tile_table_kernels` read."""
         return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
 
 
 def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> TileTable:
-    """`known` is what classes of tiles are kept by, None where they are not."""
+    """Build a tile table. `known`: key by which tile classes are cached, None if they are not."""
     operands, mask = call.operands, kernel.variant.mask
     tasks = _tasks(kernel, call, schedule, side)
     if mask.op == "const" and mask.value is True and operands.blocks is None:
@@ -252,7 +252,7 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known
     grid = _grid(call, schedule, tasks)
     classes = None
     if known is not None and operands.cu_q is None:
-        # both passes, and the tasks of both sides, share what is looked at
+        # forward and backward, and the tables of both sides, share the classes
         known = (*known, grid.grain)
         classes = call.sequences.classes.find(known)
     if classes is None:
@@ -266,7 +266,7 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known
 
 
 def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
-    """A `Source` of what `_list` finds."""
+    """`TileTable.source` of a table from `_list`."""
     bound = template.bound(sequences, tokens, captures)
     _, counts, *lists = bound.run(captures)
     return tasks.at(sequences, tokens), counts, lists[0] if lists else None
@@ -298,8 +298,8 @@ def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _
 
 
 def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0) -> Tensor:
-    """Tasks of `count` tiles of queries, or of keys, found once for a set of sequences; by their work where `other`, rows that stream by
-    at a time, is not 0."""
+    """Task records of `count` tiles of queries, or of keys, cached with the sequences. They are sorted by work if `other`, the rows of a
+    streamed tile, is not 0; else by length."""
     known = (tile, other, count, is_by_query)
     table = sequences.tables.get(known)
     if table is not None:
@@ -324,13 +324,12 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool,
 
 
 class _Grid(NamedTuple):
-    """What is classified: pieces of `grain` queries and keys, `lines` by `columns` for each head, tasks of packed sequences times their
-    tiles; `each` of them, of queries and of keys, make a tile."""
+    """Grid of tile classes, `lines` by `columns` for each head: of pieces of tiles if dense, of whole tiles if packed."""
 
-    grain: tuple[int, int]
+    grain: tuple[int, int]  # queries and keys of a class
     lines: int
     columns: int
-    each: tuple[int, int]
+    each: tuple[int, int]  # classes of a tile along queries and along keys
 
 
 _GRAIN: Final = 64
@@ -350,7 +349,7 @@ def _size(call: Pass, tasks: _Tasks) -> Size:
 
 
 def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
-    """int8 [batch, heads, lines, columns]."""
+    """Classify the grid: int8 [batch, heads, lines, columns]."""
     blocks, size = call.operands.blocks, kernel.problem.formula.block_size
     area = grid.lines * grid.columns
     strides = (tasks.heads * area, area, grid.columns, 1)
