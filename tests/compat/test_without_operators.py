@@ -116,7 +116,7 @@ def test_attention_with_functions_under_dynamo(without):
 try:
     torch.compile(with_foci, backend="aot_eager", fullgraph=True)(*leaves())
 except torch._dynamo.exc.Unsupported as error:
-    assert "this release of torch lacks them: `foci env`" in str(error), error
+    assert "this release of torch lacks them; `foci env` lists them" in str(error), error
 else:
     raise AssertionError("a graph that holds attention without Dynamo's names")
 """
