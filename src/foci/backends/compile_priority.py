@@ -1,4 +1,4 @@
-"""Whether somebody waits for a kernel that is compiled, and who else could compile it."""
+"""Whether a caller waits for the kernels that this thread compiles, and whether other processes compile them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any, Final, TypeAlias
 __all__ = ["Submit", "is_waited_for", "submit_elsewhere", "unhurried"]
 
 Submit: TypeAlias = Callable[[Callable[[bytes], None], bytes], "Future[Any]"]
-"""Calls a function in another process."""
+"""(function, argument) -> future of the call in another process."""
 
 _waited: Final[ContextVar[bool]] = ContextVar("waited", default=True)
 _submit: Final[ContextVar[Submit | None]] = ContextVar("submit", default=None)
 
 
 def is_waited_for() -> bool:
-    """Whether this thread's kernels are wanted at once."""
+    """Whether a caller waits for this thread's kernels."""
     return _waited.get()
 
 
 def submit_elsewhere() -> Submit | None:
-    """What hands this thread's kernels to other processes; None where it compiles them itself."""
+    """Return the function that submits this thread's kernels to other processes; None if it compiles them itself."""
     return _submit.get()
 
 
 @contextmanager
 def unhurried(submit: Submit | None = None) -> Iterator[None]:
-    """Inside, kernels compile beside work that goes first, in other processes where `submit` hands them there."""
+    """Compile kernels in the background inside the block: other work has priority. With `submit`, other processes compile them."""
     before, other = _waited.set(False), _submit.set(submit)
     try:
         yield

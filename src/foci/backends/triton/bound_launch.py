@@ -1,7 +1,7 @@
-"""Known passes bound to all but the addresses of their tensors: for the layers of a batch, and for places of compiled code.
+"""Launch lists bound to everything but the addresses of their tensors: for the layers of a model, and for call sites of compiled code.
 
-Layers differ in addresses alone. What a call of each would find anew, and the tensors that autograd and the kernels' arguments have no
-need of, are left out: where query, key and value lie side by side in rows of one tensor, rows come in, rows go out.
+The calls of a model's layers differ in addresses alone, so a bound launch skips all look-ups. If query, key and value are side by side in
+the rows of one tensor, it takes those rows and returns rows, and no tensors are made for query, key, value and their gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["bind_backward", "bind_forward", "fix"]
 
 
 class _Kind(NamedTuple):
-    """What a tensor without gaps must be, to be as another was."""
+    """Shape, dtype and device of a contiguous tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -29,24 +29,24 @@ class _Kind(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> _Kind | None:
-        """None of a tensor with gaps, or that does not begin at a multiple of 16 bytes."""
+        """The kind of a tensor; None if it is not contiguous or does not begin at a multiple of 16 bytes."""
         return _Kind(tensor.shape, tensor.dtype, tensor.device) if tensor.is_contiguous() and not tensor.data_ptr() & 15 else None
 
     def of_rows(self, rows: Tensor) -> _Kind | None:
-        """That of rows that differ in nothing but how many there are."""
+        """The kind of rows that differ from this one in their number alone; None for others."""
         if rows.shape == self.shape:
             return self if self.has(rows) else None
         kind = self._replace(shape=torch.Size((rows.shape[0], *self.shape[1:])))
         return kind if kind.has(rows) else None
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is that, but for where it begins."""
+        """Whether a contiguous tensor is of this kind; its address is not checked."""
         shape, dtype, device = self
         return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and tensor.device == device
 
 
 class _Surroundings:
-    """Stream and sequences that a pass is bound to."""
+    """Stream and sequences that a launch list is bound to."""
 
     __slots__ = ("_device", "_ends", "stream")
 
@@ -55,14 +55,15 @@ class _Surroundings:
         self._ends = [(t, version_of(t)) for t in ends]
 
     def moved(self, offsets: Tensor) -> _Surroundings | None:
-        """The same around as many other sequences, with one set of offsets; None where launches may not go there, or there were two."""
+        """The same with other sequences: as many, with one set of offsets. None if there were two sets, or if launches must go through
+        Triton."""
         (of, _), *others = self._ends
         if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
             return None
         return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
 
     def are_same(self) -> bool:
-        """Whether launches may go there still, around Triton, and sequences lie where they did."""
+        """Whether stream and offsets are unchanged, and launches may still bypass Triton's launcher."""
         for t, version in self._ends:
             if version_of(t) != version:
                 return False
@@ -78,14 +79,14 @@ def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | No
 
 
 def _parts_of(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
-    """Bytes from the beginning of the rows to query, key and value; None where these are no parts of them at multiples of 16 bytes."""
+    """Byte offsets of query, key and value in the rows; None if they are not inside the first row, at multiples of 16 bytes."""
     start, size = rows.data_ptr(), rows.shape[1] * rows.element_size()
     query, key, value = [-1 if t is None else t.data_ptr() - start for t in inputs[:3]]
     return (query, key, value) if min(query, key, value) >= 0 and max(query, key, value) < size and not (query | key | value) & 15 else None
 
 
 class _Results(NamedTuple):
-    """What the forward makes: sizes, strides and dtypes of out and lse without gaps."""
+    """Size, strides and dtype of out and lse, both contiguous."""
 
     out: tuple[tuple[int, int], tuple[int, int], torch.dtype]
     lse: tuple[tuple[int, int], tuple[int, int], torch.dtype]
@@ -132,8 +133,8 @@ class _Forward:
 def bind_forward(
     found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
 ) -> ForwardOfRows | None:
-    """A forward pass that is known of the inputs, parts of rows [T, E], for other such rows; None where it takes more than addresses, or
-    makes tensors with gaps. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
+    """Bind a forward launch list, recorded for views of rows [T, E], to any such rows. None if it depends on more than addresses, or its
+    results are not contiguous. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
     if kind is None or around is None or parts is None or not _knows_results(found):
         return None
@@ -143,7 +144,7 @@ def bind_forward(
 
 
 def _moved(found: Recording, around: _Surroundings, offsets: Tensor, tokens: int) -> Recording | None:
-    """A pass that captures nothing for other sequences of so many tokens; None where it is of those alone that it was recorded with."""
+    """Bind a launch list without captured tensors to other sequences; None if it cannot be bound to others."""
     template = found.template.anywhere() if min(tokens, *found.tokens) > 1 else None  # strides of a single token say nothing
     if template is None:
         return None
@@ -169,7 +170,7 @@ def _results_of(found: Sized) -> _Results | None:
 
 
 class _Backward:
-    """Likewise a backward pass; `kinds` are those of the rows, out, lse and the gradient of out."""
+    """A backward pass, as `_Forward`. `kinds`: of the rows, out, lse and the gradient of out."""
 
     __slots__ = ("_around", "_empty", "_found", "_kinds", "_of_made", "_parts", "_steps")
 
@@ -186,7 +187,7 @@ class _Backward:
         if (start | outs | lses | douts) & 15 or not self._around.are_same():
             return None
         of_rows, of_out, of_lse, of_dout = self._kinds
-        # autograd may hand back what it saved, and gradients, as other tensors of the same values
+        # autograd may pass saved tensors and gradients as other tensors with the same values
         if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
             return None
         made = self._empty(*self._of_made)
@@ -211,7 +212,8 @@ class _Backward:
 def bind_backward(
     found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardOfRows | None:
-    """Likewise a backward pass, given out [T, Hq, Dv], lse and the gradient of out; what is returned takes them [T, Hq * Dv]."""
+    """Bind a backward launch list, as `bind_forward`. `given`: out [T, Hq, Dv], lse, and the gradient of out; the bound launch takes out
+    and its gradient as [T, Hq * Dv]."""
     kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
     of_rows, of_out, of_lse, of_dout = kinds
     if of_rows is None or of_out is None or of_lse is None or of_dout is None:
@@ -229,7 +231,7 @@ def _knows_steps(found: Recording, rows: Tensor) -> bool:
 
 
 def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
-    """Bytes from the beginning of rows like these to dq, dk and dv in them, which they fill; None where they are no parts of such rows."""
+    """Byte offsets of dq, dk and dv in rows like these; None unless they are side by side and fill the rows."""
     parts, width = found.joint, rows.shape[1]
     if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:
         return None

@@ -1,10 +1,9 @@
-"""New kernels compiled side by side.
+"""Compiles the new kernels of a pass in parallel.
 
-What a pass launches is known before any of it runs: tables of tiles, and the kernels that read them. Within `compile_in_parallel` launches
-wait, and at its end the kernels that none has met compile in threads of their own, Triton's compiler leaving Python's lock to others.
-Beside each compiles the C code that hands it its arguments, which follows from their types alone. Triton's front end, which is Python and
-keeps the lock, reads one kernel after the other, the one that takes longest first. Then all is launched in order. Kernels that a later
-pass will launch are read after these and not waited for: that pass takes them up where they are.
+All launches of a pass are known before the first one runs. Within `compile_in_parallel` they wait in a queue. At its end new kernels
+compile in threads of their own, since Triton's compiler releases the GIL; under Triton 3.6 so does the C code of each kernel's launcher.
+Triton's front end is Python and holds the GIL, so it processes one kernel after another, the one that takes longest first. Then all
+launches run in order. Kernels that a later pass will launch are started after these and not waited for; that pass waits for them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["Waiting", "after_launches", "compile_and_launch", "compile_in_parall
 
 
 class Waiting(NamedTuple):
-    """A launch that waits: of what and with what, and what launches it; or one to come, `is_ahead`, whose kernel is compiled for it."""
+    """A launch in the queue. `is_ahead`: only compile the kernel, for a later pass; else `run` launches it."""
 
     function: Any
     args: tuple[Any, ...]
@@ -44,7 +43,7 @@ class Waiting(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Nearly what Triton compiles it for: its compile-time arguments, which are each one object as long as they are alike."""
+        """Approximate specialization key: function, options and compile-time arguments, by identity, since equal ones are one object."""
         fixed = (id(arg) if _is_one(arg) else arg for arg in self.args if _is_one(arg) or isinstance(arg, bool | str | None))
         return (id(self.function), tuple(self.options.items()), *fixed)
 
@@ -59,10 +58,10 @@ _MOST_MET: Final = 4096
 
 
 def compile_and_launch(function: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Launches as Triton does, which compiles what it has to; returns the compiled kernel.
+    """Launch through Triton, which compiles the kernel if it is new; return the compiled kernel.
 
     Raises:
-        Unbuildable: if a release of Triton that foci was not tested with does not compile it. Tested ones raise what they raise.
+        Unbuildable: if a release of Triton that foci was not tested with does not compile it. Errors of tested releases pass through.
     """
     if release() in TESTED or not isinstance(function, JITFunction):
         return function[grid](*args, **COMPILE_OPTIONS, **options)
@@ -85,16 +84,17 @@ def compile_and_launch(function: Any, grid: tuple[int, ...], args: tuple[Any, ..
 
 
 _uncompiled: Final[dict[tuple[object, ...], str]] = {}
-"""What went wrong with the kernels that did not compile, so that each is tried once."""
+"""Errors of kernels that did not compile, so that each is tried once."""
 
 
 def waiting() -> list[Waiting] | None:
-    """Where launches wait; None where they do not."""
+    """Return the queue of launches; None outside of `compile_in_parallel`."""
     return _queue.get()
 
 
 def after_launches(action: Callable[[], None]) -> None:
-    """Does something once all is launched that waits, if anything does: other threads may find what is kept."""
+    """Run an action after all queued launches; at once if there is no queue. Results are cached this way: other threads must not find
+    them before the kernels that compute them are launched."""
     queue = _queue.get()
     if queue is None:
         action()
@@ -103,24 +103,24 @@ def after_launches(action: Callable[[], None]) -> None:
 
 
 def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Has a kernel compiled that a later pass will launch, within `compile_in_parallel`; without it nothing happens."""
+    """Queue the compilation of a kernel that a later pass will launch. Does nothing outside of `compile_in_parallel`."""
     queue = _queue.get()
     if queue is not None:
         queue.append(Waiting(function, args, options, _nothing, is_ahead=True))
 
 
 def _nothing() -> None:
-    """A launch to come is none now."""
+    """Placeholder for the launch of a kernel that is only compiled."""
 
 
 def is_new() -> bool:
-    """Whether a launch waits whose kernel none has met."""
+    """Whether a queued launch has a kernel that was never launched before."""
     return any(isinstance(each.function, JITFunction) and each.kind not in _met for each in _queue.get() or ())
 
 
 @contextmanager
 def compile_in_parallel() -> Iterator[None]:
-    """Launches by a recorder wait for the end of the block. Nothing in it may look at what they make."""
+    """Queue launches by recorders until the end of the block. Code inside must not read their results."""
     if _queue.get() is not None:
         yield
         return
@@ -134,9 +134,9 @@ def compile_in_parallel() -> Iterator[None]:
 
 
 def launch_waiting(queue: list[Waiting]) -> None:
-    """Compiles what is new and launches all that waits, in order."""
+    """Compile the new kernels of a queue, and launch everything in it, in order."""
     ready, queue[:] = list(queue), []
-    # one that both waits and is ahead is waited for
+    # a kernel that is both to be launched and to be compiled ahead is waited for
     kernels = [each for each in ready if isinstance(each.function, JITFunction)]
     new = {each.kind: each for each in sorted(kernels, key=lambda each: each.is_ahead, reverse=True)}
     for kind in _met & new.keys():
@@ -152,7 +152,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
 
 
 def _compile(new: Sequence[Waiting]) -> None:
-    """Kernels go to Triton's cache; one that fails is left to its launch, which says why."""
+    """Compile kernels into Triton's cache. An error is ignored here: the launch compiles again and raises it."""
     active_mode = async_compile_mode()
     if active_mode is None or active_mode.get() is not None:
         return  # each compiles when it is launched
@@ -161,7 +161,7 @@ def _compile(new: Sequence[Waiting]) -> None:
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
     try:
-        # a pass ends with what takes longest
+        # the last kernel of a pass takes longest: begin with it
         for each in reversed([each for each in new if not each.is_ahead]):
             each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
         if len(os.sched_getaffinity(0)) < 2 * len(new):
@@ -179,8 +179,8 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 @contextmanager
 def _short_gil_interval() -> Iterator[None]:
-    """Python's lock goes round faster: a kernel's compiler asks for it a hundred times, for moments, and each time would wait for 5 ms
-    where another kernel is read. Where nobody waits for the kernels, whatever else runs keeps the lock as long as it always does."""
+    """Shorten the GIL switch interval while a caller waits for kernels. The compiler takes the GIL briefly about 100 times per kernel, and
+    would wait 5 ms each time while the front end processes another kernel."""
     if not is_waited_for():
         yield
         return
@@ -199,12 +199,12 @@ def _short_gil_interval() -> Iterator[None]:
 
 _interval_lock: Final = threading.Lock()
 _saved_intervals: Final[list[float]] = []
-"""What the interval was: first, before any."""
+"""Intervals to restore; the first is the process's own."""
 
 
 class _ParallelCompileMode:
-    """Stands in for Triton's AsyncCompileMode, which waits for all that it is given: takes up what was begun ahead, and leaves what it
-    begins ahead to the pass that launches it."""
+    """Replaces Triton's AsyncCompileMode, which waits for every kernel. It reuses compilations that were begun ahead, and does not wait for
+    those that it begins ahead."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -232,7 +232,7 @@ class _ParallelCompileMode:
             self._waited[key] = (future, finish)
 
     def finish(self) -> None:
-        """Waits for what is launched now."""
+        """Wait for the kernels of this pass."""
         while self._waited:
             _, (future, finish) = self._waited.popitem()
             with suppress(Exception):
@@ -240,12 +240,12 @@ class _ParallelCompileMode:
 
 
 _begun: Final[OrderedDict[str, Future[Any]]] = OrderedDict()
-"""Kernels that compile ahead of the pass that launches them. Those of passes that never come are forgotten, the oldest first."""
+"""Compilations begun ahead of the pass that launches the kernel; the oldest are dropped."""
 _MOST_BEGUN: Final = 16
 
 
 class _Beside(Executor):
-    """Hands a compilation to a pool, with another of the launcher that it will need."""
+    """Submits compilations of kernels, and of their launchers, to a pool."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
@@ -271,7 +271,7 @@ class _Beside(Executor):
         return future
 
     def wait_until_read(self) -> None:
-        """Waits until Triton's front end, which is Python, is through with all there is, or the compiler where nothing tells."""
+        """Wait until Triton's front end has processed all submitted kernels; for a kernel that does not report it, until it is compiled."""
         while self._read:
             self._read.pop().wait()
 
@@ -288,34 +288,34 @@ def _in_turn(make_ir: Callable[..., Any], is_read: threading.Event, *args: Any, 
 
 
 def _compile_inputs(compile_it: Callable[..., Any]) -> dict[str, Any]:
-    """What Triton will compile, `src`, and with what, by Triton's names; without those that a release hides."""
+    """Inputs of a compilation, by Triton's names ("src", "target", "options", ...), as far as this release exposes them."""
     names, cells = compile_it.__code__.co_freevars, compile_it.__closure__ or ()
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
 
 
 def _sent(made_of: dict[str, Any]) -> Future[Any] | None:
-    """A compilation in another process, where somebody does it; None where this one is to do it."""
+    """Start the compilation in another process; None if there is none, or it cannot be sent there."""
     submit = submit_elsewhere()
     if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"} or not is_sendable(made_of["env_vars"]):
         return None
-    with suppress(Exception):  # no other process can make it, or none is left
+    with suppress(Exception):  # it cannot be pickled, or no process is left
         return submit(compile_packed, pack(made_of["src"], made_of["target"], made_of["options"].__dict__))
     return None
 
 
 _LONGEST: Final = 60.0
-"""Seconds that another process has for a kernel, those before it included."""
+"""Seconds to wait for a kernel from another process, including the kernels queued before it."""
 
 
 def _found(sent: Future[Any], compile_it: Callable[[], Any]) -> Any:
-    """The kernel, out of Triton's cache on disk; compiled here where the other process failed, died, was too slow, or made another."""
+    """The kernel that another process left in Triton's cache on disk. If that process failed or was too slow, it is compiled here."""
     with suppress(Exception):
         sent.result(_LONGEST)
     return compile_it()
 
 
 def _build_launcher(src: Any) -> None:
-    """Leaves the launcher's C code compiled in Triton's cache on disk."""
+    """Compile the C code of a kernel's launcher into Triton's cache on disk."""
     described: list[dict[str, Any]] = [{} for kind in src.signature.values() if str(kind).startswith("tensordesc")]
     without = SimpleNamespace(
         tensordesc_meta=described, num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,

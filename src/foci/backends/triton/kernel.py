@@ -1,4 +1,4 @@
-"""A plan made runnable: which kernels a forward and a backward launch, and with what."""
+"""Host side of the Triton backend: which kernels a forward and a backward pass launch, with which arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = ["Pass", "TritonKernel"]
 
 
 class Tensors(NamedTuple):
-    """Strides of the tensors laid out as [B, H, S, D]; those that a kernel lacks repeat the query's."""
+    """Strides of tensors [B, H, S, D]; those of an absent tensor are the query's."""
 
     q: Strides
     k: Strides
@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What every kernel of one call shares."""
+    """Arguments that all kernels of a call share."""
 
     operands: Operands
     recorder: Recorder
@@ -88,7 +88,7 @@ class Pass:
 
     @property
     def line(self) -> Any:
-        """The function of a score that is a line, where its numbers, divided by the scale, are no larger than numbers can be."""
+        """The function of an affine score, if it may be used: dividing by a tiny scale would overflow."""
         return self.functions.line if abs(self.operands.scale) > 1e-6 else None
 
 
@@ -109,10 +109,10 @@ class TritonKernel(KnownPasses):
         self.takes_splits = takes_splits(formula)
         self.is_by_bounds = formula.block_size is None and as_comparisons(self.variant.mask, "kv_idx") is not None
         is_listed = formula.block_size is not None or not is_convex(self.variant.mask, "kv_idx")
-        # a mask that is read takes little room beside what is streamed: two programs share a multiprocessor; beside a bias they do not fit
+        # a mask in memory takes little shared memory beside the streamed tiles, so two programs fit on an SM; a bias leaves room for one
         is_whole = self.is_dense or bool(find_pair_loads(self.variant.score))
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
-        # slopes that differ from place to place take registers; a row of few tiles is short of work for large ones
+        # a derivative that varies over a tile takes registers; a row with few tiles has too little work for large ones
         is_sloped = score_derivative(self.variant.score).op != "const"
         is_short = is_listed or begins_late(self.variant.mask)
         self.query_kind = "query_gradient_sparse" if is_sloped or is_short else "query_gradient"
@@ -123,11 +123,11 @@ class TritonKernel(KnownPasses):
 
     @property
     def can_precompile_backward(self) -> bool:
-        """Whether a backward pass by a recorder touches nothing else, see `precompile_backward`."""
+        """Whether `_backward` has no effects but through its recorder, as `precompile_backward` needs."""
         return True
 
     def schedule(self, kind: str) -> Schedule:
-        """How a kernel is cut up. A caller's block mask limits tiles to what divides its blocks."""
+        """Schedule of a kernel. Under a block mask, tiles must divide its blocks."""
         found = self.schedules.get(kind)
         if found is None:
             found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, **self.read)
@@ -191,7 +191,7 @@ class TritonKernel(KnownPasses):
         return Results(*outputs)
 
     def split_kind(self, operands: Operands) -> str | None:
-        """The kernel that splits keys over programs, None where they are not split."""
+        """The split-KV kernel of a call, "decode" or "split"; None if its keys are not split."""
         if not self.takes_splits:
             return None
         (batch, heads, length, _), (_, kv_heads, keys, _) = operands.query.shape, operands.key.shape
@@ -211,19 +211,19 @@ class TritonKernel(KnownPasses):
         self.split(call, kind, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
 
     def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
-        """That of a kernel whose tiles hold rows of a group of heads: those of a decode all of them."""
+        """Schedule of a split-KV kernel. A tile holds rows of a group of heads; a decode's holds all of them."""
         found = self.schedule(kind)
         return found if kind == "split" else replace(found, tile_q=padded_dim(query.shape[1] // key.shape[1] * query.shape[2]))
 
     def group_visits(self, call: Pass, schedule: Schedule) -> TileTable:
-        """The tiles of keys that any query of a group of heads attends to, whatever the tiles of rows."""
+        """One tile table for all queries of a group of heads."""
         return self.visits(call, replace(schedule, tile_q=padded_dim(call.operands.query.shape[2])), "queries")
 
     def split(
         self, call: Pass, kind: str, schedule: Schedule, visits: TileTable, config: Config, splits: int, streams: tuple[Any, Any],
         outputs: tuple[Tensor, Tensor, Tensor | None], pages: Pages | None,
     ) -> None:  # fmt: skip
-        """Attends with the keys of a group of heads split over programs; `streams` are what keys and values are read from."""
+        """Launch split-KV attention and the kernel that combines the splits. `streams`: sources of keys and values."""
         query, key, rows, width = call.operands.query, call.operands.key, schedule.tile_q, self.dims[1]
         tiles = row_tiles(schedule, query, key)
         programs = query.shape[0] * key.shape[1] * tiles * splits
@@ -256,7 +256,7 @@ class TritonKernel(KnownPasses):
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        # what other gradients of captured tensors are made of is looked at between launches
+        # other gradients of captured tensors take torch operations between launches, which are not recorded
         learned = find_query_tile_bias(self, operands) if self.problem.capture_grads.count(True) == 1 else None
         is_noted = flow is None and (learned is not None or not self.learns)
         key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
@@ -280,7 +280,7 @@ class TritonKernel(KnownPasses):
         return add_row_gradients(self._gradients(operands, made, captures), self.problem, operands, results.lse, grad_lse)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
-        """Gradients of the first tensors that a backward pass makes: dq, dk and dv, those that were asked for."""
+        """`Gradients` from the tensors of a backward pass, which begin with the needed ones of dq, dk and dv."""
         rest = iter(made)
         dq, dk, dv = (next(rest) if on else None for on in self.wanted)
         return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
@@ -310,7 +310,7 @@ class TritonKernel(KnownPasses):
         return list(grads.values()), capture_gradients(self, call, (given.dout, rows[0], rows[1]), given.dlse, known)
 
     def _prepare(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor]) -> None:
-        """The rows' logsumexp in base 2 and delta, which the kernel of dq finds where it runs."""
+        """Launch the row statistics. The dq kernel computes them itself, so this is for a backward without dq."""
         tile = 16 if self.plan.target.arch == 0 else 128 if self.dims[1] <= 128 else 32
         config = self.config(call, Schedule(tile, tile, 4, 1), None)
         batch, heads, _ = given.lse.shape
@@ -333,7 +333,7 @@ class TritonKernel(KnownPasses):
         )  # fmt: skip
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
-        """dk and dv in one kernel, or in two where their accumulators would not fit the registers together."""
+        """Kernels for dk and dv: one, or two if their accumulators do not fit into registers together."""
         together = self.plan.target.arch == 0 or max(self.dims) < 256
         if dk is not None and dv is not None and together:
             return ((self.key_kind, (dk, dv)),)
@@ -356,7 +356,7 @@ class TritonKernel(KnownPasses):
         )  # fmt: skip
 
     def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
-        """What the kernels of one call share; `extra` are the tensors with strides besides query, key and value."""
+        """Build the arguments that the kernels of a call share. `extra`: tensors besides query, key and value whose strides are needed."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
         layouts = {name: describe_layout(t) for name, t in tensors.items()}
         unit = 8 if all(layout.is_aligned for layout in layouts.values()) else 1
@@ -389,8 +389,8 @@ class TritonKernel(KnownPasses):
         )
 
     def config(self, call: Pass, schedule: Schedule, visits: TileTable | None, *, is_bounded: bool = False, line: Any = None) -> Config:
-        """The compile-time side of a launch; `is_bounded` says by which function it masks, see `Config.BOUNDED`; `line` whether by one it
-        scores."""
+        """Build the compile-time configuration of a launch. `is_bounded`: see `Config.BOUNDED`. `line`: the function of an affine score, or
+        None."""
         p = self.problem
         descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
@@ -404,24 +404,24 @@ class TritonKernel(KnownPasses):
         )  # fmt: skip
 
     def visits(self, call: Pass, schedule: Schedule, side: str) -> TileTable:
-        """Which tiles each task of a kernel visits."""
+        """Build, or find in the cache, the tile table of a kernel."""
         found = build_visits(self, call, schedule, side)
         call.recorder.keep(found.tensors, found.source)
         return found
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:
-        """Counts for a kernel whose programs have `heads` heads and `tasks` tiles each."""
+        """Encoded sizes for a kernel with `heads` heads and `tasks` tasks of a head."""
         query, key = call.operands.query, call.operands.key
         return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
 
 
 def row_tiles(schedule: Schedule, query: Tensor, key: Tensor) -> int:
-    """Tiles of the rows of a group of heads."""
+    """Number of tiles of the rows of a group of heads."""
     return int(triton.cdiv(query.shape[1] // key.shape[1] * query.shape[2], schedule.tile_q))
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether the tensor is on another device than the current one, which Triton launches on."""
+    """Whether the tensor is on another GPU than the current one, on which Triton launches."""
     return tensor.is_cuda and tensor.get_device() != current_device()
 
 

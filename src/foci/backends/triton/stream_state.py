@@ -1,4 +1,4 @@
-"""Where launches go, and whether they may go around Triton's Python."""
+"""The current stream, and whether launches may bypass Triton's launcher."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = [
 
 
 def tensor_addresses(tensors: Inputs) -> list[int | None]:
-    """Addresses."""
+    """Addresses of tensors."""
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def current_stream(tensor: Tensor) -> int:
-    """The stream that work on the tensor's device goes to."""
+    """Current stream of the tensor's device; 0 on a CPU."""
     return raw_stream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 def has_launch_hooks() -> bool:
-    """Whether somebody is told of Triton's launches."""
+    """Whether a launch hook of Triton is set, such as a profiler's."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of hooks, in older releases one or None
 
 
 def free_stream(tensor: Tensor) -> int | None:
-    """The stream, if launches may go around Triton: the tensor is on the current device, nobody watches, and no CUDA graph is made, which
-    outlives what is kept. Else None.
+    """Current stream, if launches may bypass Triton and their tensors be cached. None if the tensor is not on the current device, a launch
+    hook is set, or a CUDA graph is being captured, which would outlive cached tensors.
     """
     return free_stream_on(tensor.get_device() if tensor.is_cuda else -1)
 
 
 def free_stream_on(device: int) -> int | None:
-    """`free_stream` of tensors on a GPU of that number, or elsewhere if it is negative."""
+    """`free_stream` by device index; negative for no GPU."""
     if has_launch_hooks():
         return None
     if device < 0:
@@ -57,7 +57,7 @@ def free_stream_on(device: int) -> int | None:
 
 
 def is_for_graphs(tensor: Tensor) -> bool:
-    """Whether what is allocated now belongs to CUDA graphs: one is captured, or about to be."""
+    """Whether memory allocated now belongs to a CUDA graph: one is being captured, or Inductor prepares for it."""
     if not tensor.is_cuda:
         return False
     device = tensor.get_device()
