@@ -1,4 +1,4 @@
-"""What a backend is: a reason to decline, a cost, and a way to make a kernel of a plan."""
+"""Interface of a backend: it declines a problem with a reason, estimates its cost, and builds the kernels of a plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """What kernels are cached by: all of the problem that shapes code."""
+        """Key of kernel caches: everything in the problem that changes generated code."""
         p = self.problem
         grads = "".join(letter for letter, on in zip("qkv", (p.query_grad, p.key_grad, p.value_grad), strict=True) if on)
         captures = "".join(str(int(on)) for on in p.capture_grads)
@@ -209,37 +209,38 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Keyed(Protocol):
-    """A backend whose kernels follow lengths or heads as well, which a plan's text leaves out, such as by how work is cut up."""
+    """A backend whose kernels also depend on lengths or numbers of heads, which a plan's text leaves out."""
 
     def key_of(self, plan: Plan, /) -> Hashable:
-        """What a kernel is kept by in memory."""
+        """Key of the kernel cache in memory."""
         ...
 
 
 @runtime_checkable
 class Noted(Protocol):
-    """A backend that says which of its kernels it would take, and why; `explain` prints it."""
+    """A backend that describes for `explain` which of its kernels it would run, and why."""
 
     def note(self, problem: Problem, target: Target, /) -> str:
-        """In a few words."""
+        """Describe the kernels in a few words."""
         ...
 
 
 @runtime_checkable
 class Equipped(Protocol):
-    """A backend that needs more of a machine than its devices, such as a compiler."""
+    """A backend that needs more than a device, such as a compiler."""
 
     def equipment(self) -> frozenset[str]:
-        """Features of this machine that a target for it holds."""
+        """Features of this machine, for `Target.features`."""
         ...
 
     def obstacle(self) -> str | None:
-        """What keeps the backend from this machine, and the cure. `reject` says the same; whoever then runs another backend warns."""
+        """Return why this machine cannot run the backend, and the cure; None if it can. `reject` gives the same reason, and foci warns when
+        it then runs another backend."""
         ...
 
 
 class CaptureFacts(NamedTuple):
-    """What the price of reading a captured tensor depends on.
+    """Facts about a captured tensor on which the cost of reading it depends.
 
     Attributes:
         unit_dim: the dimension whose elements are neighbours in memory; -1 where there is none.
@@ -252,10 +253,10 @@ class CaptureFacts(NamedTuple):
 
 @runtime_checkable
 class Priced(Protocol):
-    """A backend on which it matters what a score function computes, so that a tensor made before may be the cheaper way."""
+    """A backend on which a costly score function may be slower than a bias tensor that was computed before."""
 
     def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
-        """Seconds that the function adds to each score; None for targets that the backend is not for."""
+        """Estimate the seconds that a score function adds to each score; None for another device's target."""
         ...
 
 

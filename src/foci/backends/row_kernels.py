@@ -1,4 +1,4 @@
-"""What a backend may offer besides attention: kernels over the rows of tokens, for what a layer computes between its products."""
+"""Interface of row-wise kernels, which a backend may offer besides attention: layer norms, and column sums for gradients of biases."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from foci.problem import Target
 __all__ = ["Backward", "Column", "Name", "Norm", "RowKernels", "Rows", "Rowwise", "Sums"]
 
 Name: TypeAlias = int
-"""What the caller calls a norm or a sum by."""
+"""Number by which the caller refers to a norm or a sum."""
 
 
 class Norm(NamedTuple):
-    """A norm of a layer, as its backward knows it.
+    """A layer norm in a layer's backward.
 
     Attributes:
         name: of the norm.
-        sums: the names of what it sums: the gradients of its scale and shift and, third, the columns of its result, if they are wanted.
+        sums: names of the column sums that it computes: gradients of scale and shift and, third, of the columns of its result, if needed.
         adds: whether another gradient is added to its result.
-        of_sum: whether it is of a sum.
+        of_sum: whether its input is a sum, such as a residual connection.
         scales, shifts: whether it has a scale, and a shift.
     """
 
@@ -36,12 +36,12 @@ class Norm(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Sums of the columns of a gradient that no norm leaves.
+    """Column sums of a gradient that no norm computes.
 
     Attributes:
         name: of the sums.
         width: how many columns there are.
-        kind: 0, or of the activation behind which the gradient is: 1 relu, 2 gelu.
+        kind: activation whose derivative is applied first: 0 none, 1 relu, 2 gelu.
     """
 
     name: Name
@@ -50,75 +50,75 @@ class Column(NamedTuple):
 
 
 class Sums(Protocol):
-    """A layer's backward between its products, and what it sums over the rows. Tensors are [T, ...]."""
+    """One backward pass of a layer: the row-wise steps between its matrix products. Tensors are [T, ...]."""
 
     def is_left(self, name: Name, /) -> bool:
-        """Whether sums of that name are left by `columns`."""
+        """Whether `columns` computes the sums of this name."""
         ...
 
     def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
-        """The gradient of a norm's x, written over dy, unless that was given; `added` is added to it.
+        """Compute the gradient of a norm's x and add `added` to it. The result overwrites dy unless the caller of the pass gave dy.
 
         Args:
             name: of the norm.
             dy, x, added: [T, E].
             scale: [E].
-            stats: as `Rows.norm` left them, of norm `which`.
+            stats: from `Rows.norm`; those of norm `which` are read.
         """
         ...
 
     def columns(self, name: Name, dy: Tensor, before: Tensor | None = None, /) -> None:
-        """Sums the columns of dy; behind an activation dy is replaced by the gradient of its argument first.
+        """Sum the columns of dy. If the sums have an activation, dy is first replaced by the gradient of its argument.
 
         Args:
             name: of the sums.
             dy: [T, width].
-            before: likewise, what relu gave, or what gelu was given.
+            before: [T, width], the output of relu, or the input of gelu.
         """
         ...
 
     def finish(self) -> list[tuple[Name, Tensor]]:
-        """All sums by name, in the dtype of the layer."""
+        """Return all sums with their names, in the dtype of the layer."""
         ...
 
 
 class Backward(Protocol):
-    """What a layer's backward sums; layers that are alike share it."""
+    """Kernels of a layer's backward; equal layers share them."""
 
     def begin(self, rows: Rows, /) -> None:
-        """Has its kernels compiled beside what follows, those of the forward first, once on a device."""
+        """Start compiling the kernels in the background, the forward's first, once on a device."""
         ...
 
     def of(self, dy: Tensor, /) -> Sums | None:
-        """The pass for a gradient [T, E] of the layer's result; None where it cannot be launched."""
+        """Begin a pass for a gradient [T, E] of the layer's result; None if kernels cannot be launched for it."""
         ...
 
 
 class Rows(Protocol):
-    """Where the kernels of a pass are launched."""
+    """Device and stream on which the kernels of a pass are launched."""
 
     @property
     def kernels(self) -> RowKernels:
-        """Those that are launched."""
+        """The kernels that this launches."""
         ...
 
     @property
     def device(self) -> int:
-        """Its index."""
+        """Index of the device."""
         ...
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph is made of what is launched."""
+        """Whether launches are captured in a CUDA graph."""
         ...
 
     def begin_norms(self, dtype: torch.dtype, width: int, keeps: bool, scales: bool, shifts: bool, /) -> None:
-        """Has the kernel of norms of sums, without statistics, compiled beside what follows, once on a device.
+        """Start compiling the kernel of norms of sums, without statistics, in the background, once on a device.
 
         Args:
             dtype: of the rows.
-            width: of each.
-            keeps: whether the sum is kept.
+            width: elements of a row.
+            keeps: whether the sum is stored.
             scales, shifts: whether there is a scale, and a shift.
         """
         ...
@@ -127,17 +127,17 @@ class Rows(Protocol):
         self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float, stats: Tensor | None = None,
         which: int = 0, /, *, keeps: bool,
     ) -> Tensor | None:  # fmt: skip
-        """The layer norm of x, or of x + added, which is rounded first, and written over x: the sum with `keeps`, else its norm.
+        """Compute the layer norm of x, or of x + added, rounded. With `added`, the sum overwrites x if `keeps`, else the norm does.
 
         Args:
-            x: [T, E], nobody else's where something is added.
+            x: [T, E]; with `added` it is overwritten.
             added: [T, E].
             scale, shift: [E].
             eps: as torch's.
-            stats: [2, 2, T] float32, for means and reciprocal spreads, those of norm `which`, 0 or 1.
+            stats: [2, 2, T] float32, filled with mean and reciprocal standard deviation at norm `which`, 0 or 1.
 
         Returns:
-            [T, E]; None, with nothing done, where tensors lie as kernels do not read them.
+            [T, E]; None, with nothing done, if kernels do not support the layout of a tensor.
         """
         ...
 
@@ -146,11 +146,11 @@ class RowKernels(Hashable, Protocol):
     """A backend's kernels over rows."""
 
     def place(self, x: Tensor, /) -> Rows | None:
-        """For passes over x [T, E] and what is computed of it; None where kernels cannot be launched for it."""
+        """Return where to launch kernels for x [T, E]; None if they cannot be launched for it."""
         ...
 
     def backward(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column], /) -> Backward:
-        """For layers of that dtype and width whose norms and other sums are these, norms from the layer's end to its beginning."""
+        """Return the kernels of layers with these norms, from the layer's end to its beginning, and other column sums."""
         ...
 
 
@@ -159,5 +159,5 @@ class Rowwise(Protocol):
     """A backend that has kernels over rows."""
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Those for a target, or None."""
+        """Row-wise kernels for a target, or None."""
         ...

@@ -37,7 +37,7 @@ ROWS = gl.constexpr(64)
 
 
 class SplitKVPartials(NamedTuple):
-    """Where several programs share the keys of a head. Integers are encoded."""
+    """Partial dq of a head whose keys several programs share. Integers are encoded."""
 
     sums: Any  # dq without its scale, float32 [B, H, count, 128, D_PAD]
     count: Any  # programs of a head

@@ -100,7 +100,7 @@ def load_mask_bits(words, some, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def affine_terms(tile, row_ctx, env, c, line: gl.constexpr):
-    """What an affine score function adds to Q K^T: a value for each lane of a row, plus slope times column, a constant to a thread."""
+    """Initial accumulator of an affine score function: a value for each lane of a row, plus slope times column, a constant to a thread."""
     b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = row_ctx
     y, column, lane = split_columns(gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV)))
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))

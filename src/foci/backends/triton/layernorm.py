@@ -28,20 +28,20 @@ __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
 _DTYPES: Final = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _WIDEST: Final = 8192
-"""Features of a row that a program holds."""
+"""Widest row that a program holds."""
 _INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 _SLOT: Final = 128
-"""Columns that each sum's are rounded up to."""
+"""Number of columns of a sum is rounded up to a multiple of this."""
 _FORWARD: Final = (1024, 1024)
-"""Elements that a program of a norm has at least, and each of its warps."""
+"""Fewest elements of a program of a norm, and elements of each of its warps."""
 _BACKWARD: Final = (4096, 1024)
-"""Likewise of its derivative."""
+"""The same for the gradient of a norm."""
 _MOST_ROWS: Final = 32
-"""Rows that a program holds at once."""
+"""Most rows that a program holds at once."""
 _LINES: Final = (256, 64)
-"""Programs that leave sums of norms, and parts of the rows of which other sums are left."""
+"""Most programs that store column sums of a norm, and most parts into which rows are split for other column sums."""
 _PART: Final = (8, 256)
-"""Rows and columns at once, of other sums."""
+"""Rows and columns of a tile of other column sums."""
 _UNWATCHED: Final = (None, None, None)
 
 
@@ -49,7 +49,7 @@ class _Kernel:
     """A Triton function with its constants, compiled when it is first launched on a device.
 
     Args:
-        function: of pointers and numbers, and constants behind them.
+        function: takes pointers and numbers, then constants.
         example: a dtype for each pointer, and numbers.
         constants: by name, in the function's order.
         warps: of a program.
@@ -62,16 +62,16 @@ class _Kernel:
         self._turns = threading.Lock()
 
     def is_known(self, device: int) -> bool:
-        """Whether it has been launched there."""
+        """Whether the kernel was launched on a device before."""
         return device in self._known
 
     def begin(self) -> None:
-        """Compiles it beside what follows, within `compile_in_parallel`."""
+        """Start compiling it in the background, within `compile_in_parallel`."""
         if not _INTERPRETED:
             launch_ahead(self._function, self._example, self._options)
 
     def launch(self, device: int, stream: int, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> None:
-        """Of contiguous tensors whose addresses are multiples of 16."""
+        """Launch with contiguous tensors whose addresses are multiples of 16."""
         known = self._known.get(device)
         if known is None:
             self.launch_first(device, programs, (*tensors, *numbers))
@@ -79,7 +79,7 @@ class _Kernel:
         self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers)
 
     def launch_known(self, device: int, stream: int, programs: int, *given: float) -> bool:
-        """Of such tensors, by their addresses, and numbers; False, with nothing done, where it has not been launched."""
+        """Launch with addresses and numbers; False, with nothing done, if the kernel was not launched on the device before."""
         known = self._known.get(device)
         if known is None:
             return False
@@ -91,7 +91,7 @@ class _Kernel:
         return True
 
     def launch_first(self, device: int, programs: int, given: tuple[Any, ...]) -> None:
-        """Of tensors and numbers, as Triton does, which compiles it."""
+        """Launch through Triton, which compiles the kernel, and remember its launcher."""
         made: list[Any] = []
 
         def run() -> None:
@@ -104,8 +104,8 @@ class _Kernel:
 
 
 def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
-    """What launches it, what that takes between the stream and the kernel's own arguments, whether these come as one tuple, and the kernel,
-    which is to stay."""
+    """(launcher, its arguments between the stream and the kernel's, whether it takes the kernel's as one tuple, the kernel, to keep it
+    loaded)."""
     bottom = bottom_of(compiled)
     if bottom is None or bottom.metadata:
         return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED), False, compiled
@@ -117,7 +117,7 @@ def _block(width: int) -> int:
 
 
 def _tile(width: int, least: int, of_warp: int, most_warps: int) -> tuple[int, int, int]:
-    """The columns, rows and warps of a program that holds whole rows."""
+    """(padded columns, rows, warps) of a program that holds entire rows."""
     block = _block(width)
     rows = min(_MOST_ROWS, max(1, least // block))
     return block, rows, min(most_warps, max(1, rows * block // of_warp))
@@ -125,7 +125,7 @@ def _tile(width: int, least: int, of_warp: int, most_warps: int) -> tuple[int, i
 
 @functools.lru_cache(maxsize=64)
 def _norm_sum(dtype: torch.dtype, width: int, *options: bool) -> tuple[_Kernel, int]:
-    """And how many rows a program has; options are those of the kernel."""
+    """(kernel, rows of a program). `options`: ADDS, KEEPS, LEARNS, SCALES, SHIFTS."""
     block, tile, warps = _tile(width, *_FORWARD, 8)
     names = ("ADDS", "KEEPS", "LEARNS", "SCALES", "SHIFTS")
     constants = {"WIDTH": width, "BLOCK": block, "TILE": tile, **dict(zip(names, options, strict=True))}
@@ -153,8 +153,8 @@ def _finish(dtype: torch.dtype) -> _Kernel:
 
 
 class Backward:
-    """What a layer's backward sums, and where: each program of a norm has a line of slots of 128 columns, and so has each part of the rows
-    in other sums."""
+    """Kernels of a layer's backward, and where they store partial column sums: a line of 128-column slots for each program of a norm, and
+    for each part of the rows of the other sums."""
 
     def __init__(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column]) -> None:
         self.dtype, self.width = dtype, width
@@ -187,7 +187,7 @@ class Backward:
         self._forward = [_norm_sum(dtype, width, norm.of_sum, norm.of_sum, True, norm.scales, norm.shifts)[0] for norm in norms]
 
     def begin(self, rows: contract.Rows, /) -> None:
-        """Has its kernels compiled beside what follows, the norm's of the forward first, once on a device."""
+        """See `foci.backends.row_kernels.Backward`."""
         if rows.device in self._begun or rows.is_captured:
             return
         self._begun.add(rows.device)
@@ -196,7 +196,7 @@ class Backward:
                 kernel.begin()
 
     def of(self, dy: Tensor, /) -> Sums | None:
-        """The pass for a gradient [T, E] of the layer's result; None where it cannot be launched."""
+        """See `foci.backends.row_kernels.Backward`."""
         rows = Rows.of(dy)
         if rows is None or (rows.is_captured and not all(kernel.is_known(rows.device) for kernel in self._kernels)):
             return None
@@ -215,7 +215,7 @@ def _begin_norms(device: int, dtype: torch.dtype, width: int, keeps: bool, scale
 
 
 class Rows(NamedTuple):
-    """Where the kernels of a layer are launched: device, its stream, and whether that is captured."""
+    """Device and stream on which kernels are launched."""
 
     kernels: RowKernels
     device: int
@@ -224,7 +224,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> Rows | None:
-        """For passes over x [T, E] and what is computed of it; None where kernels cannot be launched for it."""
+        """Where to launch kernels for x [T, E]; None if they cannot be launched for it."""
         if x.dtype not in _DTYPES or x.shape[1] > _WIDEST or has_launch_hooks():
             return None
         if _INTERPRETED or not x.is_cuda:
@@ -269,7 +269,7 @@ class Rows(NamedTuple):
 
 
 class Sums:
-    """A layer's backward between its products, and what it sums over the rows. Tensors are [T, ...]."""
+    """See `foci.backends.row_kernels.Sums`."""
 
     __slots__ = ("_backward", "_empty", "_given", "_partial", "_place", "_programs", "_rows")
 
@@ -281,11 +281,11 @@ class Sums:
         self._partial = self._empty((max(1, backward.size),), (1,), torch.float32)
 
     def is_left(self, name: Name, /) -> bool:
-        """Whether sums of that name are left by `columns`."""
+        """Whether `columns` computes the sums of this name."""
         return name in self._backward.columns
 
     def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
-        """The gradient of a norm's x, see `foci.backends.row_kernels.Sums`."""
+        """See `foci.backends.row_kernels.Sums`."""
         kernel, tile, first = self._backward.norms[name]
         dx = self._empty((self._rows, x.shape[1]), (x.shape[1], 1), x.dtype) if dy is self._given else dy
         dy, added = _even(dy), None if added is None else _even(added)
@@ -295,7 +295,7 @@ class Sums:
         return dx
 
     def columns(self, name: Name, dy: Tensor, before: Tensor | None = None, /) -> None:
-        """Sums the columns of dy, see `foci.backends.row_kernels.Sums`."""
+        """See `foci.backends.row_kernels.Sums`."""
         kernel, kind, units, blocks, first = self._backward.columns[name]
         assert (before is not None) == bool(kind)
         dy = dy if kind else _even(dy)

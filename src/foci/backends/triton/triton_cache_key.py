@@ -16,7 +16,7 @@ __all__ = ["fill_cache_keys"]
 
 
 def fill_cache_keys(given: Iterable[Any]) -> None:
-    """Has Triton find the keys of the functions among some arguments, each after those of what it calls."""
+    """Compute Triton's cache keys of the functions among some arguments, callees first."""
     for each in given:
         if isinstance(each, JITFunction):
             _settle(each, set())
