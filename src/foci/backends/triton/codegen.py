@@ -1,4 +1,4 @@
-"""How Triton spells the language: a table. `triton_codegen` fits it to a dtype and to how captured tensors lie."""
+"""Triton code generation from expressions: a table of operations, which `triton_codegen` adapts to the layouts of captured tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ __all__ = ["TensorLayout", "triton_codegen"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a captured tensor lies: its dims; whether its last dimension is contiguous; whether its other strides are
-    multiples of 8 elements, and so travel in units of 8; where its sizes and strides begin in the environment."""
+    """Layout of a captured tensor."""
 
     rank: int
-    contiguous: bool
-    aligned: bool
-    first: int
+    contiguous: bool  # the last dimension is contiguous
+    aligned: bool  # the other strides are multiples of 8 elements, and passed in units of 8
+    first: int  # where its sizes and strides begin in `Environment`
 
 
 _TYPES: Final[Mapping[DType, str]] = {DType.BOOL: "tl.int1", DType.INT32: "tl.int32", DType.INT64: "tl.int64", DType.FLOAT: "tl.float32"}
@@ -130,7 +129,7 @@ def _cast(e: Expr, operand: str) -> str:
 
 
 def _reduce(r: Reduction) -> Sequence[str]:
-    """The first element decides shape and type, so that the loop carries one type; an empty range gives the start."""
+    """Code of a reduction. The first element is computed before the loop and fixes shape and type; an empty range gives the start value."""
     body = r.expr.args[0]
     start = _STARTS[r.kind] or {"max": 'float("-inf")', "min": 'float("inf")'}[r.kind]
     if r.kind in ("max", "min") and body.dtype is not DType.FLOAT:
@@ -146,33 +145,33 @@ def _reduce(r: Reduction) -> Sequence[str]:
     )
 
 
-def triton_codegen(lies: tuple[TensorLayout, ...], *, half: bool) -> Spelling:
-    """Triton's spelling.
+def triton_codegen(layouts: tuple[TensorLayout, ...], *, half: bool) -> Spelling:
+    """Build the table for the Triton code generator.
 
     Args:
-        lies: how each captured tensor lies.
+        layouts: layout of each captured tensor.
         half: whether half precision's rounding is enough for transcendental functions.
     """
 
     def size(e: Expr) -> str:
         assert isinstance(e.value, tuple)
-        return f"(env.sizes[{lies[int(e.value[0])].first + int(e.value[1])}] >> 2)"
+        return f"(env.sizes[{layouts[int(e.value[0])].first + int(e.value[1])}] >> 2)"
 
-    def offset(index: Expr, text: str, lie: TensorLayout, dim: int) -> str:
-        at = lie.first + dim
+    def offset(index: Expr, text: str, layout: TensorLayout, dim: int) -> str:
+        at = layout.first + dim
         is_direct = index.op == "var" or (index.op == "const" and isinstance(index.value, int) and index.value == 0)
         if index.op == "const" and index.value == 0:
             return ""
         if not is_direct:
             text = f"wrap({text}, env.sizes[{at}] >> 2)"
-        if dim == lie.rank - 1 and lie.contiguous:
+        if dim == layout.rank - 1 and layout.contiguous:
             return f" + {text}"
-        unit = " * 8" if lie.aligned else ""
+        unit = " * 8" if layout.aligned else ""
         return f" + tl.cast({text}, tl.int64) * ((env.strides[{at}] >> 2){unit})"
 
     def load(e: Expr, indices: tuple[str, ...]) -> str:
         slot = int(str(e.value))
-        offsets = "".join(offset(index, text, lies[slot], dim) for dim, (index, text) in enumerate(zip(e.args, indices, strict=True)))
+        offsets = "".join(offset(index, text, layouts[slot], dim) for dim, (index, text) in enumerate(zip(e.args, indices, strict=True)))
         text = f"tl.load(env.captures[{slot}]{offsets})"
         return f"({text} != 0)" if e.dtype is DType.BOOL else f"tl.cast({text}, {_TYPES[e.dtype]})"
 

@@ -1,10 +1,9 @@
-"""Kernels compiled in another process, which reads their Python under a lock of its own.
+"""Compiles kernels in another process, which has a GIL of its own for Triton's front end.
 
-Triton's cache on disk is what the two share. A kernel is known there by what it is made of, which is sent whole, by the versions of
-compiler and assembler, and by variables of the environment. The other process finds the key by itself: where it would compile something
-else, it leaves something else, and whoever asked does not find it and compiles. It may have been started with other variables, so Triton's
-are replaced for as long as the compilation takes. The assembler's version goes with them: Triton remembers the first that it met, and
-Inductor has it take another assembler afterwards, which comes with torch.
+The two processes share Triton's cache on disk. Its key of a kernel consists of the kernel's source and arguments, which are sent, of the
+versions of compiler and ptxas, and of environment variables. The other process computes the key itself. If it differs, the caller does not
+find the kernel and compiles it. Triton's environment variables are set to the caller's during a compilation. So is the version of ptxas:
+Triton caches the first that it finds, and Inductor later sets the path of another ptxas, which comes with torch.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ __all__ = ["compile_packed", "is_sendable", "pack"]
 
 
 def is_sendable(asked: Mapping[str, str]) -> bool:
-    """Whether a compilation may happen elsewhere.
+    """Whether another process may compile.
 
     Args:
-        asked: what the environment asks of Triton's compiler. It may be to print, which nobody would see of another process.
+        asked: debugging options of Triton's compiler from the environment. Output of another process would not be seen.
     """
     return not asked and not knobs.compilation.always_compile
 
 
 def pack(src: Any, target: Any, options: Mapping[str, Any]) -> bytes:
-    """What `compile_packed` takes: what Triton would compile, for what, and how.
+    """Pickle a kernel's source, target and options for `compile_packed`.
 
     Raises:
-        Exception: of whatever type, where something cannot be sent.
+        Exception: of any type, if something cannot be pickled.
     """
     file = io.BytesIO()
     parts = (type(src), src.fn, src.signature, src.constants, src.attrs)
@@ -50,8 +49,8 @@ def pack(src: Any, target: Any, options: Mapping[str, Any]) -> bytes:
 
 
 def compile_packed(packed: bytes) -> None:
-    """Leaves a kernel in Triton's cache on disk. What goes wrong here goes wrong again where it was asked for, which says why: an
-    exception that cannot be sent back would close the pool that this process is of."""
+    """Compile a kernel into Triton's cache on disk. Errors are ignored: the caller compiles again and raises them, while an exception that
+    cannot be pickled would break this process's pool."""
     with suppress(Exception):
         (kind, function, signature, constants, attrs), target, options, surroundings = pickle.loads(packed)
         fill_cache_keys((function, *constants.values()))
@@ -60,7 +59,7 @@ def compile_packed(packed: bytes) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Functions go by their names, those made of text as their text."""
+    """Pickles jit functions by name, and generated ones by their source."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, JITFunction):
@@ -83,7 +82,7 @@ def _variables() -> dict[str, str]:
 
 
 def _surroundings(arch: int) -> dict[str, str]:
-    """Triton's variables as another process needs them, for one architecture."""
+    """Triton's environment variables that make another process compute the same cache keys, for one architecture."""
     from triton.backends.nvidia import compiler
 
     assembler = dict.fromkeys(_ASSEMBLERS, compiler.get_ptxas(arch).path)
@@ -107,6 +106,6 @@ def _put(variables: Mapping[str, str]) -> None:
     for name in _variables().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
-    for function in vars(compiler).values():  # what follows from the assembler, such as its version, which is part of a kernel's key
+    for function in vars(compiler).values():  # cached facts about ptxas, such as its version, which is part of a kernel's key
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -1,4 +1,4 @@
-"""The small functions of a variant as Triton source: score, score with slope, mask. Nothing else is generated."""
+"""Triton source of a variant's score and mask functions. No other code of the kernels is generated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 GENERATED: Final = "foci.generated"
-"""The module that functions made of text say they are of."""
+"""Module name of generated functions."""
 _ARGUMENTS: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env"
 _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
 
@@ -54,8 +54,8 @@ class KernelFunctions:
         line(b, ...) -> (what an affine score adds to the scaled product, its slope per key, its slope per query), see `affine_scores`
 
     `by_query` and `by_key` are the mask written as comparisons with a query's first and last key, and with a key's first and last query,
-    if it has such bounds (`foci.backends.mask_intervals`). `by_query` is false for keys past the end; `by_key` is only called for queries
-    that exist.
+    if it has such bounds (`foci.backends.mask_intervals`); else they are the mask itself. With bounds, `by_query` is false for keys past
+    the end, and `by_key` is only called for queries that exist.
     """
 
     score: Any
@@ -68,22 +68,22 @@ class KernelFunctions:
 
 
 def capture_layouts(captures: Sequence[Tensor]) -> tuple[TensorLayout, ...]:
-    """How captured tensors lie in memory, as far as it changes the code."""
-    lies = []
+    """Layouts of captured tensors, as far as they change the code."""
+    layouts = []
     first = 0
     for t in captures:
         contiguous = t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
         steps = [stride for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
         aligned = contiguous and all(stride % 8 == 0 for stride in steps) and is_countable_by_eights(steps)
-        lies.append(TensorLayout(t.dim(), contiguous, aligned, first))
+        layouts.append(TensorLayout(t.dim(), contiguous, aligned, first))
         first += t.dim()
-    return tuple(lies)
+    return tuple(layouts)
 
 
 @functools.lru_cache(maxsize=1024)
-def build_functions(variant: Variant, lies: tuple[TensorLayout, ...], *, half: bool) -> KernelFunctions:
-    """The jit functions of a variant. One object for each variant, so that Triton compiles kernels once."""
-    spelling = triton_codegen(lies, half=half)
+def build_functions(variant: Variant, layouts: tuple[TensorLayout, ...], *, half: bool) -> KernelFunctions:
+    """Generate the functions of a variant. Equal arguments give the same object, so that Triton compiles kernels once."""
+    codegen = triton_codegen(layouts, half=half)
     score = cast_coordinates_early(variant.score)
     slope = cast_coordinates_early(score_derivative(variant.score))
     parts: dict[str, tuple[str, tuple[Expr, ...]]] = {
@@ -96,13 +96,13 @@ def build_functions(variant: Variant, lies: tuple[TensorLayout, ...], *, half: b
     line = affine_in_both(score) if half else None
     if line is not None:
         parts["line"] = (_ARGUMENTS, line)
-    sources = {name: _source(name, arguments, exprs, spelling) for name, (arguments, exprs) in parts.items()}
+    sources = {name: _source(name, arguments, exprs, codegen) for name, (arguments, exprs) in parts.items()}
     made = {name: jit_function(name, source) for name, source in sources.items()}
     return KernelFunctions(**{"line": None, **made}, source="\n\n".join(sources.values()))
 
 
-def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -> str:
-    emitted = emit(exprs, spelling)
+def _source(name: str, arguments: str, exprs: tuple[Expr, ...], codegen: Any) -> str:
+    emitted = emit(exprs, codegen)
     results = list(emitted.results)
     # a result that is a Python number needs a shape; a slope does not, and a constant one costs nothing
     if exprs[0].op in ("const", "param"):
@@ -113,7 +113,7 @@ def _source(name: str, arguments: str, exprs: tuple[Expr, ...], spelling: Any) -
 
 
 def jit_function(name: str, source: str) -> Any:
-    """A jit function of source text, registered where `inspect` finds it."""
+    """Make a jit function of source text, and register the text where `inspect` finds it."""
     filename = f"<foci triton {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(math, n) for n in _NAMES}
@@ -122,8 +122,8 @@ def jit_function(name: str, source: str) -> Any:
 
 
 def cast_coordinates_early(expr: Expr) -> Expr:
-    """Moves casts to FLOAT onto coordinates, which are exact there: a tile then subtracts floats that were converted row
-    by row and column by column, not one by one."""
+    """Move casts to FLOAT onto coordinates, which float32 holds exactly: a tile then converts each row and each column once, instead of
+    each element."""
 
     def is_small(e: Expr) -> bool:
         return e.op in ("var", "const") or (e.op in ("add", "sub", "neg", "abs") and all(map(is_small, e.args)))
@@ -141,12 +141,12 @@ def cast_coordinates_early(expr: Expr) -> Expr:
     return rewrite(expr, rule)
 
 
-def environment_numbers(captures: Sequence[Tensor], lies: tuple[TensorLayout, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes, strides) of captured tensors, flat; strides in the units their `TensorLayout` says."""
+def environment_numbers(captures: Sequence[Tensor], layouts: tuple[TensorLayout, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes, strides) of captured tensors, flat; strides in the units of `TensorLayout.aligned`."""
     sizes = tuple(n for t in captures for n in t.shape)
     strides = tuple(
-        (0 if n == 1 else stride) // (8 if lie.aligned else 1)
-        for t, lie in zip(captures, lies, strict=True)
+        (0 if n == 1 else stride) // (8 if layout.aligned else 1)
+        for t, layout in zip(captures, layouts, strict=True)
         for n, stride in zip(t.shape, t.stride(), strict=True)
     )
     return sizes, strides

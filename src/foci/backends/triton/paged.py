@@ -76,11 +76,11 @@ class PagedKernel:
         return results
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """`forward` of a call whose geometry is known; `inputs` end with lengths and page table."""
+        """See `foci.backends.contract.Repeating`; `inputs` end with lengths and page table."""
         return self.native.forward_again(geometry, inputs, offsets, 3)
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """Of gathered pages no pass is known."""
+        """None: the backward gathers pages first, which is not recorded."""
         return None
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:

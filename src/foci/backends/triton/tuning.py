@@ -1,4 +1,4 @@
-"""Schedules chosen by timing, on request: candidates that provably fit, measured once, the choice kept on disk.
+"""Autotuning, on request: candidate schedules that fit into shared memory are timed once, and the fastest is stored on disk.
 
 Triton is imported when something is timed, so that the store and the choice can be tested without it.
 """
@@ -37,11 +37,11 @@ from foci.problem import Cotangents, Gradients, Operands, Results
 __all__ = ["Scheduled", "Store", "TunedKernel", "fit_schedule", "list_candidates", "tuning_key"]
 
 _MOST: Final = 24
-"""Candidates of one kernel: each costs a compilation."""
+"""Most candidates of one kernel: each costs a compilation."""
 
 
 class Scheduled(Protocol):
-    """A kernel whose schedules may be set before it runs; it enters those that it chose itself."""
+    """A kernel whose `schedules` may be set before it runs; it adds those that it chooses itself."""
 
     schedules: dict[str, Schedule]
 
@@ -62,8 +62,8 @@ def fit_schedule(schedule: Schedule, block_size: tuple[int, int] | None) -> Sche
 
 
 def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
-    """What a kernel may be tuned to, the table's own choice first: the table's rows for any head dim, with more and fewer warps
-    and stages, as far as they fit the device's shared memory by `shared_bytes`."""
+    """Candidate schedules of a kernel, the table's own choice first: the table's rows for any head dim, with more and fewer warps and
+    stages, if they fit into shared memory by `shared_bytes`."""
     p, arch = plan.problem, plan.target.arch
     dims, itemsize = (padded_dim(p.head_dim), padded_dim(p.value_dim)), p.dtype.itemsize
     read = {"scratch": scratch_bytes(p), "vectors": vector_bytes(p.variant)}
@@ -82,7 +82,7 @@ def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
 
 
 def tuning_key(plan: Plan, device: str) -> str:
-    """What a choice holds for: the device, the plan, Triton's version."""
+    """Key of a stored choice: device, Triton's version, plan."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -92,8 +92,7 @@ def tuning_key(plan: Plan, device: str) -> str:
 
 @dataclass(frozen=True)
 class Store:
-    """Choices on disk, one file for each key. A folder that cannot be used, or a file that does not read as one of its own,
-    counts as empty; `directory` None keeps nothing."""
+    """Choices on disk, one file for each key. An unusable folder or a malformed file counts as empty. `directory` None stores nothing."""
 
     directory: Path | None
 
@@ -113,7 +112,7 @@ class Store:
             return {}
 
     def write(self, key: str, schedules: dict[str, Schedule]) -> None:
-        """Keeps schedules, or warns that they cannot be kept."""
+        """Store schedules, or warn that they cannot be stored."""
         path = self._path(key)
         try:
             if path is not None:
@@ -143,7 +142,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
 
 
 class TunedKernel:
-    """A kernel that times the candidates of each of its kernels when it first meets it, or finds the choice in the store.
+    """Times the candidates of each kernel at its first launch, unless the store has a choice.
 
     Args:
         plan: of the kernel.
@@ -183,14 +182,14 @@ class TunedKernel:
         return run(self.kernel) if self._settle(operands, run) else gradients
 
     def _begin(self, operands: Operands) -> None:
-        """Takes over what the store holds."""
+        """Read the stored choices."""
         if self.key is None:
             self.key = tuning_key(self.plan, self.device or torch.cuda.get_device_name(operands.query.device))
             self.chosen = {kind: s for kind, s in self.store.read(self.key).items() if s in list_candidates(kind, self.plan)}
             self.kernel = self._with(self.chosen)
 
     def _settle(self, operands: Operands, run: Callable[[Scheduled], object]) -> bool:
-        """Times the kernels that the pass launched and that are not settled yet; whether there were any."""
+        """Tune the kernels that the pass launched and that have no choice yet; return whether there were any."""
         new = [kind for kind in self.kernel.schedules if kind not in self.chosen]
         if not new or (operands.query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
@@ -198,7 +197,7 @@ class TunedKernel:
         for kind in new:
             self.chosen[kind] = self._fastest(kind, run)
             self.kernel = self._with(self.chosen)
-        # what another process settled meanwhile stays
+        # keep what another process stored meanwhile
         self.store.write(self.key, self.store.read(self.key) | self.chosen)
         return True
 
@@ -208,7 +207,7 @@ class TunedKernel:
         return kernel
 
     def _fastest(self, kind: str, run: Callable[[Scheduled], object]) -> Schedule:
-        """The candidate with the least time of the whole pass; the first of equals."""
+        """The candidate with which the entire pass is fastest; the first of equals."""
         others = {k: s for k, s in self.kernel.schedules.items() if k != kind}
 
         def seconds(schedule: Schedule) -> float:
