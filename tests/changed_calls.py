@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import foci
 from foci import block_mask, call_cache, core, execution, masks, operator, trace_functions
+from foci.nn import padding_mask_scan
 from foci.operator import compiled_call
 from foci.operator.op_schema import flatten, unpack_results
 from foci.weak_cache import WeakCache
@@ -294,19 +296,28 @@ class _Placed(torch.autograd.Function):
         return (None, None, *[next(made) if flag == "1" else None for flag in ctx.needs])
 
 
+CACHES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
+    (call_cache, "_calls", OrderedDict),
+    (execution, "_decisions", OrderedDict),
+    (execution, "_kernels", OrderedDict),
+    (trace_functions, "_traces", OrderedDict),
+    (block_mask, "_classes", lambda: WeakCache(64)),
+    (padding_mask_scan, "_known", dict),
+)
+"""What calls leave for later ones: module, name, and how an empty one is made. A wrong entry found here would make the call that is run
+alone as wrong as the one it is compared with."""
 DOORS = ("eager", "operator", "place", "fixed place")
 
 
 def enter(monkeypatch: Any, door: str) -> None:
-    """Empties every cache of calls, plans and traces; calls go one way into the library from here on, whatever their entry point.
+    """Empties `CACHES`; calls go one way into the library from here on, whatever their entry point.
 
     Args:
         monkeypatch: pytest's.
         door: eager, operator, place of compiled code, or a place where sizes, strides and dtypes are fixed.
     """
-    for module, name in ((call_cache, "_calls"), (execution, "_decisions"), (trace_functions, "_traces")):
-        monkeypatch.setattr(module, name, type(getattr(module, name))())
-    monkeypatch.setattr(block_mask, "_classes", WeakCache(64))
+    for module, name, make_empty in CACHES:
+        monkeypatch.setattr(module, name, make_empty())
     if door == "eager":
         return
     for module in (core, operator):
