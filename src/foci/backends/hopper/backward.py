@@ -225,7 +225,7 @@ class HopperGradients(host.TritonKernel):
             attention_query_gradient, (batch * heads * visits.tasks,),
             desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
             *rows, desc(dq, 64), self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+            call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
     def _launch_short_q(
@@ -233,7 +233,7 @@ class HopperGradients(host.TritonKernel):
     ) -> None:
         """Launch the short-query kernel: a program per head, or several where few heads have many keys."""
         functions, desc, (batch, heads) = self._build_functions(call.operands, "q_idx"), streams.describe, streams.query.shape[:2]
-        config, size, (dq, dk, dv) = self._cut_config(call, tiles, "all"), self.size(call, heads, 1), grads
+        config, size, (dq, dk, dv) = self._build_config(call, tiles, "all"), self.size(call, heads, 1), grads
         tiles_each, programs = split_short_q(batch * heads, int(call.columns), tiles.tile_kv)
         partials = None
         if programs > 1:
@@ -267,9 +267,10 @@ class HopperGradients(host.TritonKernel):
         self, call: host.Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], scratch: _DsScratch
     ) -> None:
         """Launch, for one chunk of heads after another, dk and dv, which store dS, then dq = dS K."""
-        (cut, ds_scratch, chunk), desc, (batch, heads), kv_heads = scratch, streams.describe, streams.query.shape[:2], streams.key.shape[1]
-        group, tasks, tiles = heads // kv_heads, -(-call.rows // cut.tile_q), encode(ds_scratch.shape[3] // 128)
-        config = self._cut_config(call, cut, "causal" if is_causal(self.variant) else "all")
+        (shape, ds_scratch, chunk), desc = scratch, streams.describe
+        (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
+        group, tasks, tiles = heads // kv_heads, -(-call.rows // shape.tile_q), encode(ds_scratch.shape[3] // 128)
+        config = self._build_config(call, shape, "causal" if is_causal(self.variant) else "all")
         visits = self._find_mask_visits(call, DK_DV_WIDE_TILES if self.splits else DK_DV_TILES[max(self.widths)], "keys")
         by_key = self._launch_dk_dv_wide if self.splits else self._launch_dk_dv
         for first in range(0, batch * kv_heads, chunk):
@@ -277,7 +278,7 @@ class HopperGradients(host.TritonKernel):
             by_key(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
             call.recorder.launch(
                 attention_kept_gradient, (count * group * tasks,),
-                _describe_ds(ds_scratch, cut.tile_kv, 64), desc(streams.key, cut.tile_kv), desc(dq, 64),
+                _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64),
                 self.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
                 config, num_warps=4,
             )  # fmt: skip
@@ -297,7 +298,7 @@ class HopperGradients(host.TritonKernel):
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask,
+            call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
@@ -315,7 +316,7 @@ class HopperGradients(host.TritonKernel):
             *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
             self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._cut_config(call, DK_DV_WIDE_TILES, visits.mode), functions.pre, functions.both,
+            call.environment, self._build_config(call, DK_DV_WIDE_TILES, visits.mode), functions.pre, functions.both,
             functions.mask, num_warps=4,
         )  # fmt: skip
 
@@ -349,7 +350,7 @@ class HopperGradients(host.TritonKernel):
         )
         bits = self._build_query_bits(call, visits, shape, by_key)
         has_bits, is_affine = bits is not None, functions.line is not None
-        config = self._cut_config(call, shape, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
+        config = self._build_config(call, shape, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
         recorder.launch(
             attention_gradients, (at_most(batch * kv_heads * by_key.tasks, count_sms(streams.query.device)),),
             desc(streams.query, shape.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, shape.tile_q),
@@ -384,7 +385,7 @@ class HopperGradients(host.TritonKernel):
             recorder = Recorder((), None)  # separate: the pass reads the result
             if lists is not None:
                 recorder.launch(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
-            config = self._cut_config(call, tiles, visits.mode)
+            config = self._build_config(call, tiles, visits.mode)
             recorder.launch(mark_tiles, (rows,), ranks, visits.table, config, 128, num_warps=1)
             recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, visits.table, encode(tasks), 128, num_warps=4)
             after_launches(functools.partial(visits.derived.__setitem__, "ranks", ranks))
@@ -405,7 +406,7 @@ class HopperGradients(host.TritonKernel):
             Recorder((), None).launch(
                 pack_queries, (shape[0] * (tiles.tile_kv // 64), 8),
                 bits, visits.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
-                self._cut_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
+                self._build_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
             after_launches(functools.partial(visits.derived.__setitem__, "query bits", bits))
         call.recorder.keep((bits,))
@@ -418,7 +419,7 @@ class HopperGradients(host.TritonKernel):
     def _build_functions(self, operands: Operands, resident: str) -> KernelFunctions:
         return build_functions(self.variant, capture_layouts(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
-    def _cut_config(
+    def _build_config(
         self,
         call: host.Pass,
         tiles: TileShape,

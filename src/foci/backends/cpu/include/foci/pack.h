@@ -111,7 +111,7 @@ template <class T> FOCI_INLINE vu stacked_words(Pair, const T* from, int64_t row
 }
 #endif
 
-// Whether the elements of a column are neighbours, as in a transposed tensor: heads of channels that lie along the tokens.
+// Whether the elements of a column are contiguous, as in a transposed tensor [D, S].
 FOCI_INLINE bool is_transposed(int64_t row_stride, int64_t column_stride) { return row_stride == 1 && column_stride != 1; }
 
 // PANEL rows as columns: panel[word][row]. Rows from `rows` on are zero.
@@ -182,7 +182,7 @@ FOCI_INLINE void pack_row(typename E::word* to, int64_t panel_stride, const T* r
   for (int at = 0; at < words; at += WIDTH) store(to + at / PANEL * panel_stride + at % PANEL, row_words(E(), row, column_stride, at, columns));
 }
 
-// The same for rows of a transposed tensor, each PANEL words after the one before; the last one again from `rows` up to `padded`.
+// `pack_row` of `rows` rows of a transposed tensor, PANEL words apart. Rows from `rows` up to `padded` repeat the last one.
 template <class E, class T>
 void pack_transposed(typename E::word* to, int64_t panel_stride, const T* from, int64_t column_stride, int rows, int padded, int columns, int words) {
   for (int at = 0; at < words; at += WIDTH) {
