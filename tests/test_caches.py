@@ -9,12 +9,14 @@ import foci
 SOURCE = Path(foci.__file__).parent
 DESIGN = SOURCE.parents[1] / "docs" / "design.md"
 MAKERS = {
+    "Counter",
     "OrderedDict",
     "WeakCache",
     "WeakKeyDictionary",
     "WeakValueDictionary",
     "WeakSet",
     "defaultdict",
+    "deque",
     "dict",
     "list",
     "set",
