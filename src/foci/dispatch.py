@@ -1,4 +1,4 @@
-"""The one road every entry point takes: functions, tensors and extras in; output and auxiliary outputs out."""
+"""What every entry point calls: query, key, value, two functions and extras in, output and auxiliary outputs out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
 def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras, check: Check | None = None) -> Results:
     """`run` of packed tensors [T, H, D], without a sink; out is [T, Hq, Dv], and lse, the only other output to ask for, [Hq, T].
 
-    `check` looks at what `extras` says of sequences, unless the call is known, of which it held.
+    `check` checks what `extras` says of sequences; it is skipped for a call that was planned before.
     """
     if not torch.compiler.is_dynamo_compiling():
         return run_packed_now(tensors, score, mask, extras, allowed_for(extras), check)

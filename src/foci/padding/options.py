@@ -39,7 +39,7 @@ class SizesPass(CustomGraphPass):
             note_outputs(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
+        """Key of this version of the pass, and of these tables, in Inductor's cache of compiled graphs."""
         return "sizes", repr(self.machine), _fingerprint()
 
 
@@ -61,7 +61,7 @@ class StridesPass(CustomGraphPass):
             tell(pad(module, (), self.machine, visible=visible_outputs(graph)).paddings)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs tells decisions of this version, and of these tables, by."""
+        """Key of this version of the pass, and of these tables, in Inductor's cache of compiled graphs."""
         return "strides", repr(self.machine), _fingerprint()
 
 

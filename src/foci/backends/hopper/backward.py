@@ -51,7 +51,7 @@ from foci.backends.hopper.bwd_dq_dk_dv import attention_gradients
 from foci.backends.hopper.bwd_dq_from_ds import HeadChunk, attention_kept_gradient
 from foci.backends.hopper.bwd_preprocess import begin_gradients, finish_query_gradient, reduce_dq_partials
 from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
-from foci.backends.hopper.config import Config, MaskedTable
+from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size
@@ -74,7 +74,6 @@ from foci.backends.triton.schedules import Schedule as Tiles
 from foci.backends.triton.symbolic_tokens import at_most
 from foci.backends.triton.tile_tables import Sequences, TileTable
 from foci.compat.gluon import HAS_ADD
-from foci.ir.expr import const
 from foci.problem import Operands
 
 __all__ = ["HopperGradients"]
@@ -142,7 +141,7 @@ class HopperGradients(host.TritonKernel):
         self.widths = padded_widths(self.problem)
         self.ds_tiles = ds_scratch_schedule(self.problem)
         self.splits = max(self.widths) > 128 and self.widths not in UNSPLIT_WIDTHS
-        self._tasks = host.TritonKernel(_without_mask(plan))
+        self._tasks = host.TritonKernel(without_mask(plan))
 
     def _backward(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
@@ -430,7 +429,7 @@ class HopperGradients(host.TritonKernel):
         is_affine: bool = False,
     ) -> Config:
         p = self.problem
-        return _config(
+        return make_config(
             (
                 2, False, tiles.tile_q, tiles.tile_kv, tiles.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
                 call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
@@ -439,17 +438,6 @@ class HopperGradients(host.TritonKernel):
             DROPOUT_QUERIES=DROPOUT_QUERIES.get(tiles.tile_q) if fused is not None and p.formula.dropout else None,
             ROUND=fused is not None and fused.goes_round,
         )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **flags: int | None) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})
-
-
-def _without_mask(plan: Plan) -> Plan:
-    formula = plan.problem.formula
-    everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
-    return replace(plan, problem=replace(plan.problem, formula=everything))
 
 
 def _describe_ds(ds_scratch: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-__all__ = ["Config", "MaskedTable"]
+import triton.language as tl
+
+from foci.backends.contract import Plan
+from foci.ir.expr import const
+
+__all__ = ["Config", "MaskedTable", "make_config", "without_mask"]
 
 
 class Config(NamedTuple):
@@ -60,3 +67,16 @@ class MaskedTable(NamedTuple):
     halved: Any = None  # how many of the last tasks are split between two programs, encoded
     order: Any = None  # int32 [rows of the lists]: the task to take in place of each, or None
     short_last: Any = None  # encoded: 1 if the last task of each head comes after all others, else 0; None if tasks are of any length
+
+
+@functools.lru_cache(maxsize=4096)
+def make_config(values: tuple[Any, ...], **flags: int | None) -> Config:
+    """A configuration by its first fields in order, and others by name."""
+    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})
+
+
+def without_mask(plan: Plan) -> Plan:
+    """The same plan where every query attends to every key."""
+    formula = plan.problem.formula
+    everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
+    return replace(plan, problem=replace(plan.problem, formula=everything))

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Plan
-from foci.backends.hopper.config import Config, MaskedTable
+from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
@@ -63,7 +63,7 @@ class HopperKernel(host.TritonKernel):
         self.is_bounded = bounds is not None and formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True)
-        self._unmasked = host.TritonKernel(_without_mask(plan)) if self.is_bounded else self
+        self._unmasked = host.TritonKernel(without_mask(plan)) if self.is_bounded else self
 
     def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
         query, is_jagged = operands.query, operands.cu_q is not None
@@ -191,7 +191,7 @@ class HopperKernel(host.TritonKernel):
     def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, mask_bits: MaskBits, is_affine: bool) -> Config:
         """Compile-time configuration of a launch."""
         p = self.problem
-        return _config(
+        return make_config(
             (
                 schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
                 p.head_dim, padded_width(p.head_dim), p.value_dim, padded_width(p.value_dim), mode, is_jagged, is_plain,
@@ -203,12 +203,6 @@ class HopperKernel(host.TritonKernel):
             KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
             SERPENTINE=schedule.serpentine,
         )  # fmt: skip
-
-
-def _without_mask(plan: Plan) -> Plan:
-    formula = plan.problem.formula
-    everything = replace(formula, variant=replace(formula.variant, mask=const(True)))
-    return replace(plan, problem=replace(plan.problem, formula=everything))
 
 
 @functools.lru_cache(maxsize=4096)
