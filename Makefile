@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs lint format bench clean
+.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ matrix-install: ## the environments of matrix, without running tests
 
 docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
+
+gallery: $(STAMP) ## docs/gallery.md and its pictures, from the examples of masks and scores
+	$(BIN)/python docs/gallery.py
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .

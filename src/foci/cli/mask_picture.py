@@ -15,10 +15,17 @@ from foci.blocks import EMPTY, Extent, classify
 from foci.mask_mods import create_mask
 from foci.trace_functions import bind
 
-__all__ = ["MaskPicture", "draw_mask", "draw_masks"]
+__all__ = ["CELLS", "MaskPicture", "color_cells", "draw_mask", "draw_masks"]
 
 _ATTEND = "#1d3f5c"
 _CLASSES = {"empty": "#eef1f5", "partial": "#f2a65a", "full": "#2f6f9f"}  # in the order of their values
+CELLS = {
+    "block is empty": "#eef1f5",
+    "pair is masked out": "#fbe3c8",
+    "attends, partial block": "#f2a65a",
+    "attends, full block": "#2f6f9f",
+}
+"""Colors of `color_cells`, by what they say of a pair of a query and a key."""
 _MOST_PIXELS = 2048
 _MOST_LINES = 64
 
@@ -134,6 +141,24 @@ def draw_masks(pictures: list[MaskPicture], path: Path) -> None:
     figure.legend(handles=legend, loc="outside lower right", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", pad_inches=0.2)
+
+
+def color_cells(picture: MaskPicture) -> Tensor:
+    """The mask and its blocks in one picture: the color in `CELLS` of each pair of a query and a key.
+
+    Returns:
+        uint8 [Sq, Skv, 3].
+
+    Example:
+        >>> import foci
+        >>> color_cells(draw_mask(foci.masks.causal(), q_len=64, kv_len=96, block=32)).shape
+        torch.Size([64, 96, 3])
+    """
+    rows, columns = picture.attend.shape
+    blocks = picture.blocks.cpu().repeat_interleave(picture.block, 0)[:rows].repeat_interleave(picture.block, 1)[:, :columns]
+    kinds = torch.where(picture.attend.cpu(), blocks + 1, blocks).long()  # in the order of CELLS; each pair of a full block attends
+    palette = torch.tensor([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in CELLS.values()], dtype=torch.uint8)
+    return palette[kinds]
 
 
 def _shrunk(attend: Tensor) -> Tensor:
