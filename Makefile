@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery lint format bench clean
+.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,15 @@ matrix-quick: ## the tests that a new release breaks first, on the same releases
 matrix-install: ## the environments of matrix, without running tests
 	$(PYTHON) tests/matrix.py --only install --releases "$(RELEASES)"
 
+# The wheel is built from the sdist, as PyPI's users do, and tried in an environment that holds torch and nothing else.
+wheel: $(STAMP) ## sdist and wheel in dist/, tried in a new environment with torch alone
+	rm -rf dist .wheel
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .wheel
+	.wheel/bin/python -m pip install --quiet $(TORCH)
+	.wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd .wheel && bin/python ../tests/try_wheel.py
+
 docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
 
@@ -78,5 +87,5 @@ bench: $(STAMP) ## the benchmarks, on an idle machine
 	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## caches and results, not the environments
-	rm -rf build dist demo-output .newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-output .newest .wheel .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

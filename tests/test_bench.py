@@ -16,11 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from foci.backends.cpu import build
-from foci.cli.app import app
 from foci.cli.bench import CASES, Line, Sizes, ahead, calls, compile_ahead, draw, measure, measure_beside, summary, table
 from foci.cli.bench.ahead import dealt, shares
 from foci.cli.bench.measure import Request
 from foci.cli.bench.report import ratios
+from foci_cli.app import app
 
 SMALL = Sizes(1, 4, 4, 64, 64, 16)
 REQUEST = Request(torch.device("cpu"), torch.float32, seconds=0.0)

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import foci
 from foci.backends.cpu import build
-from foci.cli.app import app
 from foci.cli.explanation import verdicts_table
 from foci.cli.expr_parser import Unknown, read_mask, read_score
 from foci.compat import lookup, releases
 from foci.mask_examples import Sizes
+from foci_cli.app import app
 
 ROOT = Path(__file__).parents[1]
 SIZES = Sizes(Sq=48, Skv=48)

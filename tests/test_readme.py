@@ -46,7 +46,7 @@ def test_the_pages_have_examples():
 def test_command_exists(command):
     from typer.testing import CliRunner
 
-    from foci.cli.app import app
+    from foci_cli.app import app
 
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 

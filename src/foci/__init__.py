@@ -10,6 +10,7 @@ Example:
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from foci import masks, scores
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from foci.integrations.patch import patch
     from foci.mask_mods import and_masks, create_block_mask, create_mask, or_masks
 
-__version__ = "0.1.0"
+try:
+    __version__ = importlib.metadata.version("foci")
+except importlib.metadata.PackageNotFoundError:  # on the path without being installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "AuxOutput",

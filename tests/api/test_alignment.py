@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import foci
 from foci import call_cache, masks, prepare
-from foci.cli.app import app
+from foci_cli.app import app
 
 KEYS = 40
 

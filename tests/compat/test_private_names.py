@@ -150,7 +150,7 @@ def test_a_name_of_a_module_that_is_being_imported(tmp_path, monkeypatch):
 
 # NOW-01
 def test_importing_warns_of_nothing():
-    modules = "foci, foci.nn, foci.fusion, foci.torch_compile, foci.integrations.patch, foci.cli.app, foci.distributed"
+    modules = "foci, foci.nn, foci.fusion, foci.torch_compile, foci.integrations.patch, foci_cli.app, foci.distributed"
     code = f"import torch, warnings; warnings.simplefilter('error', UserWarning); import {modules}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

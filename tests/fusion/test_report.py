@@ -2,6 +2,7 @@
 
 # FUSE-05
 
+import sys
 import textwrap
 
 import pytest
@@ -11,8 +12,8 @@ from spelling_harness import graph_of, qkv
 from typer.testing import CliRunner
 
 import foci
-from foci.cli.app import app
 from foci.fusion import Site, fuse, summary, table
+from foci_cli.app import app
 
 FUSED = Site(True, "/somewhere/site-packages/models/gpt.py:12", "score where kv_idx <= q_idx", None, "matmul-softmax-matmul")
 DECLINED = Site(False, "", "", "the softmax is not over the keys", "sdpa")
@@ -32,6 +33,12 @@ def test_equal_sites_are_one_row():
     assert len(rows) == 2
     assert "models/gpt.py:12" in rows[0] and "somewhere" not in rows[0] and " 2 " in rows[0] and "kv_idx <= q_idx" in rows[0]
     assert "unknown" in rows[1] and "the softmax is not over the keys" in rows[1]
+
+
+def test_a_table_without_rich_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with pytest.raises(ModuleNotFoundError, match=r"foci\.fusion\.table needs rich, which is not installed: pip install 'foci\[cli\]'"):
+        table([])
 
 
 def test_formulas_are_no_markup():

@@ -1,12 +1,1 @@
-"""The command line. `foci --help` lists the commands."""
-
-from __future__ import annotations
-
-__all__ = ["main"]
-
-
-def main() -> None:
-    """Run the `foci` command. Imports the terminal libraries here, so that `import foci` does not."""
-    from foci.cli.app import app
-
-    app()
+"""What the commands do, one module or folder each. `foci_cli.app` has their options. Needs the extra `cli`."""

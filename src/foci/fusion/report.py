@@ -43,10 +43,14 @@ def table(sites: Iterable[Site]) -> Table:
     """A row for each site, equal ones counted together: its place, how it is written, and its formula or what stood in the way.
 
     Raises:
+        ModuleNotFoundError: when the extra `cli` is not installed.
         TypeError: for anything but sites.
     """
-    from rich.table import Table
-    from rich.text import Text
+    try:
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("foci.fusion.table needs rich, which is not installed: pip install 'foci[cli]'", name="rich") from error
 
     checked = _checked(sites)
     result = Table(title=summary(checked))
