@@ -6,6 +6,7 @@ from capturing import FF, E, H, assert_same, decoder, encoder, graded, padding, 
 
 import foci
 import foci.nn
+from foci.nn.cuda_graphs import graphs
 from foci.nn.cuda_graphs.buckets import Bucket, BucketShape, choose_shape, round_up
 from foci.nn.cuda_graphs.capture import Captured
 
@@ -199,3 +200,22 @@ def test_extra_keys():
     model, captured = twins(model)
     given = {"src_key_padding_mask": padding([40, 3, 20], 40)}
     assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
+
+
+def test_no_graph_is_freed_while_another_is_captured(monkeypatch):
+    class Graph:
+        def __del__(self):
+            freed.append(capturing)
+
+    freed, capturing = [], False
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(graphs, "is_capturing", lambda: capturing)
+    one, other = graphs._Graph(), graphs._Graph()
+    del one
+    assert freed == [False]
+    capturing = True
+    del other
+    assert freed == [False]
+    capturing = False
+    graphs._Graph()
+    assert freed == [False, False, False]  # the one that was kept, and the last one

@@ -53,24 +53,33 @@ OPTIONS = {
 }
 
 
+def assert_as_good(found, wanted, exact):
+    """The largest error of each result is at most three times that of the same module without a graph, whose products have other shapes."""
+    for one, other, true in zip(found, wanted, exact, strict=True):
+        true = true.detach().float()
+        error, allowed = (one.float() - true).abs().max(), (other.float() - true).abs().max()
+        assert error <= 3 * allowed + 1e-3 * max(1.0, true.abs().max()), (tuple(one.shape), error, allowed)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_encoder(name, dtype):
     model, captured = twins(dtype=dtype, **OPTIONS[name])
-    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    exact = copy.deepcopy(model).double()
+
+    def check(inputs, times=1, **given):
+        true, wanted = (graded(m, [x.to(kind) for x in inputs], **given) for m, kind in ((exact, torch.float64), (model, dtype)))
+        for _ in range(times):
+            assert_as_good(graded(captured, inputs, **given), wanted, true)
+        if not inputs[0].is_nested:
+            with torch.inference_mode():
+                assert_as_good([captured(*inputs, **given)], wanted[:1], true[:1])
+
     for n, lengths in enumerate(LENGTHS):
-        x, given = rand(B, S, E, seed=n).to(dtype), {"src_key_padding_mask": padding(*lengths)}
-        wanted = graded(model, [x], **given)
-        assert_same(graded(captured, [x], **given), wanted, tolerance)
-        assert_same(graded(captured, [x], **given), wanted, tolerance)
-        with torch.inference_mode():
-            assert_same([captured(x, **given)], wanted[:1], tolerance)
-    nested = torch.nested.nested_tensor([rand(n, E) for n in (5, 60, 1)], layout=torch.jagged, dtype=dtype)
-    assert_same(graded(captured, [nested]), graded(model, [nested]), tolerance)
+        check([rand(B, S, E, seed=n).to(dtype)], times=2, src_key_padding_mask=padding(*lengths))
+    check([torch.nested.nested_tensor([rand(n, E) for n in (5, 60, 1)], layout=torch.jagged, dtype=dtype)])
     packing = foci.nn.Packing(torch.tensor([0, 5, 65, 65, 66]).cuda(), 60, (4, 60))
-    tokens = rand(66, E).to(dtype)
-    given = {"src_key_padding_mask": packing}
-    assert_same(graded(captured, [tokens], **given), graded(model, [tokens], **given), tolerance)
+    check([rand(66, E).to(dtype)], src_key_padding_mask=packing)
 
 
 def test_decoder():

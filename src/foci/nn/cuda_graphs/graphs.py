@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foci.compat.cuda import unowned
+from foci.compat.cuda import is_capturing, unowned
 
 __all__ = ["CUDA", "Engine", "Recorded"]
 
@@ -57,6 +58,25 @@ class _Pool(NamedTuple):
     stream: torch.cuda.Stream
 
 
+class _Graph:
+    """A CUDA graph that is not freed during a capture, which CUDA would invalidate. The garbage collector may drop it at any time."""
+
+    def __init__(self) -> None:
+        _unfreed.clear()
+        self.graph: Any = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and is_capturing():
+            _unfreed.append(self.graph)
+
+
+_unfreed: Final[list[Any]] = []
+"""CUDA graphs that were dropped during a capture; the next recording frees them."""
+
+
 class _CudaGraphs:
     """torch's CUDA graphs."""
 
@@ -85,9 +105,9 @@ class _CudaGraphs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def record(self, pool: Any, samples: Sequence[Tensor], function: Callable[[list[Tensor]], Made]) -> Recorded:
-        graph = torch.cuda.CUDAGraph()
+        graph = _Graph()
         # threads of their own may pin memory meanwhile
-        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph.graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
             inputs = [torch.empty_like(sample) for sample in samples]
             outputs = function(inputs)
             recorded = Recorded(graph.replay, [unowned(t) for t in inputs], [None if t is None else unowned(t) for t in outputs])
