@@ -302,7 +302,7 @@ def page() -> str:
         "and how to write your own. `foci mask` draws any combination of them:",
         "",
         "```sh",
-        'foci mask "causal & document" --q 512 --block 64 --out mask.png',
+        'foci mask "causal & window(96)" --q 512 --block 64 --out mask.png',
         "```",
         "",
         "## Masks",
