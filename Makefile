@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery lint format bench clean
+.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference site site-check lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 # No settings of this machine's pip count: a wheel or an index that others lack would hide a pin that PyPI cannot meet.
 resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alone
 	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= $(BIN)/python -m pip install --quiet \
-		--dry-run --ignore-installed --constraint constraints.txt '.[demo,test]'
+		--dry-run --ignore-installed --constraint constraints.txt '.[demo,docs,test]'
 
 demo: $(STAMP) ## a trained transformer on foci; pictures in demo-output/
 	$(BIN)/foci demo
@@ -74,6 +74,16 @@ docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
 gallery: $(STAMP) ## docs/gallery.md and its pictures, from the examples of masks and scores
 	$(BIN)/python docs/gallery.py
 
+reference: $(STAMP) ## docs/api/, an entry for each public name
+	$(BIN)/python docs/reference.py
+
+site: $(VENV)/.site-installed ## the documentation as a site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.site-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,5 +97,5 @@ bench: $(STAMP) ## the benchmarks, on an idle machine
 	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## caches and results, not the environments
-	rm -rf build dist demo-output .newest .wheel .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-output site .newest .wheel .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The language of masks and scores: expressions, tracing, simplification, derivatives, intervals."""

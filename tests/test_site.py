@@ -1,0 +1,47 @@
+"""The documentation's site: docs/api/ is what docs/reference.py writes, mkdocs.yml lists every page, and no page asks another host."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, hooks = load("reference"), load("hooks")
+
+
+@pytest.mark.parametrize("module", reference.PAGES)
+def test_reference_is_up_to_date(module):
+    assert (DOCS / "api" / f"{module}.md").read_text(encoding="utf-8") == reference.page(module), "write it anew: make reference"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^\s+- (?:.*: )?(\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(listed) == sorted(pages)
+
+
+def test_links_to_sources_become_names():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="features.md"))
+    text = "see [api/test_sdpa](../tests/api/test_sdpa.py), [GPU](gpu.md#measured)"
+    assert hooks.on_page_markdown(text, page=page, config={}, files=[]) == "see `tests/api/test_sdpa.py`, [GPU](gpu.md#measured)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="api/foci.md"))
+    assert hooks.on_page_markdown("[gallery](../gallery.md)", page=page, config={}, files=[]) == "[gallery](../gallery.md)"
+
+
+def test_no_script_of_another_host():
+    page = SimpleNamespace(url="api/foci.html")
+    shown = hooks.on_post_page('<script src="https://unpkg.com/iframe-worker/shim"></script>', page=page, config={})
+    assert shown == '<script src="../assets/frame-worker.js"></script>'
+    assert (DOCS / "assets" / "frame-worker.js").exists()
