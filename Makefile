@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference site site-check lint format bench clean
+.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference site lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
