@@ -1,4 +1,4 @@
-"""Times schedules of the Triton kernels on the GPU at hand, to fill the table of `foci.backends.triton.schedules`.
+"""Times schedules of the Triton kernels on the GPU at hand, to fill the table of `foci.backends.gpu.schedules`.
 
     python benchmarks/gpu_sweep.py --compile 0/12     # one of twelve processes that fill Triton's cache
     python benchmarks/gpu_sweep.py                    # times, one line each, best of each kernel last
@@ -21,10 +21,10 @@ import triton
 import foci
 from foci import masks, scores
 from foci.backends.contract import Given, Plan
-from foci.backends.triton.kernel import TritonKernel
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import LIMITS, Schedule, shared_bytes
-from foci.backends.triton.tile_tables import operand_sequences
+from foci.backends.gpu.kernel import TritonKernel
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import LIMITS, Schedule, shared_bytes
+from foci.backends.gpu.tile_tables import operand_sequences
 from foci.planner import target_of
 from foci.problem import Formula, Operands, Outputs, Problem
 from foci.trace_functions import bind

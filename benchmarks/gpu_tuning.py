@@ -20,7 +20,7 @@ import triton
 from gpu_attention import DEVICE, Row, flops, planned, rows
 
 from foci.backends.contract import Plan
-from foci.backends.triton.kernel import TritonKernel
+from foci.backends.gpu.kernel import TritonKernel
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates
 from foci.planner import target_of
 from foci.problem import Cotangents

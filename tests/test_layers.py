@@ -134,7 +134,7 @@ BY_NAME = {
 
 
 def backends_in(module: str, source: str) -> set[tuple[str, str]]:
-    """The backends that a module outside of `foci.backends` imports something of."""
+    """The backends that a module imports something of."""
     parts = (name.split(".") for _, name in imports(ast.parse(source)))
     return {(module, part[2]) for part in parts if part[:2] == ["foci", "backends"] and len(part) > 2 and part[2] in BACKENDS}
 
@@ -150,6 +150,35 @@ def test_a_backend_that_is_imported_is_found():
     assert backends_in("foci.nn.a", "def f():\n    from foci.backends.triton import rowwise") == {("foci.nn.a", "triton")}
     assert backends_in("foci.nn.a", "from foci.backends import cpu, contract") == {("foci.nn.a", "cpu")}
     assert backends_in("foci.nn.a", "from foci.backends.contract import Plan") == set()
+
+
+def other_backends_in(module: str, source: str) -> set[tuple[str, str]]:
+    """The backends, but its own, that a module below `foci.backends` imports something of."""
+    parts = module.split(".")
+    own = parts[2] if len(parts) > 2 else None
+    return {(one, name) for one, name in backends_in(module, source) if name != own}
+
+
+BORROWED = {
+    ("foci.backends.blocked.differentiable", "reference"),  # the plain formula, for sequences without rows or keys
+    ("foci.backends.hopper", "triton"),  # it plans passes for triton's kernels, at triton's cost
+    ("foci.backends.hopper.perf_model", "triton"),
+}
+
+
+def test_no_backend_knows_another():
+    inside = [name for name in MODULES if name.startswith("foci.backends")]
+    found = [other_backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in inside]
+    assert set().union(*found) == BORROWED
+
+
+def test_another_backend_that_is_imported_is_found():
+    line = "def f():\n    from foci.backends.triton.paged import PagedKernel"
+    assert other_backends_in("foci.backends.hopper.kernel", line) == {("foci.backends.hopper.kernel", "triton")}
+    assert other_backends_in("foci.backends.gpu.kernel", line) == {("foci.backends.gpu.kernel", "triton")}
+    assert other_backends_in("foci.backends.self_check", line) == {("foci.backends.self_check", "triton")}
+    assert other_backends_in("foci.backends.triton", line) == set()
+    assert other_backends_in("foci.backends.hopper", "from foci.backends.gpu import tiles") == set()
 
 
 @pytest.mark.parametrize(

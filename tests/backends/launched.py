@@ -1,6 +1,6 @@
 """The kernels that each module of the backend launches."""
 
-from foci.backends.triton import aux_outputs, captured_grad, kernel, tile_tables
+from foci.backends.gpu import aux_outputs, captured_grad, kernel, tile_tables
 
 LAUNCHED = {
     kernel: (

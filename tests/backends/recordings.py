@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.triton import kernel, launch_cache, launch_program, recorder, tile_tables
+from foci.backends.gpu import kernel, launch_cache, launch_program, recorder, tile_tables
 
 MODULES = {module: LAUNCHED[module] for module in (kernel, tile_tables)}
 

@@ -23,7 +23,7 @@ from record_ptx import COMMON, hashes
 from record_ptx import golden_path as ptx_path
 
 import foci
-from foci.backends.triton import stream_state
+from foci.backends.gpu import stream_state
 from foci.compat.triton import release
 
 pytestmark = pytest.mark.skipif(release() != PINNED, reason="launches are kept of the pinned Triton alone")

@@ -13,10 +13,10 @@ import torch
 
 import foci
 from foci import masks, scores
+from foci.backends.gpu.exp2_rewrite import log2_weight, scaled_derivative
+from foci.backends.gpu.mask_convexity import begins_late, is_convex
+from foci.backends.gpu.schedules import KINDS, LIMITS, SCHEDULES, padded_dim, schedule_for, schedule_rows, shared_bytes, splits_for
 from foci.backends.triton import BACKEND
-from foci.backends.triton.exp2_rewrite import log2_weight, scaled_derivative
-from foci.backends.triton.mask_convexity import begins_late, is_convex
-from foci.backends.triton.schedules import KINDS, LIMITS, SCHEDULES, padded_dim, schedule_for, schedule_rows, shared_bytes, splits_for
 from foci.ir.derivative import score_derivative
 from foci.ir.expr import DType
 from foci.problem import Formula, Layout, Outputs, Problem, Target
@@ -191,7 +191,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_generated_functions_read_as_written():
     """Golden: what a variant becomes, and nothing more."""
-    from foci.backends.triton.functions import build_functions, capture_layouts
+    from foci.backends.gpu.functions import build_functions, capture_layouts
 
     slopes = torch.ones(4)
     bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
@@ -216,7 +216,7 @@ def test_generated_functions_read_as_written():
 
 @needs_triton
 def test_softcap_takes_one_instruction_in_half_precision_only():
-    from foci.backends.triton.functions import build_functions
+    from foci.backends.gpu.functions import build_functions
 
     bound = bind(scores.softcap(20.0), None, CPU)
     assert "tanh_half(" in build_functions(bound.variant, (), half=True).source
@@ -225,7 +225,7 @@ def test_softcap_takes_one_instruction_in_half_precision_only():
 
 @needs_triton
 def test_integers_never_specialise_a_kernel():
-    from foci.backends.triton.kernel_args import encode, encode_word
+    from foci.backends.gpu.kernel_args import encode, encode_word
 
     for value in (-3, 0, 1, 2, 16, 1024, 4097):
         assert encode(value) not in (1,)

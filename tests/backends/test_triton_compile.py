@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.triton import kernel, paged, precompile_backward, tile_tables  # noqa: E402
-from foci.backends.triton.schedules import LIMITS, shared_bytes  # noqa: E402
-from foci.backends.triton.tensor_descriptors import describe_layout  # noqa: E402
+from foci.backends.gpu import kernel, precompile_backward, tile_tables  # noqa: E402
+from foci.backends.gpu.schedules import LIMITS, shared_bytes  # noqa: E402
+from foci.backends.gpu.tensor_descriptors import describe_layout  # noqa: E402
+from foci.backends.triton import paged  # noqa: E402
 
 KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),

@@ -26,11 +26,11 @@ from triton.runtime import driver  # noqa: E402
 
 from foci.backends.compile_priority import unhurried  # noqa: E402
 from foci.backends.contract import Unbuildable  # noqa: E402
-from foci.backends.triton import compiling  # noqa: E402
-from foci.backends.triton.compile_subprocess import compile_packed, pack  # noqa: E402
-from foci.backends.triton.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
-from foci.backends.triton.functions import jit_function  # noqa: E402
-from foci.backends.triton.recorder import Recorder  # noqa: E402
+from foci.backends.gpu import compiling  # noqa: E402
+from foci.backends.gpu.compile_subprocess import compile_packed, pack  # noqa: E402
+from foci.backends.gpu.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
+from foci.backends.gpu.functions import jit_function  # noqa: E402
+from foci.backends.gpu.recorder import Recorder  # noqa: E402
 
 
 @triton.jit

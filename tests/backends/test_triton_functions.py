@@ -46,7 +46,7 @@ GOLDEN = Path(__file__).parent / "golden" / "triton.txt"
 
 
 def golden():
-    from foci.backends.triton.functions import build_functions, capture_layouts
+    from foci.backends.gpu.functions import build_functions, capture_layouts
 
     parts = []
     for name, (score, mask) in VARIANTS.items():

@@ -36,7 +36,7 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
 
 
 def compiled_kernels():
-    from foci.backends.triton import backward, forward, tile_table_kernels
+    from foci.backends.gpu import backward, forward, tile_table_kernels
 
     jitted = (
         forward.attention_forward,

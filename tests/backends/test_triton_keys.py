@@ -10,8 +10,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from foci.backends.triton import backward, forward, tile_tables, tiles  # noqa: E402
-from foci.backends.triton.triton_cache_key import fill_cache_keys  # noqa: E402
+from foci.backends.gpu import backward, forward, tile_tables, tiles  # noqa: E402
+from foci.backends.gpu.triton_cache_key import fill_cache_keys  # noqa: E402
 
 KERNELS = (
     forward.attention_forward,

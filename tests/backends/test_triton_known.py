@@ -11,8 +11,8 @@ from recordings import DOCUMENTS, SLOPES, Function, addressed, flat, replace_hop
 
 import foci
 from foci import call_cache, execution, masks, planner, scores
+from foci.backends.gpu import captured_grad, kernel, launch_cache, tile_tables
 from foci.backends.hopper.kernel_rates import Pair, Rates
-from foci.backends.triton import captured_grad, kernel, launch_cache, tile_tables
 from foci.problem import Target
 
 

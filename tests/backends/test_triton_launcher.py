@@ -25,8 +25,8 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from foci.backends.gpu import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
 from foci.backends.hopper import kernel as hopper  # noqa: E402
-from foci.backends.triton import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
 from foci.weak_cache import WeakCache  # noqa: E402
 
 STREAM = 4711

@@ -8,10 +8,10 @@ from recordings import VARIANTS, made, operands_of
 
 from foci import masks
 from foci.backends.contract import Plan
+from foci.backends.gpu.functions import capture_layouts, environment_numbers
+from foci.backends.gpu.kernel_args import encode, encode_strides
+from foci.backends.gpu.tensor_descriptors import describe_layout
 from foci.backends.triton import paged
-from foci.backends.triton.functions import capture_layouts, environment_numbers
-from foci.backends.triton.kernel_args import encode, encode_strides
-from foci.backends.triton.tensor_descriptors import describe_layout
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
 from foci.trace_functions import bind
 

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU or in the interpreter", allow_module_level=True)
 
-from foci.backends.triton import captured_grad  # noqa: E402
+from foci.backends.gpu import captured_grad  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.parametrize("device", [DEVICE.type])
@@ -28,7 +28,7 @@ def taken(monkeypatch):
         return original(kernel, call, given, rows, dq, learned, target)
 
     original = captured_grad.bias_gradient
-    from foci.backends.triton import kernel
+    from foci.backends.gpu import kernel
 
     monkeypatch.setattr(kernel, "bias_gradient", note)
     return found

@@ -5,11 +5,11 @@ import torch
 
 import foci
 from foci import scores
-from foci.backends.triton.affine_scores import affine_in_keys
+from foci.backends.gpu.affine_scores import affine_in_keys
 from foci.ir.eager import Env, evaluate
 from foci.trace_functions import bind
 
-triton = pytest.importorskip("foci.backends.triton.functions", reason="needs Triton")
+triton = pytest.importorskip("foci.backends.gpu.functions", reason="needs Triton")
 
 SLOPES = torch.tensor([0.5, 0.25])
 TABLE = torch.linspace(0, 1, 40)

@@ -9,7 +9,7 @@ from recordings import VARIANTS, operands_of, placed
 from triton import knobs
 
 import foci
-from foci.backends.triton import bound_launch
+from foci.backends.gpu import bound_launch
 from foci.operator import compiled_call, op_impl
 from foci.operator.compiled_call import Backward, BackwardRows, Forward
 from foci.operator.op_schema import flatten

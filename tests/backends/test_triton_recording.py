@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.triton import launch_cache, launch_program, recorder, tile_tables
-from foci.backends.triton.symbolic_tokens import Count
+from foci.backends.gpu import launch_cache, launch_program, recorder, tile_tables
+from foci.backends.gpu.symbolic_tokens import Count
 from foci.compat import cuda
 from foci.compat import triton as compat
 from foci.problem import Cotangents, Layout, Operands, Outputs

@@ -8,9 +8,9 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import foci.nn  # noqa: E402
+from foci.backends.gpu import layernorm, layernorm_kernels  # noqa: E402
+from foci.backends.gpu.layernorm import Backward, Rows  # noqa: E402
 from foci.backends.row_kernels import Column, Norm  # noqa: E402
-from foci.backends.triton import layernorm, layernorm_kernels  # noqa: E402
-from foci.backends.triton.layernorm import Backward, Rows  # noqa: E402
 from foci.nn import fused_encoder  # noqa: E402
 from foci.nn.fused_rowwise import layer_rows  # noqa: E402
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from foci.backends.triton import kernel
+from foci.backends.gpu import kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOPES = torch.tensor([0.5, 0.03], device=DEVICE)

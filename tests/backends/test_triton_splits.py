@@ -12,7 +12,7 @@ from foci import masks, scores
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from foci.backends.triton.schedules import MULTIPROCESSORS, split_kind, splits_for
+from foci.backends.gpu.schedules import MULTIPROCESSORS, split_kind, splits_for
 
 HAS_GPU = torch.cuda.is_available()
 IS_RUN = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,7 +94,7 @@ LONG = {
 @pytest.fixture
 def taken(monkeypatch):
     """The kernels that split keys, pass by pass."""
-    from foci.backends.triton import kernel
+    from foci.backends.gpu import kernel
 
     found = []
     original = kernel.TritonKernel._decode
@@ -224,7 +224,7 @@ def test_known_calls_and_new_lengths_are_split_as_they_are(taken):
 
 @on_gpu
 def test_new_lengths_compile_nothing_where_keys_are_split():
-    from foci.backends.triton import decode
+    from foci.backends.gpu import decode
 
     def compiled():
         functions = (decode.attention_decode, decode.combine_splits)

@@ -9,9 +9,9 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from foci.backends.triton.kernel_args import table_config  # noqa: E402
-from foci.backends.triton.tensor_descriptors import stream_operand  # noqa: E402
-from foci.backends.triton.tiles import load_streamed_tile  # noqa: E402
+from foci.backends.gpu.kernel_args import table_config  # noqa: E402
+from foci.backends.gpu.tensor_descriptors import stream_operand  # noqa: E402
+from foci.backends.gpu.tiles import load_streamed_tile  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"

@@ -12,8 +12,8 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
+from foci.backends.gpu.schedules import LIMITS, Schedule, schedule_for, shared_bytes
 from foci.backends.problem_class import tile_bytes
-from foci.backends.triton.schedules import LIMITS, Schedule, schedule_for, shared_bytes
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates, tuning_key
 from foci.problem import Cotangents, Formula, Operands, Problem, Results, Target
 from foci.trace_functions import bind

@@ -19,11 +19,11 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from foci import weak_cache  # noqa: E402
-from foci.backends.triton import kernel, tile_tables  # noqa: E402
-from foci.backends.triton.kernel_args import Size, Spans, encode, table_config  # noqa: E402
-from foci.backends.triton.recorder import Recorder  # noqa: E402
-from foci.backends.triton.schedules import Schedule  # noqa: E402
-from foci.backends.triton.tiles import find_task  # noqa: E402
+from foci.backends.gpu import kernel, tile_tables  # noqa: E402
+from foci.backends.gpu.kernel_args import Size, Spans, encode, table_config  # noqa: E402
+from foci.backends.gpu.recorder import Recorder  # noqa: E402
+from foci.backends.gpu.schedules import Schedule  # noqa: E402
+from foci.backends.gpu.tiles import find_task  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 100, 200

@@ -18,9 +18,9 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
+from foci.backends.gpu import tile_tables  # noqa: E402
+from foci.backends.gpu.schedules import LIMITS  # noqa: E402
 from foci.backends.hopper import backward, backward_schedules  # noqa: E402
-from foci.backends.triton import tile_tables  # noqa: E402
-from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 GRADIENTS = (
     "attention_key_gradient",

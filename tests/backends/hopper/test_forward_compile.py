@@ -20,9 +20,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.compiler.code_generator import CodeGenerator  # noqa: E402
 
+from foci.backends.gpu import tile_tables  # noqa: E402
+from foci.backends.gpu.schedules import LIMITS  # noqa: E402
 from foci.backends.hopper import gluon_compat, kernel  # noqa: E402
-from foci.backends.triton import tile_tables  # noqa: E402
-from foci.backends.triton.schedules import LIMITS  # noqa: E402
 
 # bytes that a release of Triton spills besides: up to so many were seen, on a release not seen yet up to 320 are no failure
 SPARE = {(3, 6): 0, (3, 7): 0, (3, 8): 48, (3, 9): 72}.get(release(), 320)

@@ -13,7 +13,7 @@ from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
 from foci.trace_functions import bind
 
 kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
-from foci.backends.triton import tile_tables  # noqa: E402
+from foci.backends.gpu import tile_tables  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"

@@ -11,13 +11,13 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
+from foci.backends.gpu.schedules import padded_dim
 from foci.backends.hopper.backward_schedules import DS_SCRATCH_BYTES, ds_scratch_schedule, padded_widths, short_q_schedule
 from foci.backends.hopper.kernel_rates import Pair, estimate_rates
 from foci.backends.hopper.perf_model import backward_cost, forward_cost, split_cost, takes_split
 from foci.backends.hopper.schedules import alternative_schedules, describe_width, forward_schedule, padded_width
 from foci.backends.row_kernels import RowKernels
 from foci.backends.triton import BACKEND as TRITON
-from foci.backends.triton.schedules import padded_dim
 from foci.compat.triton import TESTED
 from foci.problem import Layout, Problem, Target
 

@@ -21,6 +21,16 @@ from torch import Tensor
 
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given, Plan
+from foci.backends.gpu import kernel as host
+from foci.backends.gpu.allocate import gradient_tensors, row_tensors
+from foci.backends.gpu.captured_grad import capture_gradients, find_query_tile_bias
+from foci.backends.gpu.compiling import after_launches
+from foci.backends.gpu.functions import capture_layouts, is_half
+from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule as Tiles
+from foci.backends.gpu.symbolic_tokens import at_most
+from foci.backends.gpu.tile_tables import Sequences, TileTable
 from foci.backends.hopper.backward_schedules import (
     DK_DV_TILES,
     DK_DV_WIDE_TILES,
@@ -63,16 +73,6 @@ from foci.backends.hopper.schedules import count_sms
 from foci.backends.hopper.zero_fill import zero_counters
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES
-from foci.backends.triton import kernel as host
-from foci.backends.triton.allocate import gradient_tensors, row_tensors
-from foci.backends.triton.captured_grad import capture_gradients, find_query_tile_bias
-from foci.backends.triton.compiling import after_launches
-from foci.backends.triton.functions import capture_layouts, is_half
-from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.symbolic_tokens import at_most
-from foci.backends.triton.tile_tables import Sequences, TileTable
 from foci.compat.gluon import HAS_ADD
 from foci.problem import Operands
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.causal import is_causal
+from foci.backends.gpu.schedules import Schedule as Tiles
+from foci.backends.gpu.schedules import padded_dim
 from foci.backends.hopper.schedules import DEFAULT_SMS, padded_width
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import score_kind, tile_bytes
-from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.schedules import padded_dim
 from foci.problem import Layout, Problem
 
 __all__ = [

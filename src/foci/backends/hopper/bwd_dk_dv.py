@@ -12,13 +12,13 @@ Scores are transposed, keys as rows, so that P^T and dS^T are the left operands 
 warpgroup accumulates over all queries and all query heads that share its keys: no atomics.
 """
 
+from foci.backends.gpu.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
 from foci.backends.hopper.bwd_dq_from_ds import ROWS, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
-from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
 
 
 @gluon.jit

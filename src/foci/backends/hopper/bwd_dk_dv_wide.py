@@ -5,6 +5,7 @@ The legend is that of `bwd_dk_dv`. The dv warpgroup computes P and passes it on 
 take four products; a kernel for each would take five and load q and do twice.
 """
 
+from foci.backends.gpu.tiles import decode, find_task, nth_visited, sequence_at, tile_start
 from foci.backends.hopper.bwd_dk_dv import load_query_runs, split_query_runs
 from foci.backends.hopper.bwd_dq_from_ds import begin_store_ds, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
@@ -12,7 +13,6 @@ from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mba
 from foci.backends.hopper.layouts import mma_layout, operand_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, store_pieces, tile_pieces
-from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_at, tile_start
 
 ROWS = gl.constexpr(64)
 

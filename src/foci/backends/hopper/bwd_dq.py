@@ -8,12 +8,12 @@ lse, delta                    pointers [B, Hq, Sq] float32: logsumexp in base 2,
 S, P, dP, dS                  [64 queries, TILE_KV], in registers
 """
 
+from foci.backends.gpu.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
 from foci.backends.hopper.bwd_tile_math import recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, store_pieces, tile_pieces
-from foci.backends.triton.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
 
 
 @gluon.jit

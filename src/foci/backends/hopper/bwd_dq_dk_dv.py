@@ -19,6 +19,7 @@ Without a mask and under the causal mask the visited tiles are computed; other m
 must not read memory for each pair of positions; with dropout they may only add to the product.
 """
 
+from foci.backends.gpu.tiles import decode
 from foci.backends.hopper.bwd_task_queue import allocate_task_queue, has_task, pop_task, push_end, push_task
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
@@ -52,7 +53,6 @@ from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators,
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
 from foci.backends.hopper.softmax import round_weights
 from foci.backends.hopper.task_queue import broadcast_ticket, fetch_ticket
-from foci.backends.triton.tiles import decode
 
 ROWS = gl.constexpr(64)
 

@@ -15,18 +15,18 @@ past the end, which are not stored.
 
 from typing import NamedTuple
 
+from foci.backends.gpu.tiles import HEAD_GROUP, decode, nth_head_task
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, tma_store, warpgroup_mma
 from foci.backends.hopper.layouts import smem_layout
 from foci.backends.hopper.mma import scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, reshape_to_box, store_pieces, tile_pieces
-from foci.backends.triton.tiles import HEAD_GROUP, decode, nth_head_task
 
 ROWS = gl.constexpr(64)
 TILE = gl.constexpr(128)
 
 
 class HeadChunk(NamedTuple):
-    """Heads of a launch, counted over batch entries. All fields are encoded (`foci.backends.triton.kernel_args.encode`)."""
+    """Heads of a launch, counted over batch entries. All fields are encoded (`foci.backends.gpu.kernel_args.encode`)."""
 
     first: int  # first head
     heads: int  # number of heads

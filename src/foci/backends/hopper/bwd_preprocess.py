@@ -10,9 +10,9 @@ lse, dlse, lse2, delta        [B, Hq, Sq] float32: logsumexp, its gradient or No
 import triton
 import triton.language as tl
 
+from foci.backends.gpu.backward import prepare_row_stats
+from foci.backends.gpu.tiles import clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 from foci.backends.hopper.dq_semaphore import slot_size
-from foci.backends.triton.backward import prepare_row_stats
-from foci.backends.triton.tiles import clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 
 
 @triton.jit

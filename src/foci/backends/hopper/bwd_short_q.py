@@ -17,6 +17,7 @@ dv and dk of a tile are computed one tile later, beside the scores of the next o
 
 from typing import Any, NamedTuple
 
+from foci.backends.gpu.tiles import decode
 from foci.backends.hopper.bwd_tile_math import recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
@@ -31,7 +32,6 @@ from foci.backends.hopper.gluon_compat import (
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
-from foci.backends.triton.tiles import decode
 
 ROWS = gl.constexpr(64)
 

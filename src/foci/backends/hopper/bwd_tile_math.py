@@ -5,8 +5,8 @@ With P the weights and dP = dO V^T, the gradient of the scores is P * (dP - delt
 "FlashAttention", 2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
 
+from foci.backends.gpu.tiles import FORCED, LOG2E, decode
 from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.triton.tiles import FORCED, LOG2E, decode
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Compile-time configuration of the kernels. Their other arguments are those of `foci.backends.triton.kernel_args`."""
+"""Compile-time configuration of the kernels. Their other arguments are those of `foci.backends.gpu.kernel_args`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Config(NamedTuple):
     D_PAD: Any  # D padded to a power of two or a sum of two (`foci.backends.hopper.layouts`)
     DV: Any  # head dim of v
     DV_PAD: Any
-    MODE: Any  # visited tiles: within rows' "bounds", or "all", "causal", "ranges", "lists" (`foci.backends.triton.tile_table_kernels`)
+    MODE: Any  # visited tiles: within rows' "bounds", or "all", "causal", "ranges", "lists" (`foci.backends.gpu.tile_table_kernels`)
     JAGGED: Any  # packed sequences
     PLAIN: Any  # the score function is the identity, and the scale positive
     DROPOUT: Any
@@ -52,7 +52,7 @@ class Config(NamedTuple):
 
 
 class MaskedTable(NamedTuple):
-    """A `foci.backends.triton.kernel_args.Table` with mask bits and the order of tasks."""
+    """A `foci.backends.gpu.kernel_args.Table` with mask bits and the order of tasks."""
 
     counts: Any
     lists: Any
@@ -62,7 +62,7 @@ class MaskedTable(NamedTuple):
     bits: Any  # mask bits of partial tiles and their limits, see `foci.backends.hopper.mask_bits.pack_masks`
     limits: Any = None
     # int32 zero, counts the tasks that persistent programs have taken besides their first; None if tasks are assigned statically. Packed:
-    # the task table, which holds it (`foci.backends.triton.tiles.TICKETS`); the kernel zeroes it again
+    # the task table, which holds it (`foci.backends.gpu.tiles.TICKETS`); the kernel zeroes it again
     tickets: Any = None
     halved: Any = None  # how many of the last tasks are split between two programs, encoded
     order: Any = None  # int32 [rows of the lists]: the task to take in place of each, or None

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.backends.gpu.schedules import padded_dim
+from foci.backends.gpu.tensor_descriptors import packed_dims
 from foci.backends.hopper.gluon_compat import TensorDescriptor
 from foci.backends.hopper.layouts import smem_layout, tma_columns
-from foci.backends.triton.schedules import padded_dim
-from foci.backends.triton.tensor_descriptors import packed_dims
 
 __all__ = ["describe", "takes_descriptor"]
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import RECORD, decode
+from foci.backends.gpu.tiles import RECORD, decode
 
 
 @triton.jit

@@ -13,11 +13,11 @@ But key tiles wait for those of later programs too: the launch is cooperative, s
 
 from typing import Any, NamedTuple
 
+from foci.backends.gpu.tiles import RECORD, decode, sequence_at
 from foci.backends.hopper.bwd_task_queue import has_task, pop_task
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma, tma_store
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.smem import sequence_span
-from foci.backends.triton.tiles import RECORD, decode, sequence_at
 from foci.compat.gluon import begin_add
 
 

@@ -8,10 +8,10 @@ threads of a warp so that each is done once; threads exchange bits, not random w
 "Quads" are groups of four neighbouring keys, "eights" of eight. Shapes in comments are [rows, ...] of one warpgroup's 64 rows.
 """
 
+from foci.backends.gpu.tiles import random_words, tile_start
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import split_columns
 from foci.backends.hopper.smem import opaque_value
-from foci.backends.triton.tiles import random_words, tile_start
 
 __all__ = ["apply_dropout", "drop_bits", "drops_by_key", "drops_by_query", "load_dropout_params"]
 

@@ -34,6 +34,7 @@ producer loads the next task's queries and first keys while consumers finish the
 memory (`foci.backends.hopper.task_queue`).
 """
 
+from foci.backends.gpu.tiles import LN2, LOG2E, decode
 from foci.backends.hopper.barriers import (
     drain_barriers,
     launch_dependents,
@@ -93,7 +94,6 @@ from foci.backends.hopper.task_queue import (
     reset_counter,
 )
 from foci.backends.hopper.tile_scheduler import find_task, plan_tiles
-from foci.backends.triton.tiles import LN2, LOG2E, decode
 
 
 @gluon.jit

@@ -5,7 +5,7 @@
     both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> (score in base 2 - lse2, d score / d (scale * raw))
     mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux) -> keep
     line(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
-        -> (score / aux[0] - raw, slope per key), for scores that are affine in the key (`foci.backends.triton.affine_scores`);
+        -> (score / aux[0] - raw, slope per key), for scores that are affine in the key (`foci.backends.gpu.affine_scores`);
            where queries stream: (score - scale * raw, slope per query), both in base 2
     bounds(b, h, at, q_len, kv_len, env) -> (first, last) streaming index, if the mask has bounds (`foci.backends.mask_intervals`)
 
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from foci.backends.gpu.affine_scores import affine_in_keys
+from foci.backends.gpu.codegen import TensorLayout, triton_codegen
+from foci.backends.gpu.exp2_rewrite import ONE, gather_factors, log2_weight, scaled_derivative, split_factor
+from foci.backends.gpu.functions import cast_coordinates_early, jit_function
 from foci.backends.mask_intervals import find_bounds
-from foci.backends.triton.affine_scores import affine_in_keys
-from foci.backends.triton.codegen import TensorLayout, triton_codegen
-from foci.backends.triton.exp2_rewrite import ONE, gather_factors, log2_weight, scaled_derivative, split_factor
-from foci.backends.triton.functions import cast_coordinates_early, jit_function
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr, const, node, variable

@@ -12,6 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Plan
+from foci.backends.gpu import kernel as host
+from foci.backends.gpu.allocate import result_tensors
+from foci.backends.gpu.compiling import after_launches
+from foci.backends.gpu.functions import capture_layouts
+from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule as Tiles
+from foci.backends.gpu.symbolic_tokens import at_most
+from foci.backends.gpu.tile_tables import Sequences, TileTable
 from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
@@ -21,15 +30,6 @@ from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, for
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES
-from foci.backends.triton import kernel as host
-from foci.backends.triton.allocate import result_tensors
-from foci.backends.triton.compiling import after_launches
-from foci.backends.triton.functions import capture_layouts
-from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import Schedule as Tiles
-from foci.backends.triton.symbolic_tokens import at_most
-from foci.backends.triton.tile_tables import Sequences, TileTable
 from foci.ir.expr import const
 from foci.problem import Operands, Results
 

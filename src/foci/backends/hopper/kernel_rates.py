@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
+from foci.backends.gpu.schedules import busy_fraction, padded_dim
 from foci.backends.hopper.backward_schedules import fused_schedule, short_q_schedule, split_short_q
 from foci.backends.hopper.schedules import DEFAULT_SMS
 from foci.backends.problem_class import score_kind
-from foci.backends.triton.schedules import busy_fraction, padded_dim
 from foci.problem import Layout, Problem
 
 __all__ = ["MEASURED", "Backward", "Measured", "Pair", "Rates", "estimate_rates"]

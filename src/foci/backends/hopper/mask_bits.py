@@ -5,13 +5,13 @@ result.
 words     4 for each row of a tile. A thread holds columns 8 i + 2 l + j of a row, l its lane among the four of the row; bit 2 i + j of
           word l says whether the column is attended to. So a mask costs a kernel the same whatever it reads.
 rows      queries in the forward, keys in the backward
-table     lists of visited tiles, see `foci.backends.triton.tile_table_kernels`
+table     lists of visited tiles, see `foci.backends.gpu.tile_table_kernels`
 """
 
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, decode, read_task_record, sequence
+from foci.backends.gpu.tiles import FORCED, decode, read_task_record, sequence
 
 __all__ = ["cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
 

@@ -6,10 +6,10 @@ or by evaluating the mask function. In the first two ways a thread's columns are
 a select.
 """
 
+from foci.backends.gpu.tiles import FORCED, decode
 from foci.backends.hopper.gluon_compat import gl, gluon, thread_barrier
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.smem import first_key
-from foci.backends.triton.tiles import FORCED, decode
 
 __all__ = [
     "BOTH",

@@ -17,9 +17,9 @@ from typing import Final, TypeAlias
 import torch
 
 from foci.backends.causal import is_causal
+from foci.backends.gpu.schedules import MULTIPROCESSORS, padded_dim
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES, mask_bytes, score_kind, tile_bytes
-from foci.backends.triton.schedules import MULTIPROCESSORS, padded_dim
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Problem
 

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Tiles in shared memory: allocation, TMA loads and stores, and which tiles of keys a task visits."""
 
+from foci.backends.gpu.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
 from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
-from foci.backends.triton.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 
 __all__ = [
     "FAR",

@@ -4,10 +4,10 @@
 The producer is one task ahead: it finds the next task and its tiles while consumers multiply. Two slots are in use at a time.
 """
 
+from foci.backends.gpu.tiles import TICKETS, decode
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import FAR
-from foci.backends.triton.tiles import TICKETS, decode
 
 __all__ = [
     "SLOTS",

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Tile scheduler of the forward: the n-th task, the tiles of keys it visits, and which of them each consumer accumulates."""
 
+from foci.backends.gpu.tiles import decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import sequence_span, tile_run, tiles_within
-from foci.backends.triton.tiles import decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
 
 __all__ = ["find_task", "plan_tiles"]
 

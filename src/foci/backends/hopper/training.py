@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from foci.backends.contract import Given, Plan
+from foci.backends.gpu.kernel import TritonKernel
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.tile_tables import Sequences
 from foci.backends.hopper.backward import HopperGradients
 from foci.backends.hopper.kernel import HopperKernel
 from foci.backends.hopper.kernel_rates import estimate_rates
 from foci.backends.hopper.perf_model import takes_split
-from foci.backends.triton.kernel import TritonKernel
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.tile_tables import Sequences
 from foci.problem import Operands, Results
 
 __all__ = ["TrainingKernel"]

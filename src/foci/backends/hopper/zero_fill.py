@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foci.backends.triton.math import INTERPRETED
-from foci.backends.triton.tiles import clear_gaps, decode, fill_gaps, widest_gap
+from foci.backends.gpu.math import INTERPRETED
+from foci.backends.gpu.tiles import clear_gaps, decode, fill_gaps, widest_gap
 
 
 @triton.jit

@@ -13,9 +13,7 @@ import torch
 from foci.backends import self_check
 from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, MachineFact, Plan
-from foci.backends.row_kernels import RowKernels
-from foci.backends.sequences import shapeless_weights
-from foci.backends.triton.schedules import (
+from foci.backends.gpu.schedules import (
     busy_fraction,
     padded_dim,
     schedule_for,
@@ -25,6 +23,8 @@ from foci.backends.triton.schedules import (
     takes_splits,
     vector_bytes,
 )
+from foci.backends.row_kernels import RowKernels
+from foci.backends.sequences import shapeless_weights
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
@@ -114,7 +114,7 @@ class TritonBackend:
         """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
         checked first."""
         self_check.check(plan)
-        from foci.backends.triton.kernel import TritonKernel
+        from foci.backends.gpu.kernel import TritonKernel
         from foci.backends.triton.paged import PagedKernel
         from foci.backends.triton.tuning import TunedKernel
 
@@ -132,7 +132,7 @@ class TritonBackend:
         """Those in Triton, wherever it runs; nothing checks them, so a release that foci was not tested with has none."""
         if _reject_target(target) is not None or self_check.is_needed(target):
             return None
-        from foci.backends.triton.layernorm import ROW_KERNELS
+        from foci.backends.gpu.layernorm import ROW_KERNELS
 
         return ROW_KERNELS
 

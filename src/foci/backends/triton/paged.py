@@ -12,19 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Inputs, Offsets, Plan
+from foci.backends.gpu.allocate import result_tensors
+from foci.backends.gpu.compiling import compile_in_parallel
+from foci.backends.gpu.decode import Pages
+from foci.backends.gpu.kernel import TritonKernel, is_elsewhere
+from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.launch_cache import find_pass, keep_pass
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule, padded_dim, shares_tile
+from foci.backends.gpu.stream_state import current_stream
+from foci.backends.gpu.symbolic_tokens import count_tokens
+from foci.backends.gpu.tensor_descriptors import stream_operand
+from foci.backends.gpu.tile_tables import Sequences, build_visits, operand_sequences
 from foci.backends.paged_gather import Gathered, jagged_plan
-from foci.backends.triton.allocate import result_tensors
-from foci.backends.triton.compiling import compile_in_parallel
-from foci.backends.triton.decode import Pages
-from foci.backends.triton.kernel import TritonKernel, is_elsewhere
-from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.launch_cache import find_pass, keep_pass
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import Schedule, padded_dim, shares_tile
-from foci.backends.triton.stream_state import current_stream
-from foci.backends.triton.symbolic_tokens import count_tokens
-from foci.backends.triton.tensor_descriptors import stream_operand
-from foci.backends.triton.tile_tables import Sequences, build_visits, operand_sequences
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 
 __all__ = ["PagedKernel"]

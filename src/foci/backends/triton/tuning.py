@@ -9,7 +9,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,11 +19,12 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan
-from foci.backends.triton.schedules import (
+from foci.backends.gpu.schedules import (
     LIKE,
     LIMITS,
     SCHEDULES,
     Schedule,
+    fit_schedule,
     padded_dim,
     schedule_family,
     schedule_for,
@@ -34,7 +34,7 @@ from foci.backends.triton.schedules import (
 )
 from foci.problem import Cotangents, Gradients, Operands, Results
 
-__all__ = ["Scheduled", "Store", "TunedKernel", "fit_schedule", "list_candidates", "tuning_key"]
+__all__ = ["Scheduled", "Store", "TunedKernel", "list_candidates", "tuning_key"]
 
 _MOST: Final = 24
 """Most candidates of one kernel: each costs a compilation."""
@@ -52,13 +52,6 @@ class Scheduled(Protocol):
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
         ...
-
-
-def fit_schedule(schedule: Schedule, block_size: tuple[int, int] | None) -> Schedule:
-    """The schedule with tiles that divide the blocks of a caller's block mask."""
-    if block_size is None:
-        return schedule
-    return replace(schedule, tile_q=math.gcd(schedule.tile_q, block_size[0]), tile_kv=math.gcd(schedule.tile_kv, block_size[1]))
 
 
 def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:

@@ -5,7 +5,7 @@
 and weight the derivative of the score with respect to one read. If the read is inside a reduction over a captured row, the sum also runs
 over the row's entries. Tiles are recomputed: nothing of size Sq x Skv is stored but the gradient itself.
 
-    q, k, v, do, lse2, delta    as in `foci.backends.triton.backward`
+    q, k, v, do, lse2, delta    as in `foci.backends.gpu.backward`
     g, x                        [TILE_Q, TILE_KV]: dscore, and the scaled product that the score function is given
     part                        generated function: (weight, offset in the gradient) of one read
 """
@@ -13,10 +13,10 @@ over the row's entries. Tiles are recomputed: nothing of size Sq x Skv is stored
 import triton
 import triton.language as tl
 
-from foci.backends.triton.backward import load_row_stats, recompute_weights, value_product
-from foci.backends.triton.dweights import with_flow
-from foci.backends.triton.tile_table_kernels import EMPTY, FULL, PARTIAL
-from foci.backends.triton.tiles import FORCED, decode, keep_tile, load_streamed_tile, sequence
+from foci.backends.gpu.backward import load_row_stats, recompute_weights, value_product
+from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.tile_table_kernels import EMPTY, FULL, PARTIAL
+from foci.backends.gpu.tiles import FORCED, decode, keep_tile, load_streamed_tile, sequence
 
 
 @triton.jit

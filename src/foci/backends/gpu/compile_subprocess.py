@@ -21,8 +21,8 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from foci.backends.triton.functions import GENERATED, jit_function
-from foci.backends.triton.triton_cache_key import fill_cache_keys
+from foci.backends.gpu.functions import GENERATED, jit_function
+from foci.backends.gpu.triton_cache_key import fill_cache_keys
 
 __all__ = ["compile_packed", "is_sendable", "pack"]
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.backends.triton.attention_weights_kernels import weigh_columns, weigh_rows
-from foci.backends.triton.kernel_args import encode
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.tile_tables import Sequences
+from foci.backends.gpu.attention_weights_kernels import weigh_columns, weigh_rows
+from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule
+from foci.backends.gpu.tile_tables import Sequences
 from foci.problem import Cotangents, Operands, Results
 
 if TYPE_CHECKING:
-    from foci.backends.triton.kernel import TritonKernel
+    from foci.backends.gpu.kernel import TritonKernel
 
 __all__ = ["WeightCotangents", "add_aux_outputs", "add_weight_cotangents", "weight_cotangents"]
 

@@ -13,22 +13,22 @@ import triton
 from torch import Tensor
 
 from foci.backends.contract import Given
+from foci.backends.gpu.bias_gradient import attention_bias_gradient
+from foci.backends.gpu.captured_grad_kernel import capture_gradient
+from foci.backends.gpu.codegen import TensorLayout, triton_codegen
+from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, jit_function
+from foci.backends.gpu.kernel_args import Strides, encode, is_countable_by_eights
+from foci.backends.gpu.schedules import Schedule
+from foci.backends.gpu.tensor_descriptors import stream_operand
+from foci.backends.gpu.tile_tables import TileTable
 from foci.backends.row_gradients import summed_derivatives
-from foci.backends.triton.bias_gradient import attention_bias_gradient
-from foci.backends.triton.captured_grad_kernel import capture_gradient
-from foci.backends.triton.codegen import TensorLayout, triton_codegen
-from foci.backends.triton.functions import capture_layouts, cast_coordinates_early, jit_function
-from foci.backends.triton.kernel_args import Strides, encode, is_countable_by_eights
-from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.tensor_descriptors import stream_operand
-from foci.backends.triton.tile_tables import TileTable
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
 from foci.ir.expr import const
 from foci.problem import Operands
 
 if TYPE_CHECKING:
-    from foci.backends.triton.kernel import Pass, TritonKernel
+    from foci.backends.gpu.kernel import Pass, TritonKernel
 
 __all__ = ["LearnedBias", "Way", "bias_gradient", "capture_gradients", "find_query_tile_bias"]
 

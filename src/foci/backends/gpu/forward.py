@@ -9,7 +9,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao,
     lse, row_max                  [B, Hq, Sq] float32, contiguous; row_max may be None
     qk, x, p                      [TILE_Q, TILE_KV]: products, scores, weights of a tile
     acc, l_i, m_i                 [TILE_Q, Dv], [TILE_Q], [TILE_Q]: accumulator, row sum, row max
-    c                             `foci.backends.triton.kernel_args.Config`
+    c                             `foci.backends.gpu.kernel_args.Config`
 
 Packed sequences have B = 1 in memory and find their first row and length in `spans`. Exponentials are in base 2. Tiles that the mask keeps
 entirely skip all mask work.
@@ -18,7 +18,7 @@ entirely skip all mask work.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import (
+from foci.backends.gpu.tiles import (
     FORCED,
     LN2,
     LOG2E,

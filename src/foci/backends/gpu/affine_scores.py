@@ -1,13 +1,13 @@
 """Affine scores, such as ALiBi: the product of query and key, plus a term with a constant slope along the keys of a row, or along queries.
 
 The affine term is the initial value of a tile's accumulator, instead of zero. A thread's columns are a constant distance apart, so an
-element costs one operation (`foci.backends.triton.tiles.affine_columns`, `foci.backends.hopper.masking.affine_terms`). In the backward,
+element costs one operation (`foci.backends.gpu.tiles.affine_columns`, `foci.backends.hopper.masking.affine_terms`). In the backward,
 where queries are columns, the part of the term that varies by query is subtracted from the query's logsumexp.
 """
 
 from __future__ import annotations
 
-from foci.backends.triton.exp2_rewrite import ONE
+from foci.backends.gpu.exp2_rewrite import ONE
 from foci.ir.expr import Expr, const, variable
 from foci.ir.ops import apply
 from foci.ir.simplify import simplify

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Backward: one kernel for dq over tiles of queries, one for dk and dv over tiles of keys. No atomics, so repeatable.
 
-    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.triton.forward`
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.gpu.forward`
     q, k, v, dq, dk, dv           as the forward's q, k, v
     out, do                       [B, Hq, Sq, Dv]; do is the gradient of out
     lse, dlse                     [B, Hq, Sq] float32: natural logsumexp and its gradient, or None
@@ -15,8 +15,8 @@ With dp = do v^T, the gradient of a score is p * (dp - delta), delta = sum_j p d
 import triton
 import triton.language as tl
 
-from foci.backends.triton.dweights import with_flow
-from foci.backends.triton.tiles import (
+from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.tiles import (
     FORCED,
     LOG2E,
     affine_columns,

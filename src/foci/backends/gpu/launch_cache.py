@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Given, Inputs, Offsets, Strides
-from foci.backends.triton.bound_launch import bind_backward, bind_forward, fix
-from foci.backends.triton.launch_program import Recording, Template
-from foci.backends.triton.stream_state import current_stream, free_stream, tensor_addresses
-from foci.backends.triton.symbolic_tokens import Tokens
-from foci.backends.triton.tensor_descriptors import without_overlap
-from foci.backends.triton.tile_tables import Sequences, sequences_at
+from foci.backends.gpu.bound_launch import bind_backward, bind_forward, fix
+from foci.backends.gpu.launch_program import Recording, Template
+from foci.backends.gpu.stream_state import current_stream, free_stream, tensor_addresses
+from foci.backends.gpu.symbolic_tokens import Tokens
+from foci.backends.gpu.tensor_descriptors import without_overlap
+from foci.backends.gpu.tile_tables import Sequences, sequences_at
 from foci.problem import Geometry, Operands, Problem
 from foci.weak_cache import WeakCache, tensor_state
 

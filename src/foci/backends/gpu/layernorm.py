@@ -17,10 +17,10 @@ import triton
 from torch import Tensor
 
 from foci.backends import row_kernels as contract
+from foci.backends.gpu import layernorm_kernels as kernels
+from foci.backends.gpu.compiling import Waiting, compile_in_parallel, launch_ahead, launch_waiting
+from foci.backends.gpu.stream_state import allocator_on, has_launch_hooks
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
-from foci.backends.triton import layernorm_kernels as kernels
-from foci.backends.triton.compiling import Waiting, compile_in_parallel, launch_ahead, launch_waiting
-from foci.backends.triton.stream_state import allocator_on, has_launch_hooks
 from foci.compat.cuda import current_device, is_capturing, raw_stream
 from foci.compat.triton import COMPILE_OPTIONS, bottom_of
 

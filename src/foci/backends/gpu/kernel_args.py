@@ -47,7 +47,7 @@ class Config(NamedTuple):
     UNIT: Any  # 8 if every tensor has a contiguous last dimension and other strides that are multiples of 8, else 1
     WIDE: Any  # 64-bit offsets within a tile
     PLAIN: Any  # no score function is called: scores are products, or affine
-    AFFINE: Any  # scores are affine; the function `line` takes the score function's place (`foci.backends.triton.functions`)
+    AFFINE: Any  # scores are affine; the function `line` takes the score function's place (`foci.backends.gpu.functions`)
     NEGATIVE: Any  # the scale is negative
     SPLIT_EDGE: Any  # the tile that overhangs the keys has a loop of its own
     DROPOUT: Any

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.symbolic_tokens import count_tokens
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.symbolic_tokens import count_tokens
 from foci.problem import Gradients, Operands, Problem, gradient_strides, result_strides
 
 __all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]

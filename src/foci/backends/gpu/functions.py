@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foci.backends.gpu import math
+from foci.backends.gpu.affine_scores import affine_in_both
+from foci.backends.gpu.codegen import TensorLayout, triton_codegen
+from foci.backends.gpu.exp2_rewrite import ARGUMENTS, log2_weight, scaled_derivative
+from foci.backends.gpu.kernel_args import is_countable_by_eights
 from foci.backends.mask_intervals import as_comparisons
-from foci.backends.triton import math
-from foci.backends.triton.affine_scores import affine_in_both
-from foci.backends.triton.codegen import TensorLayout, triton_codegen
-from foci.backends.triton.exp2_rewrite import ARGUMENTS, log2_weight, scaled_derivative
-from foci.backends.triton.kernel_args import is_countable_by_eights
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit
 from foci.ir.expr import DType, Expr

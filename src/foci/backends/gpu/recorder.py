@@ -1,7 +1,7 @@
 """Records the launches of a forward or backward pass, so that a later call of the same geometry repeats them without the host's work.
 
 Launches depend on shapes, strides, numbers and the plan, not on addresses. A `Recorder` launches kernels and records them with their
-arguments, as a `foci.backends.triton.launch_program.Template`.
+arguments, as a `foci.backends.gpu.launch_program.Template`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
-from foci.backends.triton.compiling import Waiting, compile_and_launch, launch_waiting, waiting
-from foci.backends.triton.kernel_args import Config, Strides
-from foci.backends.triton.launch_program import (
+from foci.backends.gpu.compiling import Waiting, compile_and_launch, launch_waiting, waiting
+from foci.backends.gpu.kernel_args import Config, Strides
+from foci.backends.gpu.launch_program import (
     Arguments,
     Joint,
     Launch,
@@ -31,8 +31,8 @@ from foci.backends.triton.launch_program import (
     late_counts,
     sequence_address,
 )
-from foci.backends.triton.symbolic_tokens import Count
-from foci.backends.triton.triton_cache_key import fill_cache_keys
+from foci.backends.gpu.symbolic_tokens import Count
+from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.compat.triton import bottom_of
 
 __all__ = ["Recorder", "plain_arguments"]

@@ -1,4 +1,4 @@
-"""Host side of the Triton backend: which kernels a forward and a backward pass launch, with which arguments."""
+"""Host side of the kernels in Triton: which kernels a forward and a backward pass launch, with which arguments."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given, Plan
-from foci.backends.mask_intervals import as_comparisons
-from foci.backends.problem_class import find_pair_loads, tile_bytes
-from foci.backends.row_gradients import add_row_gradients
-from foci.backends.triton.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
-from foci.backends.triton.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
-from foci.backends.triton.backward import attention_key_gradient, attention_query_gradient, prepare_rows
-from foci.backends.triton.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
-from foci.backends.triton.compiling import compile_in_parallel
-from foci.backends.triton.decode import Pages, attention_decode, combine_splits
-from foci.backends.triton.forward import attention_forward
-from foci.backends.triton.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
-from foci.backends.triton.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
-from foci.backends.triton.launch_cache import KnownPasses, find_pass, keep_pass, source_of_places
-from foci.backends.triton.mask_convexity import begins_late, is_convex
-from foci.backends.triton.precompile_backward import precompile_backward
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import (
+from foci.backends.gpu.allocate import gradient_tensors, like_tensor, no_gradients, result_tensors, row_tensors
+from foci.backends.gpu.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
+from foci.backends.gpu.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.gpu.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
+from foci.backends.gpu.compiling import compile_in_parallel
+from foci.backends.gpu.decode import Pages, attention_decode, combine_splits
+from foci.backends.gpu.forward import attention_forward
+from foci.backends.gpu.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
+from foci.backends.gpu.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.gpu.launch_cache import KnownPasses, find_pass, keep_pass, source_of_places
+from foci.backends.gpu.mask_convexity import begins_late, is_convex
+from foci.backends.gpu.precompile_backward import precompile_backward
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import (
     Schedule,
+    fit_schedule,
     padded_dim,
     schedule_for,
     scratch_bytes,
@@ -42,11 +40,13 @@ from foci.backends.triton.schedules import (
     takes_splits,
     vector_bytes,
 )
-from foci.backends.triton.stream_state import current_stream
-from foci.backends.triton.symbolic_tokens import count_tokens
-from foci.backends.triton.tensor_descriptors import describe_layout, stream_operand, without_overlap
-from foci.backends.triton.tile_tables import ALL, DENSE, Sequences, TileTable, build_visits, operand_sequences
-from foci.backends.triton.tuning import fit_schedule
+from foci.backends.gpu.stream_state import current_stream
+from foci.backends.gpu.symbolic_tokens import count_tokens
+from foci.backends.gpu.tensor_descriptors import describe_layout, stream_operand, without_overlap
+from foci.backends.gpu.tile_tables import ALL, DENSE, Sequences, TileTable, build_visits, operand_sequences
+from foci.backends.mask_intervals import as_comparisons
+from foci.backends.problem_class import find_pair_loads, tile_bytes
+from foci.backends.row_gradients import add_row_gradients
 from foci.compat.cuda import current_device
 from foci.dropout import threshold
 from foci.ir.derivative import score_derivative

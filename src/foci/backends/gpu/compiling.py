@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_priority import is_waited_for, submit_elsewhere
 from foci.backends.contract import Unbuildable
-from foci.backends.triton.compile_subprocess import compile_packed, is_sendable, pack
+from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, async_compile_mode, release
 
 __all__ = ["Waiting", "after_launches", "compile_and_launch", "compile_in_parallel", "is_new", "launch_ahead", "launch_waiting", "waiting"]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import Inputs
-from foci.backends.triton.stream_state import allocator_on, tensor_addresses
-from foci.backends.triton.symbolic_tokens import Count, Tokens, row_function
+from foci.backends.gpu.stream_state import allocator_on, tensor_addresses
+from foci.backends.gpu.symbolic_tokens import Count, Tokens, row_function
 
 __all__ = [
     "Arguments",
@@ -415,7 +415,7 @@ class Sized:
         makes: functions that allocate the other results.
         scratch: (function that allocates the scratch memory, byte offset of each tensor), or None.
         makers: makers of descriptors, for each launch.
-        makes_rows: cache of `foci.backends.triton.bound_launch`.
+        makes_rows: cache of `foci.backends.gpu.bound_launch`.
     """
 
     __slots__ = ("joint", "makers", "makes", "makes_rows", "parts", "scratch")

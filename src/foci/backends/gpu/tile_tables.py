@@ -15,22 +15,22 @@ import triton
 from torch import Tensor
 
 from foci.backends.contract import Inputs, Offsets
-from foci.backends.triton.compiling import after_launches
-from foci.backends.triton.kernel_args import Size, Spans, Table, encode, table_config
-from foci.backends.triton.launch_program import Recording, Source, Template
-from foci.backends.triton.mask_convexity import is_convex
-from foci.backends.triton.recorder import Recorder
-from foci.backends.triton.schedules import Schedule
-from foci.backends.triton.stream_state import current_stream, free_stream, is_for_graphs, tensor_addresses
-from foci.backends.triton.symbolic_tokens import Count, Tokens, at_most
-from foci.backends.triton.tile_table_kernels import assign_tasks, classify_tiles, list_tiles, place_sequences
-from foci.backends.triton.tiles import RECORD
+from foci.backends.gpu.compiling import after_launches
+from foci.backends.gpu.kernel_args import Size, Spans, Table, encode, table_config
+from foci.backends.gpu.launch_program import Recording, Source, Template
+from foci.backends.gpu.mask_convexity import is_convex
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule
+from foci.backends.gpu.stream_state import current_stream, free_stream, is_for_graphs, tensor_addresses
+from foci.backends.gpu.symbolic_tokens import Count, Tokens, at_most
+from foci.backends.gpu.tile_table_kernels import assign_tasks, classify_tiles, list_tiles, place_sequences
+from foci.backends.gpu.tiles import RECORD
 from foci.compat.torch import version_of
 from foci.problem import Operands
 from foci.weak_cache import WeakCache, tensor_state
 
 if TYPE_CHECKING:
-    from foci.backends.triton.kernel import Pass, TritonKernel
+    from foci.backends.gpu.kernel import Pass, TritonKernel
 
 __all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at"]
 

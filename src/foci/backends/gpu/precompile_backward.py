@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
-from foci.backends.triton.compiling import is_new, launch_ahead
-from foci.backends.triton.recorder import Recorder, plain_arguments
-from foci.backends.triton.stream_state import free_stream
-from foci.backends.triton.triton_cache_key import fill_cache_keys
+from foci.backends.gpu.compiling import is_new, launch_ahead
+from foci.backends.gpu.recorder import Recorder, plain_arguments
+from foci.backends.gpu.stream_state import free_stream
+from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.problem import Operands, Results
 
 if TYPE_CHECKING:
-    from foci.backends.triton.kernel import TritonKernel
-    from foci.backends.triton.tile_tables import Sequences
+    from foci.backends.gpu.kernel import TritonKernel
+    from foci.backends.gpu.tile_tables import Sequences
 
 __all__ = ["precompile_backward"]
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Kernels for outputs that need normalised weights: a second pass over the visited tiles, with weights recomputed from lse.
 
-    q, k                as in `foci.backends.triton.forward`
+    q, k                as in `foci.backends.gpu.forward`
     lse                 [B, Hq, Sq] float32
     columns, weights    [B, Hq, Skv] float32 sums over queries, [B, Hq, Sq, Skv]; each may be None
 
@@ -11,9 +11,9 @@ Each sum belongs to one program, in the order of its tiles, so results are bitwi
 import triton
 import triton.language as tl
 
-from foci.backends.triton.backward import recompute_weights
-from foci.backends.triton.dweights import with_flow
-from foci.backends.triton.tiles import (
+from foci.backends.gpu.backward import recompute_weights
+from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.tiles import (
     LOG2E,
     decode,
     find_task,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
-from foci.backends.triton.launch_program import Recording, Sized
-from foci.backends.triton.stream_state import allocator_on, free_stream_on
-from foci.backends.triton.tile_tables import sequences_at
+from foci.backends.gpu.launch_program import Recording, Sized
+from foci.backends.gpu.stream_state import allocator_on, free_stream_on
+from foci.backends.gpu.tile_tables import sequences_at
 from foci.compat.torch import version_of
 
 __all__ = ["bind_backward", "bind_forward", "fix"]

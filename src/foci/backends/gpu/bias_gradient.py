@@ -2,7 +2,7 @@
 """dq together with the gradient of a captured tensor that is read at each (q, kv), such as a bias that requires grad: both need the same
 tiles.
 
-    q, k, v, do, lse2, delta    as in `foci.backends.triton.backward`
+    q, k, v, do, lse2, delta    as in `foci.backends.gpu.backward`
     target                      [B or 1, Hq, Sq, Skv]: the gradient of the bias, summed over batch entries if the bias is shared
     g                           [TILE_Q, TILE_KV]: gradient of the score function's value, p * (dp - delta)
 
@@ -14,9 +14,9 @@ float32 and always in the same order.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.backward import prepare_row_stats, recompute_weights, score_gradient
-from foci.backends.triton.dweights import with_flow
-from foci.backends.triton.tiles import decode, keep_tile, load_streamed_tile, load_tile, rows_pointer, tile_offsets
+from foci.backends.gpu.backward import prepare_row_stats, recompute_weights, score_gradient
+from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.tiles import decode, keep_tile, load_streamed_tile, load_tile, rows_pointer, tile_offsets
 
 __all__ = ["attention_bias_gradient"]
 

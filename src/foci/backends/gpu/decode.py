@@ -3,7 +3,7 @@
 
 Dao et al., "Flash-Decoding for long-context inference" (2023).
 
-    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.triton.forward`; the query heads of a group share tiles (GQA)
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.gpu.forward`; the query heads of a group share tiles (GQA)
     r                             row of a tile: query r % Sq of the group's head r // Sq
     partial                       [B, Hkv, splits, rows, DV_PAD] float32: unnormalised results
     partial_max, partial_total    [B, Hkv, splits, rows] float32: row max and row sum
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from foci.backends.triton.forward import tile_scores
-from foci.backends.triton.tiles import (
+from foci.backends.gpu.forward import tile_scores
+from foci.backends.gpu.tiles import (
     LN2,
     LOG2E,
     decode,

@@ -7,7 +7,7 @@ With g the sum of both, the gradient of a score gains p * (g - sum_j p g): g is 
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import decode
+from foci.backends.gpu.tiles import decode
 
 __all__ = ["with_flow"]
 

@@ -9,7 +9,7 @@ from p0 to p1 are visited, of which f0 to f1 are full.
 import triton
 import triton.language as tl
 
-from foci.backends.triton.tiles import FORCED, RECORD, TICKETS, decode, read_task_record, sequence_at
+from foci.backends.gpu.tiles import FORCED, RECORD, TICKETS, decode, read_task_record, sequence_at
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)

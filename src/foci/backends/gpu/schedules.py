@@ -7,6 +7,7 @@ device at hand is passed over for the next, smaller one, so nothing is ever trie
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -21,6 +22,7 @@ __all__ = [
     "SCHEDULES",
     "Schedule",
     "busy_fraction",
+    "fit_schedule",
     "padded_dim",
     "schedule_family",
     "schedule_for",
@@ -216,6 +218,13 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
             # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
             return replace(row, turned=True) if itemsize == 4 and kind.startswith(("key_gradient", "value_gradient")) else row
     return None
+
+
+def fit_schedule(schedule: Schedule, block_size: tuple[int, int] | None) -> Schedule:
+    """The schedule with tiles that divide the blocks of a caller's block mask."""
+    if block_size is None:
+        return schedule
+    return replace(schedule, tile_q=math.gcd(schedule.tile_q, block_size[0]), tile_kv=math.gcd(schedule.tile_kv, block_size[1]))
 
 
 def busy_fraction(problem: Problem, arch: int) -> float:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from foci.backends.triton.kernel_args import Config, is_countable_by_eights
-from foci.backends.triton.schedules import padded_dim
-from foci.backends.triton.tiles import FAR
+from foci.backends.gpu.kernel_args import Config, is_countable_by_eights
+from foci.backends.gpu.schedules import padded_dim
+from foci.backends.gpu.tiles import FAR
 
 __all__ = ["Layout", "describe_layout", "packed_dims", "stream_operand", "without_overlap"]
 
