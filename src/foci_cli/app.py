@@ -9,17 +9,16 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 __all__ = ["app"]
 
 app = typer.Typer(
     help="Attention for PyTorch: any score, any mask, any layout, one call.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -38,6 +37,43 @@ class DTypeName(StrEnum):
     float64 = "float64"
 
 
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _show_version(is_asked: bool) -> None:
+    """Prints the version and ends, before anything imports torch."""
+    if is_asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"foci {version('foci')}")
+        except PackageNotFoundError:
+            print("foci, on the path without being installed")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Attention for PyTorch: any score, any mask, any layout, one call."""
+
+
+def _output_file(path: Path | None) -> Path | None:
+    """The path, of a file that can be written; asked before anything is measured. Makes its folder."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"the folder of {str(path)!r} cannot be made: {error.strerror}") from error
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise typer.BadParameter(f"{str(path)!r} {'is a folder' if path.is_dir() else 'cannot be written'}; name a file")
+    return path
+
+
 def _usable_device(name: str | None) -> str | None:
     """The name, of a device that this torch and this machine have."""
     if name is not None:
@@ -54,11 +90,11 @@ def _usable_device(name: str | None) -> str | None:
     return name
 
 
-def _require(extra: str) -> None:
-    """Refuses to begin without the packages of an extra."""
+def _require(extra: str, option: str | None = None) -> None:
+    """Refuses to begin without the packages of an extra, which an option asks for if one is given."""
     missing = [package for package in _EXTRAS[extra] if importlib.util.find_spec(package) is None]
     if missing:
-        raise typer.BadParameter(f"this needs {' and '.join(missing)}: pip install 'foci[{extra}]'")
+        raise typer.BadParameter(f"this needs {' and '.join(missing)}: pip install 'foci[{extra}]'", param_hint=option)
 
 
 @app.command()
@@ -66,11 +102,14 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-output"),
     device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.", callback=_usable_device)] = "cpu",
 ) -> None:
-    """A trained transformer on eager, sdpa and foci attention, and a training step with three attention patterns."""
+    """Run a trained transformer on eager, sdpa and foci attention.
+
+    Then train a small model with three attention patterns.
+    """
     _require("demo")
     from foci.cli import demo as demonstration
 
-    console = Console()
+    console = _console()
     broken = demonstration.run(console, output, device=device)
     for line in broken:
         console.print(f"[red]failed:[/] {line}")
@@ -94,7 +133,7 @@ def explain(
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability of dropping a weight.")] = 0.0,
     train: Annotated[bool, typer.Option(help="Ask for gradients of queries, keys and values.")] = False,
 ) -> None:
-    """Every backend with its verdict on a problem, and the reason."""
+    """Say which backend runs a call, and why the others do not."""
     from foci.cli.explanation import Question, explained
 
     question = Question(
@@ -113,7 +152,7 @@ def explain(
         train=train,
     )
     with _explained_errors():
-        Console().print(explained(question))
+        _console().print(explained(question))
 
 
 @app.command()
@@ -124,20 +163,52 @@ def mask(
     block: Annotated[int, typer.Option(min=1, help="Block size.")] = 64,
     entry: Annotated[int, typer.Option(min=0, help="Batch entry to draw.")] = 0,
     head: Annotated[int, typer.Option(min=0, help="Head to draw.")] = 0,
-    out: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("mask.png"),
+    out: Annotated[Path, typer.Option(help="The picture, a PNG.", callback=_output_file)] = Path("mask.png"),
 ) -> None:
-    """A picture of a mask: left the mask itself, right its blocks, empty, partial or full."""
+    """Draw a mask and its blocks.
+
+    Left the mask itself, right its blocks: empty, partial or full.
+    """
     _require("plots")
     with _explained_errors():
-        from foci.cli.expr_parser import read_mask
+        from foci.cli.expr_parser import given_for, read_mask
         from foci.cli.mask_picture import draw_mask, draw_masks
         from foci.mask_examples import Sizes
 
         kv = q if kv is None else kv
         sizes = Sizes(B=entry + 1, Hq=head + 1, Hkv=head + 1, Sq=q, Skv=kv)
-        picture = draw_mask(read_mask(name, sizes), q_len=q, kv_len=kv, block=block, at=(entry, head), name=name)
+        with given_for("NAME"):
+            function = read_mask(name, sizes)
+        picture = draw_mask(function, q_len=q, kv_len=kv, block=block, at=(entry, head), name=name)
         draw_masks([picture], out)
-    Console().print(f"{out}: {picture.density:.1%} of the pairs attend, {picture.sparsity:.1%} of the blocks are empty", soft_wrap=True)
+    _console().print(f"{out}: {picture.density:.1%} of the pairs attend, {picture.sparsity:.1%} of the blocks are empty", soft_wrap=True)
+
+
+@app.command()
+def masks() -> None:
+    """List the named masks, with their arguments."""
+    import foci
+    from foci.cli.catalogue import table_of
+
+    _console().print(table_of(foci.masks))
+
+
+@app.command()
+def scores() -> None:
+    """List the named scores, with their arguments."""
+    import foci
+    from foci.cli.catalogue import table_of
+
+    _console().print(table_of(foci.scores))
+
+
+@app.command()
+def cache(clear: Annotated[bool, typer.Option("--clear", help="Remove everything that foci keeps on disk.")] = False) -> None:
+    """Show the size of the cache on disk, or empty it."""
+    with _explained_errors():
+        from foci.cli.cache_cmd import run_cache
+
+        run_cache(_console(), clear=clear)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -145,14 +216,14 @@ def report(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file that calls torch.compile or foci.compile.")],
 ) -> None:
-    """Runs a script, with the words after it as its arguments, and lists the attentions in what it compiled: fused, or why not.
+    """Run a script and list the attentions that it compiled.
 
-    Exits with the script's own code.
+    Each is fused, or the report says why not. Words after the script are its arguments. Exits with the script's own code.
     """
     from foci.cli.profile_cmd import run
     from foci.fusion import table
 
-    console = Console()
+    console = _console()
     log, exited = run(script, context.args)
     if log.fusions:
         console.print(table(log.fusions))
@@ -177,12 +248,17 @@ def bench(
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile side by side; 16 or the cores on a GPU, 0 elsewhere.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File that takes the lines, as JSON, with machine, versions and commit.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File that takes the lines, as JSON, with machine, versions and commit.", callback=_output_file)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of the ratios, a PNG or SVG.", callback=_output_file)] = None,
 ) -> None:
-    """foci beside what else this machine offers: rates, and how many times foci is faster."""
+    """Time foci beside its peers on this machine.
+
+    Prints rates, and how many times foci is faster.
+    """
     if plot is not None:
-        _require("plots")
+        _require("plots", "--plot")
     with _explained_errors():
         from foci.cli.bench_cmd import Measuring, run_bench
 
@@ -193,7 +269,7 @@ def bench(
             length=length or (8192 if where.startswith("cuda") else 1024), dim=dim, seconds=seconds, peers=chosen, backward=backward,
             jobs=(min(16, os.cpu_count() or 1) if where.startswith("cuda") else 0) if jobs is None else jobs, out=out, plot=plot,
         )  # fmt: skip
-        run_bench(question, Console())
+        run_bench(question, _console())
 
 
 def _has_gpu() -> bool:
@@ -208,21 +284,29 @@ def tune(
     device: Annotated[str | None, typer.Option(help="Device, such as cpu or cuda; a GPU if there is one.", callback=_usable_device)] = None,
     kinds: Annotated[str | None, typer.Option(help="Kinds of arithmetic, with commas: float16, bfloat16, float32, tf32, float64.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the table; if not given, where foci looks for it.", callback=_output_file)
+    ] = None,
 ) -> None:
-    """Measures what products of bad shapes cost on this machine, for the padding of compiled graphs."""
+    """Measure matrix products of bad shapes, for padding.
+
+    Compiled graphs pad by this table.
+    """
     with _explained_errors():
         from foci.cli.tuning import run_tune
 
-        run_tune(("cuda" if _has_gpu() else "cpu") if device is None else device, kinds, repeats, out, Console())
+        run_tune(("cuda" if _has_gpu() else "cpu") if device is None else device, kinds, repeats, out, _console())
 
 
 @app.command()
 def env() -> None:
-    """Versions, devices and compilers, whether each was tested, and which backends this machine can use, with the reasons."""
+    """Print versions, devices, compilers and usable backends.
+
+    Each with whether it was tested, or why a backend cannot run.
+    """
     from foci.cli.environment import backends_table, facts_table, missing_names
 
-    console = Console()
+    console = _console()
     console.print(facts_table())
     console.print(backends_table())
     for line in missing_names():
@@ -237,4 +321,4 @@ def _explained_errors() -> Iterator[None]:
     try:
         yield
     except Unknown as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error), param_hint=error.option) from error

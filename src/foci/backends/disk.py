@@ -11,10 +11,18 @@ import os
 import pwd
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
-__all__ = ["cache_directory", "cache_root", "folder_obstacle", "open_folder", "read_private", "usable_folder", "write_atomically"]
+__all__ = [
+    "cache_directory", "cache_limit", "cache_root", "folder_obstacle", "open_folder", "read_private", "remove_oldest", "usable_folder",
+    "write_atomically",
+]  # fmt: skip
+
+_DEFAULT_LIMIT: Final = 1024  # MiB
+_IN_USE: Final = 3600.0  # seconds after its last use during which a file stays, as a process may be about to load it
 
 
 def cache_root() -> Path:
@@ -23,6 +31,18 @@ def cache_root() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "foci")
+
+
+def cache_limit() -> int:
+    """Bytes of compiled kernels that are kept: FOCI_CACHE_LIMIT in MiB, else 1024 MiB.
+
+    Raises:
+        ValueError: for a FOCI_CACHE_LIMIT that is no number of MiB.
+    """
+    text = os.environ.get("FOCI_CACHE_LIMIT", str(_DEFAULT_LIMIT))
+    if not text.isdecimal():
+        raise ValueError(f"FOCI_CACHE_LIMIT must be a number of MiB, such as {_DEFAULT_LIMIT}; got {text!r}")
+    return int(text) * 2**20
 
 
 def cache_directory(kind: str) -> Path | None:
@@ -128,3 +148,28 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         os.unlink(temporary)
         raise
+
+
+def remove_oldest(folder: Path, suffix: str, limit: int) -> None:
+    """Removes the files that were not used for longest until those that are left fit into `limit` bytes.
+
+    A file's time of modification is that of its last use. A file that was used within the last hour stays.
+
+    Args:
+        folder: of the files.
+        suffix: of the names of the files that count, such as ".so".
+        limit: bytes.
+    """
+    files = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if entry.name.endswith(suffix):
+                found = entry.stat(follow_symlinks=False)
+                files.append((found.st_mtime, found.st_size, entry.path))
+    size, now = sum(size for _, size, _ in files), time.time()
+    for used, bytes_of_file, path in sorted(files):
+        if size <= limit or now - used < _IN_USE:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        size -= bytes_of_file

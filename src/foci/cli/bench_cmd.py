@@ -14,13 +14,14 @@ from foci.cli.bench import CASES, Case, Line, Sizes, compile_ahead, draw, facts,
 from foci.cli.bench.calls import PEERS
 from foci.cli.bench.measure import Request
 from foci.cli.expr_parser import Unknown
+from foci.cli.progress import progress
 
 __all__ = ["Measuring", "run_bench"]
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """The options of `foci bench`, as `foci.cli.app.bench` describes them."""
+    """The options of `foci bench`, as `foci_cli.app.bench` describes them."""
 
     cases: tuple[str, ...]
     device: str
@@ -45,7 +46,7 @@ def chosen_cases(names: tuple[str, ...]) -> list[Case]:
     """
     for name in names:
         if not any(case.name.startswith(name) for case in CASES):
-            raise Unknown(f"no case begins with {name!r}; there are {', '.join(case.name for case in CASES)}")
+            raise Unknown(f"no case begins with {name!r}; there are {', '.join(case.name for case in CASES)}", "CASES")
     return [case for case in CASES if not names or any(case.name.startswith(name) for name in names)]
 
 
@@ -58,21 +59,24 @@ def run_bench(options: Measuring, console: Console) -> None:
     cases = chosen_cases(options.cases)
     for name in options.peers or ():
         if name not in PEERS:
-            raise Unknown(f"no peer {name!r}; there are {', '.join(PEERS)}")
+            raise Unknown(f"no peer {name!r}; there are {', '.join(PEERS)}", "--peers")
     device = torch.device(options.device)
     about = facts(device)
     square = Sizes(options.batch, options.heads, options.heads, options.length, options.length, options.dim)
     request = Request(device, getattr(torch, options.dtype), options.seconds, options.peers, options.backward)
     lines: list[Line] = []
-    for found in _measured(cases, square, request, options.jobs):
-        for line in found:
-            if line.error is not None:
-                console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False, soft_wrap=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(line.as_json() | about) + "\n")
-        console.print(summary(found), markup=False, highlight=False, soft_wrap=True)
-        lines += found
+    console.print(f"{len(cases)} cases on {about['device']}; what is measured is compiled first", highlight=False)
+    with progress(console, "cases", len(cases)) as advance:
+        for found in _measured(cases, square, request, options.jobs):
+            for line in found:
+                if line.error is not None:
+                    console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False, soft_wrap=True)
+                if options.out is not None:
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(line.as_json() | about) + "\n")
+            console.print(summary(found), markup=False, highlight=False, soft_wrap=True)
+            lines += found
+            advance()
     order = {case.name: place for place, case in enumerate(cases)}
     lines.sort(key=lambda line: order[line.case])
     unit = next((line.unit for line in lines if line.unit.endswith("FLOP/s")), "bytes")
@@ -80,6 +84,7 @@ def run_bench(options: Measuring, console: Console) -> None:
     console.print(table(lines, f"{about['device']}, torch {about['torch']}, {options.dtype}: {units}"))
     if options.plot is not None:
         draw(lines, options.plot, f"{about['device']}, torch {about['torch']}, {options.dtype}")
+        console.print(f"picture: {options.plot}", highlight=False, soft_wrap=True)
 
 
 def _measured(cases: list[Case], square: Sizes, request: Request, jobs: int) -> Iterator[list[Line]]:

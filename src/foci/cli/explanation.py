@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 import foci
-from foci.cli.expr_parser import Unknown, read_mask, read_score
+from foci.cli.expr_parser import Unknown, given_for, read_mask, read_score
 from foci.ir.text import to_infix
 from foci.mask_examples import Sizes
 from foci.planner import Decision
@@ -48,7 +48,7 @@ def explain_question(question: Question) -> foci.Explanation:
     try:
         return foci.explain(*_tensors(question), mask=mask, score=score, dropout_p=question.dropout_p)
     except (TypeError, ValueError) as error:
-        raise Unknown(str(error)) from error
+        raise Unknown(str(error), "--kv-heads" if question.q_heads % question.kv_heads else None) from error
 
 
 def explained(question: Question) -> Group:
@@ -75,8 +75,10 @@ def explained(question: Question) -> Group:
 
 def _functions(question: Question) -> tuple[foci.Mask | None, foci.Score | None]:
     sizes = Sizes(question.batch, question.q_heads, question.kv_heads, question.q_len, question.kv_len, question.head_dim)
-    mask = None if question.mask is None else read_mask(question.mask, sizes)
-    return mask, None if question.score is None else read_score(question.score, sizes)
+    with given_for("--mask"):
+        mask = None if question.mask is None else read_mask(question.mask, sizes)
+    with given_for("--score"):
+        return mask, None if question.score is None else read_score(question.score, sizes)
 
 
 def _tensors(question: Question) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

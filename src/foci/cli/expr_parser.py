@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import foci
 from foci.mask_examples import MaskExample, ScoreExample, Sizes
 
-__all__ = ["Unknown", "read_mask", "read_score"]
+__all__ = ["Unknown", "given_for", "read_mask", "read_score"]
 
 T = TypeVar("T")
 
@@ -24,7 +25,25 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.Invert: operator
 
 
 class Unknown(ValueError):
-    """Words that name no mask or score. The message says what would."""
+    """Words that name no mask, score or other choice. The message says what would.
+
+    Attributes:
+        option: that the words were given for, such as --mask; None where several options together are wrong.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+@contextlib.contextmanager
+def given_for(option: str) -> Iterator[None]:
+    """Inside, each `Unknown` names an option."""
+    try:
+        yield
+    except Unknown as error:
+        error.option = option
+        raise
 
 
 def read_mask(text: str, sizes: Sizes) -> foci.Mask:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from foci.cli.expr_parser import Unknown
+from foci.cli.progress import progress
 from foci.padding.gemm_times import KINDS, Kind, extend
 from foci.padding.tuning import SHAPES, SMALL_SHAPES, count_rows, device_name, tune
 
@@ -33,10 +33,8 @@ def run_tune(device: str, kinds: str | None, repeats: int, out: Path | None, con
     shapes = SHAPES if device.startswith("cuda") else SMALL_SHAPES
     count = count_rows(chosen, shapes)
     console.print(f"measuring {count} products of {', '.join(chosen)} on {device_name(torch.device(device))}")
-    columns = TextColumn("{task.completed} of {task.total}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=count)
-        table = tune(torch.device(device), chosen, shapes=shapes, repeats=repeats, step=lambda: progress.advance(task))
+    with progress(console, "products", count) as advance:
+        table = tune(torch.device(device), chosen, shapes=shapes, repeats=repeats, step=advance)
     path = extend(table, out)
     worst = max(table.rows, key=lambda row: row.slowdown(padded=False))
     console.print(
@@ -51,4 +49,4 @@ def _kind(name: str) -> Kind:
     for kind in KINDS:
         if kind == name:
             return kind
-    raise Unknown(f"no kind of arithmetic {name!r}; there are {', '.join(KINDS)}")
+    raise Unknown(f"no kind of arithmetic {name!r}; there are {', '.join(KINDS)}", "--kinds")

@@ -328,6 +328,7 @@ def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
         folder = directory or _temporary_directory()
         with contextlib.suppress(OSError):  # a folder has the name, or there is no room
             disk.write_atomically(folder / name, content)
+            disk.remove_oldest(folder, ".so", disk.cache_limit())
             found = _open(folder, [name])
             if found is not None:
                 return found
@@ -342,6 +343,8 @@ def _open(folder: Path, names: list[str]) -> ctypes.CDLL | None:
     with disk.open_folder(folder) as descriptor:
         by_descriptor = Path(f"/proc/self/fd/{descriptor}")
         for name in names:
+            with contextlib.suppress(OSError):  # it is not there, or the folder is read-only: then nothing is removed from it either
+                os.utime(name, dir_fd=descriptor, follow_symlinks=False)
             if _intact(disk.read_private(name, descriptor)):
                 path = by_descriptor / name if by_descriptor.exists() else folder / name
                 return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
