@@ -107,8 +107,8 @@ def observe() -> Iterator[Log]:
         ...     _ = foci.attention(q, q, q, mask=foci.masks.window(4))
         >>> len(log.calls), log.calls[0].problem.head_dim
         (1, 8)
-        >>> print(log.calls[0])
-        ...: dense, batch <= 1, 2 heads, queries <= 16, keys <= 16, head dim 8, float32: score where (kv_idx <= q_idx) & (q_idx - kv_idx <= i0)
+        >>> print(str(log.calls[0]).partition(": ")[2])
+        dense, batch <= 1, 2 heads, queries <= 16, keys <= 16, head dim 8, float32: score where (kv_idx <= q_idx) & (q_idx - kv_idx <= i0)
     """
     log = Log()
     _logs.append(log)
