@@ -11,7 +11,7 @@ NEWEST := 3.9.0
 RELEASES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference site lint format bench clean
+.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,14 +68,17 @@ wheel: $(STAMP) ## sdist and wheel in dist/, tried in a new environment with tor
 	.wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd .wheel && bin/python ../tests/try_wheel.py
 
-docs: $(STAMP) ## the examples in README.md, docs/ and docstrings
-	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py $(ARGS)
+docs: $(STAMP) ## the examples in README.md, docs/, notebooks and docstrings
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py tests/test_notebooks.py $(ARGS)
 
 gallery: $(STAMP) ## docs/gallery.md and its pictures, from the examples of masks and scores
 	$(BIN)/python docs/gallery.py
 
 reference: $(STAMP) ## docs/api/, an entry for each public name
 	$(BIN)/python docs/reference.py
+
+notebooks: $(STAMP) ## run docs/notebooks/ and keep their outputs
+	$(BIN)/python docs/notebooks.py
 
 site: $(VENV)/.site-installed ## the documentation as a site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,4 +1,4 @@
-"""The Python examples of README.md and docs/ run as they stand there, each by itself, and the commands named there exist."""
+"""The Python examples of README.md and docs/ run as they stand there, each by itself, and print what stands below them; the commands named there exist."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 
 
+PRINTED = re.compile(r"\s*^```text title=\"prints\"\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+
+
 def blocks(*languages):
     """(place, code) of each fenced block; the place is a file and the line of the block's first line of code."""
     for page in PAGES:
@@ -20,25 +23,42 @@ def blocks(*languages):
                 yield f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start(2)) + 1}", match[2]
 
 
+def printed():
+    """{place: text} of each Python example that a block of what it prints follows; places as in `blocks`."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            if match[1] == "python" and (after := PRINTED.match(text, match.end())):
+                found[f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start(2)) + 1}"] = after[1]
+    return found
+
+
 PYTHON = dict(blocks("python"))
+PRINTS = printed()
 LINES = [line.split() for _, text in blocks("sh", "console", "bash") for line in text.splitlines()]
 COMMANDS = sorted({words[1] for words in LINES if words[:1] == ["foci"]})
 TARGETS = sorted({words[1] for words in LINES if words[:1] == ["make"]})
 
 
 @pytest.mark.parametrize("place", PYTHON)
-def test_python_example(place, monkeypatch, tmp_path):
+def test_python_example(place, monkeypatch, tmp_path, capsys):
     page, line = place.rsplit(":", 1)
     # Blank lines in front, so that a traceback names the page's own line.
     code = compile("\n" * (int(line) - 1) + PYTHON[place], str(ROOT / page), "exec")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(code, {"__name__": "__example__"})
+    if place in PRINTS:
+        assert capsys.readouterr().out == PRINTS[place]
 
 
 def test_the_pages_have_examples():
     assert any(place.startswith("README.md:") for place in PYTHON)
     assert COMMANDS
+    assert PRINTS
+    titles = sum(page.read_text(encoding="utf-8").count('title="prints"') for page in PAGES)
+    assert titles == len(PRINTS), "what is printed must follow the example that prints it"
     assert TARGETS
 
 

@@ -27,8 +27,8 @@ def test_reference_is_up_to_date(module):
 
 
 def test_every_page_is_in_the_navigation():
-    listed = re.findall(r"^\s+- (?:.*: )?(\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = re.findall(r"^\s+- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [path.relative_to(DOCS).with_suffix(".md").as_posix() for suffix in ("md", "ipynb") for path in DOCS.rglob(f"*.{suffix}")]
     assert sorted(listed) == sorted(pages)
 
 
@@ -38,6 +38,28 @@ def test_links_to_sources_become_names():
     assert hooks.on_page_markdown(text, page=page, config={}, files=[]) == "see `tests/api/test_sdpa.py`, [GPU](gpu.md#measured)"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="api/foci.md"))
     assert hooks.on_page_markdown("[gallery](../gallery.md)", page=page, config={}, files=[]) == "[gallery](../gallery.md)"
+
+
+def test_notebooks_become_pages():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    text = "[own](notebooks/write-your-own-attention.ipynb)"
+    assert hooks.on_page_markdown(text, page=page, config={}, files=[]) == "[own](notebooks/write-your-own-attention.md)"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {
+            "cell_type": "code",
+            "source": ["print(1)\n", "x"],
+            "outputs": [{"output_type": "stream", "text": ["1\n"]}, {"data": {"text/plain": ["2"]}}, {"data": {"image/png": "AAAA\n"}}],
+        },
+    ]
+    shown = hooks.notebook_page({"cells": cells}).split("\n\n")
+    assert shown == [
+        "# Title\ntext",
+        "```python\nprint(1)\nx\n```",
+        '```text title="prints"\n1\n```',
+        '```text title="prints"\n2\n```',
+        "![output](data:image/png;base64,AAAA)\n",
+    ]
 
 
 def test_no_script_of_another_host():
